@@ -1,0 +1,26 @@
+"""Prune, route and measure attention heads of Hugging Face models inside lm-evaluation-harness.
+
+Importing this package imports nothing else: `lmeval_prune._bridge` runs at every interpreter
+start, so names are resolved on first use.
+"""
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "HeadMask": "lmeval_prune.interventions.head_mask",
+    "RowMasks": "lmeval_prune.interventions.row_masks",
+    "Intervention": "lmeval_prune.interventions.base",
+    "Head": "lmeval_prune.interventions.heads",
+    "find_attention": "lmeval_prune.architectures",
+    "InputError": "lmeval_prune.errors",
+}
+
+__all__ = ["Head", "HeadMask", "InputError", "Intervention", "RowMasks", "__version__", "find_attention"]
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,63 @@
+"""Makes released lm-eval (0.4.13) find us; a `.pth` file imports this at interpreter start.
+
+lm-eval 0.4.13 reads no entry points. A finder in front of `sys.meta_path` waits until lm-eval's own
+`lm_eval.models` and `lm_eval.tasks.manager` have been executed, then calls `lmeval_prune.plugin`, and
+is gone. Nothing is imported before that: this file must stay as small as it is, for every Python
+process of the environment runs it.
+
+Set `LMEVAL_PRUNE_NO_BRIDGE=1` to switch it off; `lmeval-prune run` works without it.
+"""
+
+import os
+import sys
+
+_HOOKS = {"lm_eval.models": "register_models", "lm_eval.tasks.manager": "register_tasks"}
+
+
+class _Finder:
+    """Wraps the loader of each module named in `_HOOKS`, once, and finds nothing itself."""
+
+    def __init__(self) -> None:
+        self.waiting = dict(_HOOKS)
+        self.busy = False
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name not in self.waiting or self.busy:
+            return None
+        from importlib.util import find_spec
+
+        self.busy = True  # the search below passes here again
+        try:
+            spec = find_spec(name)
+        finally:
+            self.busy = False
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):  # type: ignore[no-untyped-def]
+            execute(module)
+            self.done(name)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def done(self, name: str) -> None:
+        """Call the hook of a module that has just been executed; never break lm-eval."""
+        hook = self.waiting.pop(name, None)
+        if not self.waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+        if hook is None:
+            return
+        try:
+            from lmeval_prune import plugin
+
+            getattr(plugin, hook)()
+        except Exception as error:
+            import warnings
+
+            warnings.warn(f"lmeval-prune could not register itself with lm-eval: {error}", stacklevel=2)
+
+
+if not os.environ.get("LMEVAL_PRUNE_NO_BRIDGE") and not any(type(f).__name__ == "_Finder" for f in sys.meta_path):
+    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]

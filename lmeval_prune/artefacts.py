@@ -1,0 +1,82 @@
+"""Reading and writing JSON artefacts: atomic, versioned, never pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lmeval_prune import __version__
+from lmeval_prune.errors import InputError
+
+CREATED_BY = f"lmeval-prune {__version__}"
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file so that a reader sees the old content or the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def digest(value: Any) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of a JSON value, independent of key order."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_artefact(path: str | os.PathLike[str], schema: str, version: int, content: dict[str, Any]) -> None:
+    """Write `content` with its schema name and version and the program that made it."""
+    envelope = {"schema": schema, "schema_version": version, "created_by": CREATED_BY, **content}
+    write_text(path, json.dumps(envelope, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> dict[str, Any]:
+    """Read an artefact of this schema, of this version or older.
+
+    Raises:
+        InputError: the file is missing, is not JSON (a pickle is refused without being read), is
+            another kind of artefact, or is newer than this program.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"no such file: {path}")
+    with path.open("rb") as file:
+        start = file.read(2)
+    if start[:1] == b"\x80" or start == b"PK":
+        raise InputError(
+            f"{path} is a pickle or torch file, which can run code when read and was not read; "
+            f"artefacts are JSON (write one with `lmeval-prune mask` or HeadMask.save)"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("schema") != schema:
+        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise InputError(f"{path} is not a {schema} artefact (its schema is {found!r})")
+    number = content.get("schema_version")
+    if not isinstance(number, int) or number > version:
+        raise InputError(
+            f"{path} has schema version {number!r}; this lmeval-prune reads up to {version}: upgrade it"
+        )
+    return content

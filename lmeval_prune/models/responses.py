@@ -1,0 +1,147 @@
+"""Our resumable store of model responses, the alternative to `--use_cache` (`responses=FOLDER`).
+
+lm-eval's cache keys a response by prompt and generation settings alone. Here a response is keyed by task,
+document, repeat, request type, prompt, generation settings, sampling seed and everything that shapes the
+model (name, revision, dtype, pruned heads, …), and is on disk as soon as it exists.
+
+Each rank appends to its own JSON-lines file; readers merge them all, so a run may go on with another
+number of ranks. A line that a kill cut short is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmeval_prune.artefacts import digest, read_artefact, write_artefact
+from lmeval_prune.errors import InputError
+
+SCHEMA = "lmeval-prune/responses"
+SCHEMA_VERSION = 1
+
+
+class ResponseStore:
+    """Responses of one or more runs in a folder."""
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int = 0) -> None:
+        self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"responses={folder} is a file; give a folder")
+        about = self.folder / "store.json"
+        if about.exists():
+            read_artefact(about, SCHEMA, SCHEMA_VERSION)
+        elif self.folder.exists() and any(self.folder.iterdir()):
+            raise InputError(f"responses={folder} is not empty and is not a response store; give a new folder")
+        else:
+            write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
+        self.known: dict[str, Any] = {}
+        for path in sorted(self.folder.glob("rank-*.jsonl")):
+            self._read(path)
+        self.path = self.folder / f"rank-{rank}.jsonl"
+        self._file = self.path.open("a", encoding="utf-8")
+        if self.path.stat().st_size and not _ends_with_newline(self.path):
+            self._file.write("\n")  # a line was cut short
+
+    def _read(self, path: Path) -> None:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                    self.known[record["key"]] = record["response"]
+                except (json.JSONDecodeError, KeyError, TypeError):
+                    continue
+
+    def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
+        """Write one response; it is with the operating system when this returns."""
+        self.known[key] = response
+        self._file.write(json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+class Recorder:
+    """A cache hook (lm-eval's word) that stores each response when the model reports it.
+
+    lm-eval's model class calls `add_partial(attr, args, response)` as soon as a request is answered.
+    """
+
+    def __init__(self, inner: Any, answered: Callable[[str, tuple[Any, ...], Any], None]) -> None:
+        self.inner = inner
+        self.answered = answered
+
+    def add_partial(self, attr: str, req: Iterable[Any], res: Any) -> None:
+        """Pass a response on to the store and to lm-eval's own hook."""
+        self.answered(attr, tuple(req), res)
+        self.inner.add_partial(attr, req, res)
+
+
+def answer(
+    store: ResponseStore,
+    requests: Sequence[Any],
+    kind: str,
+    shape: dict[str, Any],
+    run: Callable[[list[Any], Callable[[str, tuple[Any, ...], Any], None]], list[Any]],
+    any_rank: Callable[[bool], bool] = bool,
+) -> list[Any]:
+    """Answer requests from the store, run the rest, and store each as it comes.
+
+    Args:
+        store: the store.
+        requests: lm-eval Instances; the same Instance stands N times for N repeats.
+        kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
+        shape: JSON value of everything outside a request that its response depends on.
+        run: answers the requests it is given; calls its second argument for each as it is answered.
+        any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
+            inside a call, so while one rank has work, each makes the call (with a request it needs not).
+
+    Returns:
+        Responses in the order of `requests`.
+    """
+    seen: dict[tuple[Any, ...], int] = defaultdict(int)
+    keys: list[str] = []
+    about: dict[str, dict[str, Any]] = {}
+    for request in requests:
+        place = (request.task_name, request.doc_id, request.idx)
+        repeat = seen[place]
+        seen[place] += 1
+        where = {"task": request.task_name, "doc_id": request.doc_id, "idx": request.idx, "repeat": repeat, "kind": kind}
+        key = digest({**where, "args": list(request.args), "shape": shape})
+        keys.append(key)
+        about[key] = where
+    missing = [i for i, key in enumerate(keys) if key not in store.known]
+    pending: dict[str, deque[str]] = defaultdict(deque)
+    for i in missing:
+        pending[_text(requests[i].args)].append(keys[i])
+
+    def answered(attr: str, args: tuple[Any, ...], response: Any) -> None:
+        queue = pending.get(_text(args))
+        if attr == kind and queue:
+            key = queue.popleft()
+            store.add(key, response, about[key])
+
+    if any_rank(bool(missing)) and not missing:
+        run([requests[0]], lambda *_: None)
+    if missing:
+        responses = run([requests[i] for i in missing], answered)
+        for i, response in zip(missing, responses, strict=True):
+            if keys[i] not in store.known:  # the model did not report this one on its own
+                store.add(keys[i], response, about[keys[i]])
+    restore = tuple if kind == "loglikelihood" else lambda x: x
+    return [restore(store.known[key]) for key in keys]
+
+
+def _text(args: Iterable[Any]) -> str:
+    return json.dumps(list(args), sort_keys=True, default=str)

@@ -1,0 +1,80 @@
+"""Registers our model classes and task folder with lm-eval; safe to call any number of times."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+MODELS = {"pruned-hf": "lmeval_prune.models.pruned_hf:PrunedHFLM"}
+
+
+def task_folder() -> Path:
+    """Folder of our task YAMLs, in the repository or in the installed package."""
+    from lmeval_prune import tasks
+
+    return Path(list(tasks.__path__)[-1])
+
+
+def register_models() -> None:
+    """Add `MODELS` to lm-eval's registry, lazily; names already there (read from entry points) stay."""
+    from lm_eval.api.registry import model_registry
+
+    for name, target in MODELS.items():
+        if name not in model_registry:
+            model_registry.register(name, target=target)
+
+
+def register_tasks() -> None:
+    """Make every `TaskManager` that includes lm-eval's own tasks include ours, before the user's paths."""
+    from lm_eval.tasks.manager import TaskManager
+
+    if hasattr(TaskManager.__init__, "_lmeval_prune"):
+        return
+    init = TaskManager.__init__
+
+    @functools.wraps(init)
+    def with_our_tasks(
+        self: Any,
+        verbosity: str | None = None,
+        include_path: Any = None,
+        include_defaults: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        paths = (
+            []
+            if include_path is None
+            else list(include_path)
+            if isinstance(include_path, list | tuple)
+            else [include_path]
+        )
+        ours = str(task_folder())
+        if include_defaults and ours not in map(str, paths):
+            paths = [ours, *paths]
+        init(self, verbosity, paths or None, include_defaults, *args, **kwargs)
+
+    with_our_tasks._lmeval_prune = True  # type: ignore[attr-defined]
+    TaskManager.__init__ = with_our_tasks  # type: ignore[method-assign]
+
+
+def register() -> None:
+    """Register everything now: for `lmeval-prune run` and for programs that run without the bridge."""
+    import lm_eval.models
+    import lm_eval.tasks.manager  # noqa: F401
+
+    register_models()
+    register_tasks()
+
+
+def lm_eval_version() -> str:
+    """Version of the installed lm-eval, without importing it."""
+    from importlib.metadata import version
+
+    return version("lm_eval")
+
+
+def is_lm_eval_loaded() -> bool:
+    """Whether this process has imported lm-eval."""
+    return "lm_eval" in sys.modules

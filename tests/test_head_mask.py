@@ -1,0 +1,255 @@
+"""Head masks: the hook, the zeroed columns and a slice deleted by hand are the same thing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lmeval_prune import Head, HeadMask, InputError, RowMasks, find_attention
+from tests.tiny_models import ALL, CAUSAL, output, tiny, tokens
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+
+def prefixed(attention, heads) -> list[Head]:
+    return [Head(stack, layer, head) for stack in attention.stacks for layer, head in heads]
+
+
+class DeletedSlice(nn.Module):
+    """An output projection without some heads: their columns are cut out of the weight and of the input."""
+
+    def __init__(self, projection: nn.Module, keep: torch.Tensor) -> None:
+        super().__init__()
+        self.keep = keep
+        self.in_features = projection.weight.shape[0 if isinstance(projection, Conv1D) else 1]
+        self.weight = nn.Parameter((projection.weight.T if isinstance(projection, Conv1D) else projection.weight)[:, keep].clone())
+        self.bias = projection.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x[..., self.keep], self.weight, self.bias)
+
+
+def delete_by_hand(model: nn.Module, heads: list[Head]) -> nn.Module:
+    """A copy of the model with the heads' slices deleted, written apart from the package."""
+    model = copy.deepcopy(model)
+    for layer in find_attention(model):
+        lost = [h.head for h in heads if (h.stack, h.layer) == (layer.stack, layer.index)]
+        if lost:
+            keep = torch.tensor([i for i in range(layer.heads * layer.head_dim) if i // layer.head_dim not in lost])
+            parent, _, name = next(n for n, m in model.named_modules() if m is layer.output).rpartition(".")
+            setattr(model.get_submodule(parent), name, DeletedSlice(layer.output, keep))
+    return model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ALL)
+def test_hook_is_weights_is_deletion(family: str, attention: str) -> None:
+    model = tiny(family, attention)
+    inputs = tokens()
+    dense = output(model, inputs)
+    heads = prefixed(find_attention(model), [(0, 1), (1, 0), (1, 3)])
+    expected = output(delete_by_hand(model, heads), inputs)
+    assert (expected - dense).abs().max() > 1e-4
+    for method in ("hook", "weights"):
+        with HeadMask.of(heads, method=method).applied_to(model):
+            got = output(model, inputs)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    assert torch.equal(output(model, inputs), dense)
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_each_row_of_a_batch_has_its_own_mask(family: str) -> None:
+    model = tiny(family)
+    inputs = tokens(rows=4)
+    attention = find_attention(model)
+    masks = [HeadMask.of(prefixed(attention, h)) if h else None for h in ([(0, 1)], [], [(1, 2), (1, 3)], [(0, 1), (1, 0)])]
+    rows = RowMasks()
+    with rows.applied_to(model):
+        dense = output(model, inputs)
+        with rows.using(masks):
+            got = output(model, inputs)
+        assert torch.equal(output(model, inputs), dense)
+    assert hooks(model) == 0
+    assert torch.equal(got[1], dense[1])
+    for row, mask in enumerate(masks):
+        if mask:
+            with mask.applied_to(model):
+                torch.testing.assert_close(got[row], output(model, inputs)[row], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox"])
+def test_each_token_of_a_packed_batch_has_its_own_mask(family: str) -> None:
+    """Two sequences packed into one row, kept apart by a block-diagonal attention mask."""
+    model = tiny(family)
+    first, second = tokens(1, 5, seed=2), tokens(1, 4, seed=3)
+    packed = torch.cat([first, second], dim=1)
+    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
+    allowed = torch.zeros(9, 9, dtype=torch.bool)
+    allowed[:5, :5], allowed[5:, 5:] = torch.ones(5, 5).tril().bool(), torch.ones(4, 4).tril().bool()
+    masks = [HeadMask.parse("L0H1+L1H2"), HeadMask.parse("L1H0")]
+    rows = RowMasks()
+    with rows.applied_to(model), rows.using(masks, torch.tensor([[0] * 5 + [1] * 4])):
+        got = output(model, packed, attention_mask=allowed[None, None], position_ids=positions)
+    for mask, part, place in ((masks[0], first, slice(0, 5)), (masks[1], second, slice(5, 9))):
+        with mask.applied_to(model):
+            torch.testing.assert_close(got[:, place], output(model, part), rtol=0, atol=1e-11)
+
+
+def test_generation_follows_the_rows_and_repeats_them_for_several_returned_sequences() -> None:
+    model = tiny("llama")
+    prompt = tokens(2, 5)
+    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    masks = [HeadMask.parse("L0H0-2"), HeadMask.parse("L1H1-3")]
+    alone = []
+    for row, mask in enumerate(masks):
+        with mask.applied_to(model):
+            alone.append(model.generate(prompt[row : row + 1], **settings)[0])
+    rows = RowMasks()
+    with rows.applied_to(model), rows.using(masks):
+        together = model.generate(prompt, **settings)
+        beams = model.generate(prompt, num_beams=2, num_return_sequences=2, **settings)
+        with pytest.raises(InputError, match="do not fit a batch"):
+            model(tokens(3, 5))
+    assert torch.equal(together, torch.stack(alone))
+    assert beams.shape[0] == 4
+    with masks[1].applied_to(model):
+        assert torch.equal(beams[2:], model.generate(prompt[1:], num_beams=2, num_return_sequences=2, **settings))
+
+
+def test_masks_compose_by_union_nested_or_joined() -> None:
+    model, inputs = tiny("qwen3"), tokens()
+    first, second = HeadMask.parse("L0H1"), HeadMask.parse("L0H1+L1H2")
+    with (first | second).applied_to(model):
+        union = output(model, inputs)
+    with first.applied_to(model), second.applied_to(model):
+        assert torch.equal(output(model, inputs), union)
+    weights = HeadMask.parse("L1H2", method="weights")
+    with first.applied_to(model), weights.applied_to(model):
+        torch.testing.assert_close(output(model, inputs), union, rtol=0, atol=1e-12)
+    rows = RowMasks()
+    with first.applied_to(model), rows.applied_to(model), rows.using([second, None, second]):
+        torch.testing.assert_close(output(model, inputs)[[0, 2]], union[[0, 2]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["hook", "weights"])
+def test_nothing_stays_after_an_exception(method: str) -> None:
+    model, inputs = tiny("llama"), tokens()
+    dense, state = output(model, inputs), copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="inside"), HeadMask.parse("L*H1", method=method).applied_to(model):
+        raise RuntimeError("inside")
+    with pytest.raises(InputError), HeadMask.parse("L0H1+L9H0", method=method).applied_to(model):
+        pass
+    assert hooks(model) == 0
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(output(model, inputs), dense)
+
+
+def test_only_masked_layers_get_a_hook() -> None:
+    model = tiny("llama")
+    with HeadMask.parse("L1H0-2").applied_to(model) as attention:
+        assert hooks(model) == 1
+        assert len(attention.layers[1].output._forward_pre_hooks) == 1
+
+
+def test_a_pruned_head_with_infinite_activations_is_still_gone() -> None:
+    model, inputs = tiny("llama"), tokens()
+    with HeadMask.parse("L0H1").applied_to(model):
+        expected = output(model, inputs)
+    layer = find_attention(model).layers[0]
+    rows = layer.rows("v", layer.group_of(1))
+    assert layer.group_of(0) == layer.group_of(1)
+    bad = layer.output.register_forward_pre_hook(
+        lambda _, args: (args[0].index_fill(-1, torch.arange(8, 16), float("inf")),), prepend=True
+    )
+    with HeadMask.parse("L0H1").applied_to(model):
+        assert torch.equal(output(model, inputs), expected)
+    bad.remove()
+    assert rows.stop - rows.start == 8
+
+
+def test_gradients_flow_past_a_mask() -> None:
+    model = tiny("llama")
+    with HeadMask.parse("L0H1").applied_to(model):
+        model(tokens()).logits.sum().backward()
+    gradient = find_attention(model).layers[0].output.weight.grad
+    assert gradient[:, 8:16].abs().max() == 0 and gradient[:, :8].abs().max() > 0
+
+
+def test_peft_adapters_are_masked_too() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny("llama"), config).to(torch.float64).eval()
+    inputs = tokens()
+    with HeadMask.parse("L0H1+L1H0").applied_to(model):
+        got = output(model, inputs)
+    with pytest.raises(InputError, match="mask_method=hook"), HeadMask.parse("L0H1", method="weights").applied_to(model):
+        pass
+    merged = model.merge_and_unload()
+    with HeadMask.parse("L0H1+L1H0").applied_to(merged):
+        torch.testing.assert_close(got, output(merged, inputs), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("text", "heads"),
+    [
+        ("L1H3+L0H0", ["L0H0", "L1H3"]),
+        ("L1H*", ["L1H0", "L1H1", "L1H2", "L1H3"]),
+        ("L0H1-2", ["L0H1", "L0H2"]),
+        ("l0h1+L0H1", ["L0H1"]),
+        ("L*H2", ["L0H2", "L1H2"]),
+        ("L0-1H0-1", ["L0H0", "L0H1", "L1H0", "L1H1"]),
+        (["L1H3", "L0H0"], ["L0H0", "L1H3"]),
+        (["L1H3+L0H0"], ["L0H0", "L1H3"]),
+        ([[1, 3], [0, 0]], ["L0H0", "L1H3"]),
+        ([1, 3], ["L1H3"]),
+        ("[[1, 3], [0, 0]]", ["L0H0", "L1H3"]),
+        ('["L1H3", "L0H0"]', ["L0H0", "L1H3"]),
+        ("[L1H3]", ["L1H3"]),
+    ],
+)
+def test_parsing(text, heads) -> None:
+    mask = HeadMask.parse(text, allow_empty_layer=True)
+    assert [str(head) for head in mask.heads(find_attention(tiny("llama")))] == heads
+
+
+@pytest.mark.parametrize("text", ["", "L5", "H3", "L5H", "5.3", "L5H3-", "L5H3+", "L5H3++L1H1", "L-1H0", 7, [], [[1]], [[1, -2]], [None], "L1H3-1", "[[1, 2"])
+def test_malformed_heads_are_refused_in_one_line(text) -> None:
+    with pytest.raises(InputError) as error:
+        HeadMask.parse(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("L2H0", r"L2H0.*no attention in layer 2 \(layers 0 to 1"),
+        ("L0H4", "L0H4: layer 0 has 4 heads, 0 to 3"),
+        ("L1H*", "all 4 heads of layer L1 would be pruned; give allow_empty_layer=true"),
+        ("encoder.L0H0", "write it without a stack"),
+    ],
+)
+def test_heads_that_do_not_exist_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message), HeadMask.parse(text).applied_to(tiny("llama")):
+        pass
+
+
+def test_encoder_decoders_need_the_stack_named() -> None:
+    attention = find_attention(tiny("bart"))
+    with pytest.raises(InputError, match=r"name the stack, e.g. encoder.L0H0"):
+        HeadMask.parse("L0H0").heads(attention)
+    assert len(HeadMask.parse("encoder.L0H0+cross.L1H1-2+decoder.L*H3").heads(attention)) == 5
+
+
+def test_unknown_method_is_refused() -> None:
+    with pytest.raises(InputError, match="use hook or weights"):
+        HeadMask.parse("L0H0", method="delete")
+
+
+def test_all_causal_families_have_at_least_two_layers_of_heads() -> None:
+    assert len(CAUSAL) >= 30

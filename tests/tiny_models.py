@@ -1,0 +1,127 @@
+"""Tiny random models of every family in the table, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+_HEADS = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_MOE = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
+_SEQ2SEQ = {"d_model": 32, "decoder_start_token_id": 0}
+
+CAUSAL: dict[str, dict[str, Any]] = {
+    **{
+        name: _HEADS
+        for name in "llama mistral qwen2 olmo olmo2 olmo3 cohere cohere2 stablelm starcoder2 granite smollm3 phi phi3 "
+        "gpt_neox arcee".split()
+    },
+    **{name: {**_HEADS, "head_dim": 8} for name in ("ministral", "helium", "hunyuan_v1_dense")},
+    "glm": {**_HEADS, "head_dim": 8},
+    "glm4": {**_HEADS, "head_dim": 8},
+    "granitemoe": {**_HEADS, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "mixtral": {**_HEADS, "num_local_experts": 2},
+    "qwen2_moe": {**_HEADS, **_MOE, "num_experts": 2, "shared_expert_intermediate_size": 16},
+    "qwen3": {**_HEADS, "head_dim": 16},
+    "qwen3_moe": {**_HEADS, **_MOE, "head_dim": 8, "num_experts": 2},
+    "gemma": {**_HEADS, "head_dim": 16},
+    "gemma2": {**_HEADS, "head_dim": 16},
+    "gemma3_text": {**_HEADS, "head_dim": 16},
+    "gpt_oss": {**_HEADS, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "deepseek_v3": {
+        **_HEADS,
+        **_MOE,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "codegen": {**_GPT, "rotary_dim": 4},
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "max_position_embeddings": 128,
+    },
+    "opt": {**_HEADS, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": _HEADS,
+    "roberta": _HEADS,
+    "xlm-roberta": _HEADS,
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 128},
+}
+_T5 = {**_SEQ2SEQ, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+_BART = {
+    **_SEQ2SEQ,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+}
+SEQ2SEQ: dict[str, dict[str, Any]] = {"t5": _T5, "mt5": _T5, "bart": _BART, "mbart": _BART}
+ALL = {**CAUSAL, **ENCODERS, **SEQ2SEQ}
+EAGER_ONLY = {"gpt_oss", "mpt", "bloom", "codegen", "gemma2", "gptj", "gpt_neo"}  # no sdpa in stock transformers
+VOCABULARY = 64
+
+
+def tiny(family: str, attention: str = "sdpa", seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
+    """A random model of `family` in evaluation mode; large weights, so that every head matters."""
+    torch.manual_seed(seed)
+    settings = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **ALL[family], **changes}
+    config = AutoConfig.for_model(family, **settings)
+    config._attn_implementation = "eager" if family in EAGER_ONLY else attention
+    config._experts_implementation = "eager"  # grouped_mm has no float64
+    kind = AutoModelForSeq2SeqLM if family in SEQ2SEQ else AutoModel if family in ENCODERS else AutoModelForCausalLM
+    model = kind.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    return model
+
+
+def output(model: nn.Module, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Logits, or an encoder's hidden states; shape (batch, tokens, …)."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens.flip(1)
+    with torch.no_grad():
+        result = model(tokens, **inputs)
+    return result.logits if "logits" in result else result.last_hidden_state
+
+
+def tokens(rows: int = 3, length: int = 7, seed: int = 1) -> torch.Tensor:
+    """Random token ids without special ones, shape (rows, length)."""
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))

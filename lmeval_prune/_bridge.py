@@ -46,7 +46,7 @@ class _Finder:
         """Call the hook of a module that has just been executed; never break lm-eval."""
         hook = self.waiting.pop(name, None)
         if not self.waiting and self in sys.meta_path:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
         if hook is None:
             return
         try:
@@ -60,4 +60,4 @@ class _Finder:
 
 
 if not os.environ.get("LMEVAL_PRUNE_NO_BRIDGE") and not any(type(f).__name__ == "_Finder" for f in sys.meta_path):
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder())

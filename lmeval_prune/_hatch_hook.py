@@ -5,7 +5,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class EditableHook(BuildHookInterface):  # type: ignore[type-arg]
+class EditableHook(BuildHookInterface):
     """Replaces the wheel's `force-include` in editable installs, where it would copy and go stale."""
 
     PLUGIN_NAME = "custom"

@@ -25,8 +25,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -76,7 +76,5 @@ def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> di
         raise InputError(f"{path} is not a {schema} artefact (its schema is {found!r})")
     number = content.get("schema_version")
     if not isinstance(number, int) or number > version:
-        raise InputError(
-            f"{path} has schema version {number!r}; this lmeval-prune reads up to {version}: upgrade it"
-        )
+        raise InputError(f"{path} has schema version {number!r}; this lmeval-prune reads up to {version}: upgrade it")
     return content

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lmeval_prune import __version__
 from lmeval_prune.errors import InputError
@@ -35,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
 
     demo_ = commands.add_parser("demo", help="dense against pruned on the embedded model, offline")
     demo_.add_argument("--heads", default="L5H3+L15H0", help="heads of the pruned run (default %(default)s)")
-    demo_.add_argument("--limit", type=int, default=50, help="GSM8K problems, where they are at hand (default %(default)s)")
+    demo_.add_argument(
+        "--limit", type=int, default=50, help="GSM8K problems, where they are at hand (default %(default)s)"
+    )
     demo_.add_argument("--output", default="out/demo", help="folder for the results files (default %(default)s)")
     demo_.set_defaults(function=lambda options: demo(options.heads, options.limit, options.output))
 
@@ -76,11 +79,16 @@ def demo(heads: str, limit: int, output: str) -> int:
     from lmeval_prune.models import embedded
 
     embedded.resolve("smollm2-135m")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     beside = Path("../shared/data")
     if not environment.get("LMEVAL_PRUNE_DATA") and beside.is_dir():
         environment["LMEVAL_PRUNE_DATA"] = str(beside.resolve())
-    tasks = [("prune_tiny", None)]
+    tasks: list[tuple[str, int | None]] = [("prune_tiny", None)]
     folder = environment.get("LMEVAL_PRUNE_DATA")
     if folder and (Path(folder) / "gsm8k_test.jsonl").is_file():
         tasks.append(("prune_gsm8k", limit))
@@ -113,7 +121,7 @@ def list_models() -> int:
     return 0
 
 
-def _skeleton(pretrained: str, revision: str | None):  # type: ignore[no-untyped-def]
+def _skeleton(pretrained: str, revision: str | None) -> Any:
     """The model without weights: enough to read its heads."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -147,6 +155,8 @@ def list_heads(pretrained: str, revision: str | None) -> int:
 
     attention = find_attention(_skeleton(pretrained, revision))
     for layer in attention:
-        print(f"{layer.label:>12}  {layer.heads} heads, {layer.groups} key-value groups, head_dim {layer.head_dim}  {layer.name}")
-    print(f"{attention.total_heads} heads in {len(attention)} attention layers of {attention.name} ({attention.model_type})")
+        sizes = f"{layer.heads} heads, {layer.groups} key-value groups, head_dim {layer.head_dim}"
+        print(f"{layer.label:>12}  {sizes}  {layer.name}")
+    found = f"{attention.total_heads} heads in {len(attention)} attention layers"
+    print(f"{found} of {attention.name} ({attention.model_type})")
     return 0

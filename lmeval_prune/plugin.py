@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def register_tasks() -> None:
         init(self, verbosity, paths or None, include_defaults, *args, **kwargs)
 
     with_our_tasks._lmeval_prune = True  # type: ignore[attr-defined]
-    TaskManager.__init__ = with_our_tasks  # type: ignore[method-assign]
+    TaskManager.__init__ = with_our_tasks
 
 
 def register() -> None:
@@ -66,15 +65,3 @@ def register() -> None:
 
     register_models()
     register_tasks()
-
-
-def lm_eval_version() -> str:
-    """Version of the installed lm-eval, without importing it."""
-    from importlib.metadata import version
-
-    return version("lm_eval")
-
-
-def is_lm_eval_loaded() -> bool:
-    """Whether this process has imported lm-eval."""
-    return "lm_eval" in sys.modules

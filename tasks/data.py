@@ -80,7 +80,12 @@ def _gsm8k(row: dict[str, Any], split: str) -> dict[str, Any]:
 
 
 def _math(row: dict[str, Any], split: str) -> dict[str, Any]:
-    return {**row, "level": int(re.sub(r"\D", "", str(row["level"])) or 0), "question": row["problem"], "target": row["answer"]}
+    return {
+        **row,
+        "level": int(re.sub(r"\D", "", str(row["level"])) or 0),
+        "question": row["problem"],
+        "target": row["answer"],
+    }
 
 
 def _asdiv(row: dict[str, Any], split: str) -> dict[str, Any]:
@@ -148,13 +153,16 @@ def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] |
             raise InputError(f"data folder {folder} has no {plain.name} (or {plain.name}.gz), which {name} needs")
         yield from _read(found[0])
     elif data.hub is None:
-        raise InputError(f"{name} has no source on the hub; name a folder with {data.files[split]} in LMEVAL_PRUNE_DATA or data_dir")
+        raise InputError(
+            f"{name} has no source on the hub; name a folder with {data.files[split]} in LMEVAL_PRUNE_DATA or data_dir"
+        )
     else:
         try:
             yield from data.hub(split)
         except (OSError, ValueError) as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
             raise InputError(
-                f"{name} could not be loaded from its public source ({type(error).__name__}: {str(error).splitlines()[0][:150]}); "
+                f"{name} could not be loaded from its public source ({reason}); "
                 f"name a local folder with {data.files[split]} in LMEVAL_PRUNE_DATA or --metadata data_dir=FOLDER"
             ) from error
 

@@ -20,7 +20,9 @@ def test_counts(family: str) -> None:
     assert attention.stacks == (("encoder", "decoder", "cross") if family in SEQ2SEQ else ("",))
     assert [layer.index for layer in attention if layer.stack == attention.stacks[0]] == [0, 1]
     expected = {"gpt_bigcode": 1, "deepseek_v3": 4}.get(family)
-    grouped = "num_key_value_heads" in ALL[family] and family not in {*ENCODERS, "opt", "gpt_neox"} or family == "falcon"
+    grouped = (
+        "num_key_value_heads" in ALL[family] and family not in {*ENCODERS, "opt", "gpt_neox"}
+    ) or family == "falcon"
     for layer in attention:
         assert layer.heads == 4
         assert layer.groups == (expected or (2 if grouped else 4)), layer
@@ -91,4 +93,4 @@ def test_peft_wrapping_is_seen_through() -> None:
     before = find_attention(model).signature()
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
     assert find_attention(wrapped).signature() == before
-    assert VOCABULARY == wrapped.config.vocab_size
+    assert wrapped.config.vocab_size == VOCABULARY

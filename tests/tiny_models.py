@@ -21,11 +21,27 @@ _MOE = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
 _SEQ2SEQ = {"d_model": 32, "decoder_start_token_id": 0}
 
 CAUSAL: dict[str, dict[str, Any]] = {
-    **{
-        name: _HEADS
-        for name in "llama mistral qwen2 olmo olmo2 olmo3 cohere cohere2 stablelm starcoder2 granite smollm3 phi phi3 "
-        "gpt_neox arcee".split()
-    },
+    **dict.fromkeys(
+        [
+            "llama",
+            "mistral",
+            "qwen2",
+            "olmo",
+            "olmo2",
+            "olmo3",
+            "cohere",
+            "cohere2",
+            "stablelm",
+            "starcoder2",
+            "granite",
+            "smollm3",
+            "phi",
+            "phi3",
+            "gpt_neox",
+            "arcee",
+        ],
+        _HEADS,
+    ),
     **{name: {**_HEADS, "head_dim": 8} for name in ("ministral", "helium", "hunyuan_v1_dense")},
     "glm": {**_HEADS, "head_dim": 8},
     "glm4": {**_HEADS, "head_dim": 8},
@@ -93,14 +109,31 @@ _BART = {
 }
 SEQ2SEQ: dict[str, dict[str, Any]] = {"t5": _T5, "mt5": _T5, "bart": _BART, "mbart": _BART}
 ALL = {**CAUSAL, **ENCODERS, **SEQ2SEQ}
-EAGER_ONLY = {"gpt_oss", "mpt", "bloom", "codegen", "gemma2", "gptj", "gpt_neo"}  # no sdpa in stock transformers
+EAGER_ONLY = {
+    "gpt_oss",
+    "mpt",
+    "bloom",
+    "codegen",
+    "gemma2",
+    "gptj",
+    "gpt_neo",
+}  # no sdpa in stock transformers
 VOCABULARY = 64
 
 
-def tiny(family: str, attention: str = "sdpa", seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
+def tiny(
+    family: str, attention: str = "sdpa", seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any
+) -> nn.Module:
     """A random model of `family` in evaluation mode; large weights, so that every head matters."""
     torch.manual_seed(seed)
-    settings = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **ALL[family], **changes}
+    settings = {
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **ALL[family],
+        **changes,
+    }
     config = AutoConfig.for_model(family, **settings)
     config._attn_implementation = "eager" if family in EAGER_ONLY else attention
     config._experts_implementation = "eager"  # grouped_mm has no float64

@@ -65,7 +65,9 @@ class AttentionLayer:
 
     def rows(self, part: str, index: int) -> Rows:
         """Rows that compute query head `index` (`part="q"`) or key-value head `index` (`"k"`, `"v"`)."""
-        module = _projection(self.attention, {"q": self.family.query, "k": self.family.key, "v": self.family.value}[part])
+        module = _projection(
+            self.attention, {"q": self.family.query, "k": self.family.key, "v": self.family.value}[part]
+        )
         assert module is not None
         if self.family.fused:
             start = self.family.fused.start(part, index, self.heads, self.groups, self.head_dim)
@@ -139,12 +141,16 @@ def find_attention(
         InputError: the family is unknown, or the description does not fit the model.
     """
     config = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text_config: Any = config
+    if config is not None and hasattr(config, "get_text_config"):
+        text_config = config.get_text_config()
     model_type = getattr(text_config, "model_type", "") or ""
     described = (attention_path, attention_output, attention_heads)
     if any(value is not None for value in described):
         if attention_path is None or attention_output is None or attention_heads is None:
-            raise InputError("describe an architecture with all three of attention_path, attention_output, attention_heads")
+            raise InputError(
+                "describe an architecture with all three of attention_path, attention_output, attention_heads"
+            )
         if "{i}" not in attention_path:
             raise InputError(f"attention_path={attention_path} must contain {{i}} where the layer number stands")
         pattern = re.escape(attention_path).replace(re.escape("{i}"), r"(?P<layer>\d+)")
@@ -165,10 +171,14 @@ def find_attention(
         layer = _read(name, module, found.groupdict(), family, attention_heads)
         key = (layer.stack, layer.index)
         if key in layers:
-            raise InputError(f"{layers[key].name} and {name} both look like attention layer {layer.label} of this model")
+            raise InputError(
+                f"{layers[key].name} and {name} both look like attention layer {layer.label} of this model"
+            )
         layers[key] = layer
     if not layers:
-        raise InputError(f"no attention layers found in this {model_type or type(model).__name__} model by {family.attention!r}")
+        raise InputError(
+            f"no attention layers found in this {model_type or type(model).__name__} model by {family.attention!r}"
+        )
     if {layer.stack for layer in layers.values()} == {"decoder"}:  # only one stack: no prefix needed
         layers = {("", index): replace(layer, stack="") for (_, index), layer in layers.items()}
     order = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
@@ -194,7 +204,9 @@ def _read(name: str, module: nn.Module, found: dict[str, str], family: Family, c
     inputs = _in_features(output)
     width = inputs // count if count else _attribute(module, family.width)
     if not isinstance(width, int) or width <= 0 or inputs % width:
-        raise InputError(f"{name}: {inputs} inputs of {family.output} cannot be divided into heads (width {width}, heads {count})")
+        raise InputError(
+            f"{name}: {inputs} inputs of {family.output} cannot be divided into heads (width {width}, heads {count})"
+        )
     heads = inputs // width
     cross = found.get("kind") in {"EncDecAttention", "encoder_attn"}
     query, key = _projection(module, family.query), _projection(module, family.key)

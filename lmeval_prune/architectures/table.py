@@ -91,9 +91,7 @@ _T5 = Family(
     "k",
     "v",
 )
-_BART = Family(
-    r"(?P<stack>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<kind>self_attn|encoder_attn)", "out_proj"
-)
+_BART = Family(r"(?P<stack>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<kind>self_attn|encoder_attn)", "out_proj")
 
 _LLAMA_LIKE = (
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text olmo olmo2 olmo3 cohere "
@@ -101,7 +99,7 @@ _LLAMA_LIKE = (
 )
 
 FAMILIES: dict[str, Family] = {
-    **{name: _LLAMA for name in _LLAMA_LIKE.split()},
+    **dict.fromkeys(_LLAMA_LIKE.split(), _LLAMA),
     "deepseek_v3": Family(
         r"layers\.(?P<layer>\d+)\.self_attn",
         width="v_head_dim",

@@ -43,14 +43,17 @@ class Origin:
             InputError: naming what differs.
         """
         fix = "make a mask for this model, or give allow_other_model=true if you know that it fits"
-        if self.signature.get("model_type") != attention.model_type:
-            raise InputError(f"{path} was made for a {self.signature.get('model_type')} model, this one is {attention.model_type}; {fix}")
+        family = self.signature.get("model_type")
+        if family != attention.model_type:
+            raise InputError(f"{path} was made for a {family} model, this one is {attention.model_type}; {fix}")
         if self.signature != attention.signature():
             raise InputError(f"{path} was made for {self.name}, whose layers or heads differ from this model's; {fix}")
         if self.name and attention.name and self.name.lower() != attention.name.lower():
             raise InputError(f"{path} was made for {self.name}, this model is {attention.name}; {fix}")
         if self.revision and attention.revision and self.revision != attention.revision:
-            raise InputError(f"{path} was made for revision {self.revision[:12]}, this one is {attention.revision[:12]}; {fix}")
+            raise InputError(
+                f"{path} was made for revision {self.revision[:12]}, this one is {attention.revision[:12]}; {fix}"
+            )
 
 
 @dataclass(frozen=True)

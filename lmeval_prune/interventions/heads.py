@@ -56,15 +56,15 @@ class Selector:
         missing = [i for i in range(wanted[0], wanted[1] + 1) if i not in present]
         if missing and self.layers:
             known = f"{layers[0].index} to {layers[-1].index}"
-            raise InputError(f"head {self}: the model has no attention in layer {missing[0]} (layers {known}, counted from 0)")
+            raise InputError(
+                f"head {self}: the model has no attention in layer {missing[0]} (layers {known}, counted from 0)"
+            )
         return [head for layer in chosen for head in self._in_layer(layer)]
 
     def _in_layer(self, layer: AttentionLayer) -> list[Head]:
         first, last = self.heads or (0, layer.heads - 1)
         if last >= layer.heads:
-            raise InputError(
-                f"head {self}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}"
-            )
+            raise InputError(f"head {self}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}")
         return [Head(self.stack, layer.index, head) for head in range(first, last + 1)]
 
 

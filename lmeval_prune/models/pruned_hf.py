@@ -70,7 +70,7 @@ class PrunedHFLM(HFLM):
     ) -> None:
         _refuse_misspelt(kwargs)
         _check_data_folder()
-        self._describe = {
+        self._describe: dict[str, Any] = {
             "attention_path": attention_path,
             "attention_output": attention_output,
             "attention_heads": attention_heads,
@@ -85,14 +85,14 @@ class PrunedHFLM(HFLM):
             kwargs["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         super().__init__(pretrained, **kwargs)
         self._shard_over_cpu_ranks()
-        self._identity = {
+        self._identity: dict[str, Any] = {
             "weights": weights_fingerprint(self.model),
             **{k: str(v) for k, v in sorted(kwargs.items()) if k not in _NOT_PART_OF_AN_ANSWER},
         }
         self.attention: AttentionMap | None = None
         self._applied = ExitStack()
         if self.mask:
-            attention = find_attention(self.model, **self._describe)  # type: ignore[arg-type]
+            attention = find_attention(self.model, **self._describe)
             self.attention = self._applied.enter_context(self.mask.applied_to(self.model, attention))
             self._identity["heads"] = [str(head) for head in self.mask.heads(attention)]
         self._store = ResponseStore(responses, self.rank) if responses else None
@@ -117,7 +117,7 @@ class PrunedHFLM(HFLM):
         except Exception:  # custom code, say: the real model will be checked
             return
         skeleton.config._name_or_path = getattr(self.config, "_name_or_path", "")
-        self.mask.heads(find_attention(skeleton, **self._describe))  # type: ignore[arg-type]
+        self.mask.heads(find_attention(skeleton, **self._describe))
 
     def _shard_over_cpu_ranks(self) -> None:
         """Several processes on CPU: `hf` leaves each at rank 0, so that every one would run everything."""
@@ -158,7 +158,8 @@ class PrunedHFLM(HFLM):
                 settings = request.args[1]
                 if float(settings.get("temperature") or 0) > 0 and settings.get("do_sample") is None:
                     raise InputError(
-                        f"task {request.task_name} samples (temperature {settings['temperature']}) without do_sample: true, "
+                        f"task {request.task_name} samples (temperature {settings['temperature']}) "
+                        f"without do_sample: true, "
                         f"so --use_cache would give every repeat the same answer on the next run; add "
                         f"do_sample=true to --gen_kwargs, or use --model_args responses=FOLDER"
                     )
@@ -180,7 +181,8 @@ class PrunedHFLM(HFLM):
             return compute(requests, disable_tqdm=disable_tqdm)
 
         def run(missing: list[Any], answered: Callable[..., None]) -> list[Any]:
-            hook, self.cache_hook = self.cache_hook, Recorder(self.cache_hook, answered)
+            hook: Any = self.cache_hook
+            self.cache_hook: Any = Recorder(hook, answered)
             try:
                 if kind != "loglikelihood_rolling" or self.world_size > 1:
                     return compute(missing, disable_tqdm=disable_tqdm)
@@ -211,7 +213,11 @@ class PrunedHFLM(HFLM):
         """What was pruned, for the results file."""
         from lmeval_prune.artefacts import CREATED_BY
 
-        info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": self._identity["weights"], "heads": []}
+        info: dict[str, Any] = {
+            "created_by": CREATED_BY,
+            "weights_fingerprint": self._identity["weights"],
+            "heads": [],
+        }
         if self.mask and self.attention:
             heads = self.mask.heads(self.attention)
             info |= {
@@ -227,7 +233,9 @@ class PrunedHFLM(HFLM):
         return info
 
 
-def _mask(heads: Any, path: str | None, method: str, allow_empty_layer: bool, allow_other_model: bool) -> HeadMask | None:
+def _mask(
+    heads: Any, path: str | None, method: str, allow_empty_layer: bool, allow_other_model: bool
+) -> HeadMask | None:
     """The union of `heads` and the mask at `path`; None if there is neither."""
     options: dict[str, Any] = {"method": method, "allow_empty_layer": allow_empty_layer}
     loaded = HeadMask.load(path, allow_other_model=allow_other_model, **options) if path else None

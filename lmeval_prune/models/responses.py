@@ -117,7 +117,13 @@ def answer(
         place = (request.task_name, request.doc_id, request.idx)
         repeat = seen[place]
         seen[place] += 1
-        where = {"task": request.task_name, "doc_id": request.doc_id, "idx": request.idx, "repeat": repeat, "kind": kind}
+        where = {
+            "task": request.task_name,
+            "doc_id": request.doc_id,
+            "idx": request.idx,
+            "repeat": repeat,
+            "kind": kind,
+        }
         key = digest({**where, "args": list(request.args), "shape": shape})
         keys.append(key)
         about[key] = where

@@ -20,7 +20,13 @@ NUMBER = re.compile(rf"(?:(?<![\w)\].])-\s?)?(?:{_DIGITS})(?:\s?/\s?\d+(?:\.\d+)
 _PLAIN = re.compile(rf"([-+]?)\s?({_DIGITS})(?:[eE]([-+]?\d{{1,3}}))?")
 _FRACTION = re.compile(rf"([-+]?)\s?\(?({_DIGITS})\s?/\s?({_DIGITS})\)?")
 _MIXED = re.compile(r"([-+]?)\s?(\d+)\s*(?:[+ ]|\()\s*\(?(\d+)\s?/\s?(\d+)\)?\)?")
-_FULL_WIDTH = {**{0xFF01 + i: 0x21 + i for i in range(94)}, 0x3000: 0x20, 0x2212: 0x2D, 0x2013: 0x2D, 0xFE63: 0x2D}
+_FULL_WIDTH = {
+    **{0xFF01 + i: 0x21 + i for i in range(94)},
+    0x3000: 0x20,
+    0x2212: 0x2D,
+    0x2013: 0x2D,
+    0xFE63: 0x2D,
+}
 
 
 def normalise(text: str) -> str:

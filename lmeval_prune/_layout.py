@@ -12,7 +12,7 @@ def package_path(init_file: str) -> list[str]:
     is there and the files stand in the folder of the same name at the top; it is added last.
     """
     here = Path(init_file).resolve().parent
-    if any(entry.name not in {"__init__.py", "__pycache__"} for entry in here.iterdir()):
+    if (here / "README.md").is_file():  # each of the folders has one
         return [str(here)]
     top = here.parents[1] / here.name
     return [str(here), str(top)] if top.is_dir() else [str(here)]

@@ -50,8 +50,11 @@ def write_artefact(path: str | os.PathLike[str], schema: str, version: int, cont
     write_text(path, json.dumps(envelope, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> dict[str, Any]:
+def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> tuple[dict[str, Any], str]:
     """Read an artefact of this schema, of this version or older.
+
+    Returns:
+        Its content, and the SHA-256 of the bytes that were read.
 
     Raises:
         InputError: the file is missing, is not JSON (a pickle is refused without being read), is
@@ -60,15 +63,15 @@ def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> di
     path = Path(path)
     if not path.is_file():
         raise InputError(f"no such file: {path}")
-    with path.open("rb") as file:
-        start = file.read(2)
+    data = path.read_bytes()
+    start = data[:2]
     if start[:1] == b"\x80" or start == b"PK":
         raise InputError(
-            f"{path} is a pickle or torch file, which can run code when read and was not read; "
+            f"{path} is a pickle or torch file, which can run code when it is read, and was not read; "
             f"artefacts are JSON (write one with `lmeval-prune mask` or HeadMask.save)"
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict) or content.get("schema") != schema:
@@ -77,4 +80,4 @@ def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> di
     number = content.get("schema_version")
     if not isinstance(number, int) or number > version:
         raise InputError(f"{path} has schema version {number!r}; this lmeval-prune reads up to {version}: upgrade it")
-    return content
+    return content, hashlib.sha256(data).hexdigest()

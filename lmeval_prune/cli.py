@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lmeval_prune import __version__
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(arguments[1:])
         options = _parser().parse_args(arguments)
         return int(options.function(options))
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"lmeval-prune: error: {error}", file=sys.stderr)
         return 2
 
@@ -31,13 +32,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lmeval-prune {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    runner = commands.add_parser("run", help="lm-eval's own command line, with us registered (needs no bridge)")
-    runner.set_defaults(function=lambda _: run([]))
+    commands.add_parser("run", help="lm-eval's own command line, with us registered (needs no bridge)")
 
     demo_ = commands.add_parser("demo", help="dense against pruned on the embedded model, offline")
     demo_.add_argument("--heads", default="L5H3+L15H0", help="heads of the pruned run (default %(default)s)")
     demo_.add_argument(
-        "--limit", type=int, default=50, help="GSM8K problems, where they are at hand (default %(default)s)"
+        "--limit", type=_positive, default=50, help="GSM8K problems, where they are at hand (default %(default)s)"
     )
     demo_.add_argument("--output", default="out/demo", help="folder for the results files (default %(default)s)")
     demo_.set_defaults(function=lambda options: demo(options.heads, options.limit, options.output))
@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def run(arguments: Sequence[str]) -> int:
     """lm-eval's command line in this process, after registering ourselves."""
     from lmeval_prune import plugin
@@ -73,36 +80,24 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def demo(heads: str, limit: int, output: str) -> int:
-    """Dense against pruned: `prune_tiny`, and GSM8K where `LMEVAL_PRUNE_DATA` or ../shared/data holds it."""
-    import subprocess
-
+    """Dense (`hf`) against pruned: `prune_tiny`, and GSM8K where `LMEVAL_PRUNE_DATA` holds it; offline."""
     from lmeval_prune.models import embedded
 
-    embedded.resolve("smollm2-135m")
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    beside = Path("../shared/data")
-    if not environment.get("LMEVAL_PRUNE_DATA") and beside.is_dir():
-        environment["LMEVAL_PRUNE_DATA"] = str(beside.resolve())
-    tasks: list[tuple[str, int | None]] = [("prune_tiny", None)]
+    model = embedded.resolve("smollm2-135m")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    tasks = [["prune_tiny"]]
     folder = environment.get("LMEVAL_PRUNE_DATA")
     if folder and (Path(folder) / "gsm8k_test.jsonl").is_file():
-        tasks.append(("prune_gsm8k", limit))
+        tasks.append(["prune_gsm8k", "--limit", str(limit), "--gen_kwargs", "max_gen_toks=256"])
     else:
-        print("GSM8K is not at hand (LMEVAL_PRUNE_DATA names no folder with gsm8k_test.jsonl): prune_tiny only")
-    for title, argument in (("dense", ""), (f"pruned {heads}", f",heads={heads}")):
-        for task, number in tasks:
-            print(f"\n=== {title}: {task} ===", flush=True)
-            command = [sys.executable, "-m", "lmeval_prune", "run", "--model", "pruned-hf"]
-            command += ["--model_args", f"pretrained=smollm2-135m{argument}", "--tasks", task]
+        print("LMEVAL_PRUNE_DATA names no folder with gsm8k_test.jsonl: prune_tiny only")
+    runs = [("hf", f"pretrained={model}"), ("pruned-hf", f"pretrained=smollm2-135m,heads={heads}")]
+    for task in tasks:
+        for name, arguments in runs:
+            command = ["lm_eval", "--model", name, "--model_args", arguments, "--tasks", *task]
             command += ["--apply_chat_template", "--batch_size", "16", "--output_path", output]
-            command += ["--gen_kwargs", "max_gen_toks=256"] if number else []
-            command += ["--limit", str(number)] if number else []
-            status = subprocess.run(command, env=environment, check=False).returncode
+            print("\n$ " + " ".join(command), flush=True)
+            status = subprocess.run([sys.executable, "-m", *command], env=environment, check=False).returncode
             if status:
                 return status
     return 0
@@ -124,15 +119,18 @@ def list_models() -> int:
 def _skeleton(pretrained: str, revision: str | None) -> Any:
     """The model without weights: enough to read its heads."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from lmeval_prune.models import embedded
 
     try:
         config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision)
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the model {pretrained}: {str(error).splitlines()[0]}") from error
-    kind = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+        raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
+    kinds = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModel)
+    kind = next((k for k in kinds if type(config) in k._model_mapping), None)
+    if kind is None:
+        raise InputError(f"{pretrained} is a {config.model_type} model, which transformers cannot build")
     with torch.device("meta"):
         return kind.from_config(config)
 

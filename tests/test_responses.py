@@ -66,6 +66,7 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     setattr(again, name, lambda *a, **k: (asked.append(1), compute(*a, **k))[1])
     assert getattr(again, kind)(requests(kind)) == expected
     assert asked
+    again.close()
     finished = model(tiny_folder, heads=HEADS, batch_size=1, responses=str(tmp_path / "store"))
     finished.model.forward = None  # everything is in the store
     assert getattr(finished, kind)(requests(kind)) == expected
@@ -73,32 +74,90 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(expected)
 
 
+def fresh(folder: Path, store: Path, items: list, **arguments) -> list:
+    lm = model(folder, responses=str(store), **arguments)
+    try:
+        return lm.generate_until(items)
+    finally:
+        lm.close()
+
+
+SAMPLED = {"until": ["\n"], "max_gen_toks": 12, "temperature": 2.0, "do_sample": True}
+
+
+def repeats(count: int = 6) -> list:
+    return [request("generate_until", (PROMPTS[1], SAMPLED), 1, count, "sampled")] * count
+
+
 def test_store_keeps_masks_settings_and_repeats_apart(tiny_folder: Path, tmp_path: Path) -> None:
-    folder = str(tmp_path / "store")
-    dense = model(tiny_folder, responses=folder).generate_until(requests("generate_until"))
-    pruned = model(tiny_folder, heads=HEADS, responses=folder).generate_until(requests("generate_until"))
+    store = tmp_path / "store"
+    dense = fresh(tiny_folder, store, requests("generate_until"))
+    pruned = fresh(tiny_folder, store, requests("generate_until"), heads=HEADS)
     assert dense == model(tiny_folder).generate_until(requests("generate_until")) != pruned
     longer = [request("generate_until", (PROMPTS[0], {**GENERATE, "max_gen_toks": 20}), 0)]
-    assert len(model(tiny_folder, responses=folder).generate_until(longer)[0]) > len(dense[0])
+    assert len(fresh(tiny_folder, store, longer)[0]) > len(dense[0])
+    described = {"attention_path": "model.layers.{i}.self_attn", "attention_output": "o_proj"}
+    by_size = [
+        fresh(tiny_folder, store, requests("generate_until"), heads=HEADS, attention_heads=n, **described)
+        for n in (4, 16)
+    ]
+    assert by_size[0] != by_size[1]
 
-    sampled = {"until": ["\n"], "max_gen_toks": 12, "temperature": 2.0, "do_sample": True}
-
-    def repeats() -> list:
-        return [request("generate_until", (PROMPTS[1], sampled), 1, 6)] * 6
-
-    first = model(tiny_folder, responses=folder).generate_until(repeats())
+    first = fresh(tiny_folder, store, repeats())
     assert len(set(first)) > 1
-    assert model(tiny_folder, responses=folder).generate_until(repeats()) == first
+    assert fresh(tiny_folder, store, repeats()) == first
+    count = len((store / "rank-0.jsonl").read_text().splitlines())
+    assert fresh(tiny_folder, store, [*requests("generate_until"), *repeats()]) == dense + first
+    assert len((store / "rank-0.jsonl").read_text().splitlines()) == count  # a sampled task changes no greedy key
+
+
+def test_going_on_with_samples_draws_new_ones(tiny_folder: Path, tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(1234)
+    whole = fresh(tiny_folder, tmp_path / "whole", repeats(), batch_size=1)
+    torch.manual_seed(1234)
+    assert fresh(tiny_folder, tmp_path / "again", repeats(), batch_size=1) == whole
+    torch.manual_seed(1234)
+    half = fresh(tiny_folder, tmp_path / "store", repeats(3), batch_size=1)
+    torch.manual_seed(1234)
+    rest = fresh(tiny_folder, tmp_path / "store", repeats(6), batch_size=1)
+    assert rest[:3] == half and len(set(rest)) == len(set(whole)) == 6
+
+
+def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path) -> None:
+    lm = model(tiny_folder, responses=str(tmp_path / "s"), batch_size="auto:4", max_batch_size=2, max_length=64)
+    expected = [v for v, _ in model(tiny_folder).loglikelihood(requests("loglikelihood"))]
+    lm.loglikelihood(requests("loglikelihood")[:-2])
+    assert [v for v, _ in lm.loglikelihood(requests("loglikelihood"))] == pytest.approx(expected, abs=1e-9)
+
+
+def test_both_kinds_of_store_at_once_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give one of them"):
+        CachingLM(model(tiny_folder, responses=str(tmp_path / "s")), str(tmp_path / "cache.db"))
+
+
+def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    for trial in range(30):
+        with ThreadPoolExecutor(4) as threads:
+            stores = list(threads.map(lambda rank, trial=trial: ResponseStore(tmp_path / str(trial), rank), range(4)))
+        with pytest.raises(InputError, match="another run is writing"):
+            ResponseStore(tmp_path / str(trial), 2)
+        for store in stores:
+            store.close()
 
 
 def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> None:
     first, second = ResponseStore(tmp_path / "s", 0), ResponseStore(tmp_path / "s", 1)
     first.add("a", "x", {})
     second.add("b", [1.5, True], {})
+    first.close()
     assert ResponseStore(tmp_path / "s", 0).known == {"a": "x", "b": [1.5, True]}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
     with pytest.raises(InputError, match="not a response store"):
         ResponseStore(tmp_path / "other")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match="cannot be used"):
         ResponseStore(tmp_path / "other" / "file")

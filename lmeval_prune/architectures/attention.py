@@ -70,7 +70,7 @@ class AttentionLayer:
         )
         assert module is not None
         if self.family.fused:
-            start = self.family.fused.start(part, index, self.heads, self.groups, self.head_dim)
+            start = self.family.fused(part, index, self.heads, self.groups, self.head_dim)
             return Rows(module, start, start + self.head_dim)
         if self.family.key_value_pairs and part != "q":
             pair = _out_features(module) // self.groups
@@ -191,11 +191,15 @@ def find_attention(
 
 
 def model_name(name_or_path: str) -> str:
-    """Name of a model, the same for `org/NAME`, a folder `…/NAME` and a hub cache folder of it."""
+    """Name of a model, the same for `org/NAME`, a folder `…/NAME` and a hub cache folder of it.
+
+    A training checkpoint keeps its run's name: `…/RUN/checkpoint-500` is `RUN/checkpoint-500`.
+    """
     parts = [part for part in name_or_path.replace("\\", "/").split("/") if part]
     if len(parts) >= 3 and parts[-2] == "snapshots":
         return parts[-3].rpartition("--")[2]
-    return parts[-1] if parts else ""
+    generic = len(parts) > 1 and re.fullmatch(r"(checkpoint|step|epoch)[-_]?\d+", parts[-1])
+    return "/".join(parts[-2:]) if generic else parts[-1] if parts else ""
 
 
 def _read(name: str, module: nn.Module, found: dict[str, str], family: Family, count: int | None) -> AttentionLayer:

@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Fused:
-    """Order of the rows in a projection that computes queries, keys and values at once.
-
-    Attributes:
-        start: `(part, index, heads, groups, dim)` → first row of that query head (`part="q"`) or
-            key-value head (`"k"`, `"v"`); the `dim` rows from there are its own.
-    """
-
-    start: Callable[[str, int, int, int, int], int]
+# Order of the rows in a projection that computes queries, keys and values at once: (part, index, heads, groups,
+# dim) -> first row of that query head (part "q") or key-value head ("k", "v"); the dim rows from there are its own.
+Fused = Callable[[str, int, int, int, int], int]
 
 
 def _blocks(part: str, index: int, heads: int, groups: int, dim: int) -> int:
@@ -39,9 +31,6 @@ def _codegen(part: str, index: int, heads: int, groups: int, dim: int) -> int:
     quarter = heads // 4
     piece, offset = divmod(index, quarter)
     return dim * (piece * 3 * quarter + {"q": 0, "v": 1, "k": 2}[part] * quarter + offset)
-
-
-BLOCKS, BY_GROUP, CODEGEN = Fused(_blocks), Fused(_by_group), Fused(_codegen)
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ def _fused(attention: str, output: str, projection: str, order: Fused, width: st
 
 
 _LLAMA = Family(r"layers\.(?P<layer>\d+)\.self_attn")
-_PHI3 = _fused(r"layers\.(?P<layer>\d+)\.self_attn", "o_proj", "qkv_proj", BLOCKS)
+_PHI3 = _fused(r"layers\.(?P<layer>\d+)\.self_attn", "o_proj", "qkv_proj", _blocks)
 _GPT = r"\bh\.(?P<layer>\d+)\."
 _BERT = Family(
     r"encoder\.layer\.(?P<layer>\d+)\.attention",
@@ -111,16 +100,16 @@ FAMILIES: dict[str, Family] = {
     "phi3": _PHI3,
     "glm": _LLAMA,
     "phi": Family(r"layers\.(?P<layer>\d+)\.self_attn", "dense"),
-    "gpt2": _fused(_GPT + "attn", "c_proj", "c_attn", BLOCKS),
-    "gpt_bigcode": _fused(_GPT + "attn", "c_proj", "c_attn", BY_GROUP),
+    "gpt2": _fused(_GPT + "attn", "c_proj", "c_attn", _blocks),
+    "gpt_bigcode": _fused(_GPT + "attn", "c_proj", "c_attn", _by_group),
     "gptj": Family(_GPT + "attn", "out_proj"),
-    "codegen": _fused(_GPT + "attn", "out_proj", "qkv_proj", CODEGEN),
+    "codegen": _fused(_GPT + "attn", "out_proj", "qkv_proj", _codegen),
     "gpt_neo": Family(_GPT + r"attn\.attention", "out_proj"),
-    "gpt_neox": _fused(r"layers\.(?P<layer>\d+)\.attention", "dense", "query_key_value", BY_GROUP, "head_size"),
+    "gpt_neox": _fused(r"layers\.(?P<layer>\d+)\.attention", "dense", "query_key_value", _by_group, "head_size"),
     "opt": Family(r"decoder\.layers\.(?P<layer>\d+)\.self_attn", "out_proj"),
-    "falcon": _fused(_GPT + "self_attention", "dense", "query_key_value", BY_GROUP),
-    "bloom": _fused(_GPT + "self_attention", "dense", "query_key_value", BY_GROUP),
-    "mpt": _fused(r"blocks\.(?P<layer>\d+)\.attn", "out_proj", "Wqkv", BLOCKS),
+    "falcon": _fused(_GPT + "self_attention", "dense", "query_key_value", _by_group),
+    "bloom": _fused(_GPT + "self_attention", "dense", "query_key_value", _by_group),
+    "mpt": _fused(r"blocks\.(?P<layer>\d+)\.attn", "out_proj", "Wqkv", _blocks),
     "bert": _BERT,
     "roberta": _BERT,
     "xlm-roberta": _BERT,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ class HeadMask(Intervention):
             columns that read them (no cost at run time) and puts them back at the end.
         allow_empty_layer: allow a layer to lose all its heads.
         origin: the model a loaded mask was made for; another one is refused.
-        source: the file it was loaded from.
+        source, source_sha256: the file it was loaded from, and the hash of what was read.
     """
 
     selectors: tuple[Selector, ...] = ()
@@ -74,6 +75,7 @@ class HeadMask(Intervention):
     allow_empty_layer: bool = False
     origin: Origin | None = None
     source: str = "mask"
+    source_sha256: str = ""
 
     def __post_init__(self) -> None:
         if self.method not in ("hook", "weights"):
@@ -165,18 +167,24 @@ class HeadMask(Intervention):
         Raises:
             InputError: the file is missing, broken, a pickle, or not a mask.
         """
-        content = read_artefact(path, SCHEMA, SCHEMA_VERSION)
+        content, sha256 = read_artefact(path, SCHEMA, SCHEMA_VERSION)
         model = content.get("model")
-        if not isinstance(content.get("heads"), list) or not isinstance(model, dict):
-            raise InputError(f"{path} lacks the fields 'heads' and 'model' of a {SCHEMA} artefact")
+        fields = {"name": str, "revision": str, "model_type": str, "heads": dict}
+        if (
+            not isinstance(content.get("heads"), list)
+            or not isinstance(model, dict)
+            or not all(isinstance(model.get(key), kind) for key, kind in fields.items())
+        ):
+            raise InputError(f"{path} lacks the fields of a {SCHEMA} artefact, or they are of another type")
         selectors = parse_selectors(content["heads"])
         signature = {key: model.get(key) for key in ("model_type", "heads")}
-        origin = None if allow_other_model else Origin(model.get("name", ""), model.get("revision", ""), signature)
-        return cls(selectors, method, allow_empty_layer, origin, str(path))
+        origin = None if allow_other_model else Origin(model["name"], model["revision"], signature)
+        return cls(selectors, method, allow_empty_layer, origin, str(path), sha256)
 
     def fingerprint(self, attention: AttentionMap) -> str:
-        """Digest of the resolved heads and the model's shapes; equal for equal masks, however written."""
-        return digest({"heads": [str(h) for h in self.heads(attention)], "model": attention.signature()})
+        """Digest of the resolved heads, modules and shapes; equal for equal masks, however written."""
+        lost = [[layer.name, layer.heads, layer.head_dim, heads] for layer, heads in self.by_layer(attention)]
+        return digest({"heads": lost, "model": attention.signature()})
 
 
 def dropped_columns(layer: AttentionLayer, numbers: Iterable[int]) -> torch.Tensor:
@@ -201,6 +209,11 @@ class _Drop:
         return x.masked_fill(drop, 0)
 
 
+# Heads that masks have zeroed in a projection's weights: how many masks, and the columns as they were. Masks on
+# one model may end in any order; the last one that holds a head puts it back.
+_ZEROED: WeakKeyDictionary[nn.Module, dict[int, tuple[int, torch.Tensor]]] = WeakKeyDictionary()
+
+
 def _zero_columns(layer: AttentionLayer, numbers: list[int], stack: ExitStack) -> None:
     module, weight = layer.output, layer.output.weight
     plain = isinstance(module, nn.Linear) or is_transposed(module)
@@ -209,12 +222,22 @@ def _zero_columns(layer: AttentionLayer, numbers: list[int], stack: ExitStack) -
             f"the weights of {layer.name} ({type(module).__name__}) are quantised, wrapped or offloaded and "
             f"cannot be zeroed; use mask_method=hook"
         )
-    columns = dropped_columns(layer, numbers).to(weight.device)
-    by_input = weight.data if is_transposed(module) else weight.data.T  # (inputs, outputs), a view
-    kept = by_input[columns].clone()
-    by_input[columns] = 0
+
+    def columns(head: int) -> torch.Tensor:  # a view, (head_dim, outputs)
+        data = weight.data
+        return (data if is_transposed(module) else data.T)[layer.columns(head)]
 
     def restore() -> None:
-        by_input[columns.to(by_input.device)] = kept
+        for head in numbers:
+            masks, kept = zeroed.pop(head)
+            if masks > 1:
+                zeroed[head] = (masks - 1, kept)
+            else:
+                columns(head).copy_(kept)
 
+    zeroed = _ZEROED.setdefault(module, {})
+    for head in numbers:
+        masks, kept = zeroed.get(head) or (0, columns(head).clone())
+        zeroed[head] = (masks + 1, kept)
+        columns(head).zero_()
     stack.callback(restore)

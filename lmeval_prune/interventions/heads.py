@@ -52,12 +52,12 @@ class Selector:
         layers = [layer for layer in attention if layer.stack == self.stack]
         wanted = self.layers or (layers[0].index, layers[-1].index)
         chosen = [layer for layer in layers if wanted[0] <= layer.index <= wanted[1]]
-        present = {layer.index for layer in chosen}
-        missing = [i for i in range(wanted[0], wanted[1] + 1) if i not in present]
-        if missing and self.layers:
+        if self.layers and len(chosen) != wanted[1] - wanted[0] + 1:
+            present = {layer.index for layer in chosen}
+            missing = next(i for i in range(wanted[0], wanted[1] + 1) if i not in present)
             known = f"{layers[0].index} to {layers[-1].index}"
             raise InputError(
-                f"head {self}: the model has no attention in layer {missing[0]} (layers {known}, counted from 0)"
+                f"head {self}: the model has no attention in layer {missing} (layers {known}, counted from 0)"
             )
         return [head for layer in chosen for head in self._in_layer(layer)]
 

@@ -44,14 +44,17 @@ class RowMasks(Intervention):
         self._attention = None
 
     @contextmanager
-    def using(self, masks: Sequence[HeadMask | None], index: torch.Tensor | None = None) -> Iterator[None]:
+    def using(
+        self, masks: Sequence[HeadMask | None], index: torch.Tensor | None = None, repeats: int = 1
+    ) -> Iterator[None]:
         """Choose the masks of the forward passes inside the block.
 
         Args:
             masks: M masks; None prunes nothing.
             index: which mask each row (shape (batch,)) or each token (shape (batch, tokens), for packed
-                batches (1, tokens)) runs under. Default: row i under mask i, M rows. A batch that is k
-                times as long (`generate` with `num_return_sequences=k`) repeats each row k times.
+                batches (1, tokens)) runs under, whole numbers. Default: row i under mask i, M rows.
+            repeats: how many times in a row the model sees each row: `generate` with
+                `num_return_sequences=k` or `num_beams=k` repeats each k times.
 
         Raises:
             InputError: a mask does not fit the model, `index` points outside `masks`, or (in the forward
@@ -61,7 +64,10 @@ class RowMasks(Intervention):
             raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
         if index is None:
             index = torch.arange(len(masks))
-        if index.dim() not in (1, 2) or not masks or int(index.min()) < 0 or int(index.max()) >= len(masks):
+        index = index.cpu()
+        whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+        fits = masks and index.dim() in (1, 2) and index.numel() and whole
+        if not fits or int(index.min()) < 0 or int(index.max()) >= len(masks):
             raise InputError(f"index must be (batch,) or (batch, tokens) with values 0 to {len(masks) - 1}")
         tables: dict[tuple[str, int], torch.Tensor] = {}
         for number, mask in enumerate(masks):
@@ -71,6 +77,7 @@ class RowMasks(Intervention):
                     tables[key] = torch.zeros(len(masks), layer.heads * layer.head_dim, dtype=torch.bool)
                 tables[key][number] = dropped_columns(layer, heads)
         before = self._drops
+        index = index.long().repeat_interleave(repeats, dim=0)
         self._drops = {key: table[index] for key, table in tables.items()}
         try:
             yield
@@ -93,9 +100,7 @@ class _RowDrop:
             drop = self.rows._drops[self.key] = drop.to(x.device)
         if drop.dim() == 2:
             drop = drop.unsqueeze(1)
-        if drop.shape[0] != x.shape[0] and x.shape[0] % drop.shape[0] == 0:
-            drop = drop.repeat_interleave(x.shape[0] // drop.shape[0], dim=0)
-        if drop.shape[0] != x.shape[0] or drop.shape[1] not in (1, x.shape[1]):
+        if x.dim() != 3 or drop.shape[0] != x.shape[0] or drop.shape[1] not in (1, x.shape[1]):
             raise InputError(
                 f"masks for {tuple(drop.shape[:2])} rows and tokens do not fit a batch of {tuple(x.shape[:2])}"
             )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import tempfile
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock
 
 from lmeval_prune.errors import InputError
 
@@ -59,10 +61,10 @@ def gguf_path(name: str) -> Path:
 def resolve(name: str) -> str:
     """Folder of an embedded model as safetensors; converted at the first use (half a minute).
 
-    Other names are returned as they are. Two processes may do this at once: the folder appears whole.
+    Other names are returned as they are. The folder appears whole, also when several processes ask at once.
 
     Raises:
-        InputError: the package that carries the model is not installed.
+        InputError: the package that carries the model is not installed, or the cache cannot be written.
     """
     if name not in MODELS or Path(name).is_dir():
         return name
@@ -74,18 +76,19 @@ def resolve(name: str) -> str:
     target = parent / name
     if (target / "config.json").is_file():
         return str(target)
-    parent.mkdir(parents=True, exist_ok=True)
-    print(f"lmeval-prune: converting {name} once to {target}", flush=True)
-    temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}-"))
     try:
-        convert(source, temporary)
-        try:
-            temporary.rename(target)
-        except OSError:  # another process was first
+        parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(parent / f".{name}.lock"):  # one process converts, others wait
             if not (target / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+                print(f"lmeval-prune: converting {name} once to {target}", file=sys.stderr, flush=True)
+                half = parent / f".{name}.partial"  # left by a kill, and made anew
+                shutil.rmtree(half, ignore_errors=True)
+                convert(source, half)
+                half.rename(target)
+    except OSError as error:
+        raise InputError(
+            f"{name} cannot be converted in {parent} ({error}); name a writable folder in LMEVAL_PRUNE_CACHE"
+        ) from error
     return str(target)
 
 

@@ -6,21 +6,22 @@ import copy
 import difflib
 import hashlib
 import inspect
-import os
-from collections.abc import Callable
+import logging
 from contextlib import ExitStack
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import AttentionMap, find_attention
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.errors import InputError, reported
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models import embedded
-from lmeval_prune.models.responses import Recorder, ResponseStore, answer
+from lmeval_prune.models.responses import Answered, Recorder, ResponseStore, answer
+
+eval_logger = logging.getLogger(__name__)
 
 # Arguments that change where and how fast a response is computed, but not what it should be.
 _NOT_PART_OF_AN_ANSWER = {
@@ -68,53 +69,60 @@ class PrunedHFLM(HFLM):
         attention_heads: int | None = None,
         **kwargs: Any,
     ) -> None:
-        _refuse_misspelt(kwargs)
-        _check_data_folder()
         self._describe: dict[str, Any] = {
             "attention_path": attention_path,
             "attention_output": attention_output,
             "attention_heads": attention_heads,
         }
-        self.mask = _mask(heads, mask, mask_method, allow_empty_layer, allow_other_model)
-        self._mask_file = mask
+        allowed = {name: _flag(name, value) for name, value in _flags(allow_empty_layer, allow_other_model)}
+        self.mask = _mask(heads, mask, mask_method, **allowed)
         if self.mask and kwargs.get("tp_plan"):
             raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU a process")
         if isinstance(pretrained, str):
             pretrained = embedded.resolve(pretrained)
         if kwargs.get("device") is None and not torch.cuda.is_available():
             kwargs["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
+        self._arguments = kwargs
+        self._seed = torch.initial_seed()
         super().__init__(pretrained, **kwargs)
         self._shard_over_cpu_ranks()
-        self._identity: dict[str, Any] = {
-            "weights": weights_fingerprint(self.model),
-            **{k: str(v) for k, v in sorted(kwargs.items()) if k not in _NOT_PART_OF_AN_ANSWER},
-        }
         self.attention: AttentionMap | None = None
         self._applied = ExitStack()
         if self.mask:
             attention = find_attention(self.model, **self._describe)
+            if self.mask.method == "weights":
+                _ = self.weights  # before they change
             self.attention = self._applied.enter_context(self.mask.applied_to(self.model, attention))
-            self._identity["heads"] = [str(head) for head in self.mask.heads(attention)]
         self._store = ResponseStore(responses, self.rank) if responses else None
+        _ = self._store and self.identity  # refuses what cannot be told apart, before anything is computed
+
+    def close(self) -> None:
+        """Undo the pruning and release the response store. (The end of the object does so too.)"""
+        self._applied.close()
+        if self._store:
+            self._store.close()
 
     # ------------------------------------------------------------------ loading
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
-        self._check_before_loading()
+        _refuse_misspelt(self._arguments, self.config)
+        self._check_before_loading(bool(kwargs.get("trust_remote_code")))
         if gguf_file:
             from transformers import GgufConfig
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
         super()._create_model(*args, gguf_file=gguf_file, **kwargs)
 
-    def _check_before_loading(self) -> None:
+    def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Resolve the mask on a model without weights, so that a mistake costs no minutes of loading."""
         if not self.mask:
             return
         try:
             with torch.device("meta"):
-                skeleton = self.AUTO_MODEL_CLASS.from_config(copy.deepcopy(self.config))
-        except Exception:  # custom code, say: the real model will be checked
+                config = copy.deepcopy(self.config)
+                skeleton = self.AUTO_MODEL_CLASS.from_config(config, trust_remote_code=trust_remote_code)
+        except Exception as error:  # some models cannot be built without weights; the real one will be checked
+            eval_logger.info("heads are checked after loading: a model without weights cannot be built (%s)", error)
             return
         skeleton.config._name_or_path = getattr(self.config, "_name_or_path", "")
         self.mask.heads(find_attention(skeleton, **self._describe))
@@ -126,8 +134,36 @@ class PrunedHFLM(HFLM):
             self._rank = accelerator.process_index
             self._world_size = accelerator.num_processes
 
+    # ------------------------------------------------------------------ identity
+
+    @cached_property
+    def weights(self) -> str | None:
+        """Fingerprint of the unpruned weights; None where some are offloaded and cannot be read."""
+        return weights_fingerprint(self.model)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """JSON value of everything that an answer depends on beside its request.
+
+        Raises:
+            InputError: weights are offloaded, so that two models could not be told apart.
+        """
+        if self.weights is None:
+            raise InputError(
+                "stored answers need weights that can be read, and some are offloaded; leave out the cache"
+            )
+        generation = getattr(self.model, "generation_config", None)
+        return {
+            "weights": self.weights,
+            "tokenizer": _tokenizer_fingerprint(self.tokenizer),
+            "generation_config": generation.to_json_string() if generation else "",
+            "mask": self.mask.fingerprint(self.attention) if self.mask and self.attention else "",
+            "arguments": {k: str(v) for k, v in sorted(self._arguments.items()) if k not in _NOT_PART_OF_AN_ANSWER},
+        }
+
     # ------------------------------------------------------------------ answering
 
+    @reported
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Keep what `--use_cache` stores apart by model, settings and pruned heads.
 
@@ -135,16 +171,18 @@ class PrunedHFLM(HFLM):
         table of its own in the same file.
 
         Raises:
-            InputError: the cache is not one whose tables can be told apart.
+            InputError: there is a response store too, or the cache's tables cannot be told apart.
         """
         database = getattr(cache_hook, "dbdict", None)
         if database is not None:
+            if self._store:
+                raise InputError("--use_cache and responses= both keep answers; give one of them")
             if not hasattr(database, "tablename") or not hasattr(database, "conn"):
                 raise InputError(
                     "this lm-eval's --use_cache would mix answers of differently pruned models; "
                     "use --model_args responses=FOLDER instead"
                 )
-            table = f"lmeval_prune_{digest(self._identity)}"
+            table = f"lmeval_prune_{digest(self.identity)}"
             database.conn.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key TEXT PRIMARY KEY, value BLOB)')
             database.conn.commit()
             database.tablename = table
@@ -155,10 +193,9 @@ class PrunedHFLM(HFLM):
         """As lm-eval's, through the response store if there is one."""
         if getattr(self.cache_hook, "dbdict", None) is not None:
             for request in requests:
-                settings = request.args[1]
-                if float(settings.get("temperature") or 0) > 0 and settings.get("do_sample") is None:
+                if _samples(request) and request.args[1].get("do_sample") is None:
                     raise InputError(
-                        f"task {request.task_name} samples (temperature {settings['temperature']}) "
+                        f"task {request.task_name} samples (temperature {request.args[1]['temperature']}) "
                         f"without do_sample: true, "
                         f"so --use_cache would give every repeat the same answer on the next run; add "
                         f"do_sample=true to --gen_kwargs, or use --model_args responses=FOLDER"
@@ -180,23 +217,32 @@ class PrunedHFLM(HFLM):
         if self._store is None:
             return compute(requests, disable_tqdm=disable_tqdm)
 
-        def run(missing: list[Any], answered: Callable[..., None]) -> list[Any]:
+        def run(missing: list[Any], keys: list[str], answered: Answered) -> list[Any]:
             hook: Any = self.cache_hook
+            schedule: float = self.batch_schedule
             self.cache_hook: Any = Recorder(hook, answered)
+            self.batch_schedule: float = min(schedule, len(missing))  # lm-eval divides the requests by it
             try:
-                if kind != "loglikelihood_rolling" or self.world_size > 1:
+                if kind == "generate_until" and any(map(_samples, missing)):
+                    # A run that goes on must not draw again what the first requests drew: every set of
+                    # requests has a random stream of its own.
+                    with torch.random.fork_rng():
+                        torch.manual_seed(int(digest([self._seed, keys]), 16) >> 1)
+                        return compute(missing, disable_tqdm=disable_tqdm)
+                if kind != "loglikelihood_rolling" or self.world_size > 1 or not isinstance(self.batch_size, int):
                     return compute(missing, disable_tqdm=disable_tqdm)
                 # lm-eval reports rolling requests only at the end of a call: make several calls
-                size = 4 * self.batch_size if isinstance(self.batch_size, int) else 64
+                size = 4 * self.batch_size
                 parts = [missing[i : i + size] for i in range(0, len(missing), size)]
                 return [response for part in parts for response in compute(part, disable_tqdm=disable_tqdm)]
             finally:
-                self.cache_hook = hook
+                self.cache_hook, self.batch_schedule = hook, schedule
 
-        shape = dict(self._identity)
-        if kind == "generate_until" and any(_samples(request.args[1]) for request in requests):
-            shape["seed"] = torch.initial_seed()
-        return answer(self._store, requests, kind, shape, run, self._any_rank)
+        def context(request: Any) -> dict[str, Any]:
+            sampled = kind == "generate_until" and _samples(request)
+            return {**self.identity, **({"seed": self._seed} if sampled else {})}
+
+        return answer(self._store, requests, kind, context, run, self._any_rank)
 
     def _any_rank(self, flag: bool) -> bool:
         if self.world_size <= 1:
@@ -211,13 +257,7 @@ class PrunedHFLM(HFLM):
 
     def pruning_info(self) -> dict[str, Any]:
         """What was pruned, for the results file."""
-        from lmeval_prune.artefacts import CREATED_BY
-
-        info: dict[str, Any] = {
-            "created_by": CREATED_BY,
-            "weights_fingerprint": self._identity["weights"],
-            "heads": [],
-        }
+        info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": self.weights, "heads": []}
         if self.mask and self.attention:
             heads = self.mask.heads(self.attention)
             info |= {
@@ -227,10 +267,20 @@ class PrunedHFLM(HFLM):
                 "method": self.mask.method,
                 "mask_fingerprint": self.mask.fingerprint(self.attention),
             }
-        if self._mask_file:
-            info["mask_file"] = str(self._mask_file)
-            info["mask_file_sha256"] = hashlib.sha256(Path(self._mask_file).read_bytes()).hexdigest()
+            if self.mask.source_sha256:
+                info |= {"mask_file": self.mask.source, "mask_file_sha256": self.mask.source_sha256}
         return info
+
+
+def _flags(empty: Any, other: Any) -> tuple[tuple[str, Any], ...]:
+    return ("allow_empty_layer", empty), ("allow_other_model", other)
+
+
+def _flag(name: str, value: Any) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False}
+    if str(value).lower() not in words:
+        raise InputError(f"{name}={value!r} is neither true nor false")
+    return words[str(value).lower()]
 
 
 def _mask(
@@ -246,7 +296,7 @@ def _mask(
     return loaded or given
 
 
-def _refuse_misspelt(unknown: dict[str, Any]) -> None:
+def _refuse_misspelt(arguments: dict[str, Any], config: Any) -> None:
     """An argument that is nobody's but close to ours is a slip: `from_pretrained` would swallow it.
 
     Raises:
@@ -254,30 +304,41 @@ def _refuse_misspelt(unknown: dict[str, Any]) -> None:
     """
     ours = [p for p in inspect.signature(PrunedHFLM.__init__).parameters if p not in ("self", "kwargs", "pretrained")]
     theirs = set(inspect.signature(HFLM.__init__).parameters)
-    for name in unknown:
+    for name in arguments:
         close = difflib.get_close_matches(name, ours, n=1, cutoff=0.75)
-        if name not in theirs and close:
+        if name not in theirs and not hasattr(config, name) and close:
             raise InputError(f"unknown model_arg {name!r}; did you mean {close[0]!r}?")
 
 
-def _check_data_folder() -> None:
-    folder = os.environ.get("LMEVAL_PRUNE_DATA")
-    if folder and not Path(folder).is_dir():
-        raise InputError(f"LMEVAL_PRUNE_DATA={folder} is not a folder; correct it, or unset it to load from the hub")
-
-
-def _samples(settings: dict[str, Any]) -> bool:
+def _samples(request: Any) -> bool:
+    settings = request.args[1]
     return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
 
 
-def weights_fingerprint(model: torch.nn.Module) -> str:
-    """Digest of every parameter's name, shape, dtype and 16 evenly spaced values: tells models apart cheaply."""
+def _tokenizer_fingerprint(tokenizer: Any) -> str:
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
+    return digest([content, str(tokenizer.special_tokens_map)])
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str | None:
+    """Digest of all parameters and buffers: names, shapes, types, and two checksums of every tensor's bytes.
+
+    The checksums (a sum, and a sum weighted by place, modulo 2⁶⁴) are computed where the tensor is. None if
+    a tensor has no data here (offloaded weights).
+    """
     state = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        state.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        if parameter.numel() and not parameter.is_meta:
-            flat = parameter.detach().reshape(-1)
-            places = [i * (flat.numel() - 1) // 15 for i in range(16)]
-            sample = flat[torch.tensor(places, device=flat.device)]
-            state.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            return None
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        words = local.detach().contiguous().reshape(-1).view(torch.uint8)
+        words = words.view(torch.int32) if words.numel() % 4 == 0 else words
+        sums = [0, 0]
+        for number, chunk in enumerate(words.split(2**22)):
+            values = chunk.to(torch.int64)
+            places = torch.arange(1, len(values) + 1, device=values.device)
+            sums[0] += int(values.sum())
+            sums[1] += int((values * (places * 2654435761 + number)).sum())
+        state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{sums[0] % 2**64},{sums[1] % 2**64};".encode())
     return state.hexdigest()[:16]

@@ -2,7 +2,8 @@
 
 lm-eval's cache keys a response by prompt and generation settings alone. Here a response is keyed by task,
 document, repeat, request type, prompt, generation settings, sampling seed and everything that shapes the
-model (name, revision, dtype, pruned heads, …), and is on disk as soon as it exists.
+model (weights, tokenizer, pruned heads, other settings), and is handed to the operating system as soon as
+it exists.
 
 Each rank appends to its own JSON-lines file; readers merge them all, so a run may go on with another
 number of ranks. A line that a kill cut short is ignored.
@@ -22,29 +23,58 @@ from lmeval_prune.errors import InputError
 
 SCHEMA = "lmeval-prune/responses"
 SCHEMA_VERSION = 1
+Answered = Callable[[str, tuple[Any, ...], Any], None]
 
 
 class ResponseStore:
-    """Responses of one or more runs in a folder."""
+    """Responses of one or more runs in a folder.
+
+    Args:
+        folder: made if it does not exist.
+        rank: this process; it alone writes `rank-RANK.jsonl`.
+
+    Raises:
+        InputError: the folder holds something else, or another run is writing to it.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int = 0) -> None:
         self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise InputError(f"responses={folder} is a file; give a folder")
         about = self.folder / "store.json"
-        if about.exists():
-            read_artefact(about, SCHEMA, SCHEMA_VERSION)
-        elif self.folder.exists() and any(self.folder.iterdir()):
-            raise InputError(f"responses={folder} is not empty and is not a response store; give a new folder")
-        else:
-            write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            foreign = [
+                p.name for p in self.folder.iterdir() if not p.name.lstrip(".").startswith(("store.json", "rank-"))
+            ]
+            if foreign and not about.exists():
+                raise InputError(
+                    f"responses={folder} holds {foreign[0]} and is not a response store; give a new folder"
+                )
+            if about.exists():
+                read_artefact(about, SCHEMA, SCHEMA_VERSION)
+            else:  # several ranks may do this at once; they write the same
+                write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
+            self.path = self.folder / f"rank-{rank}.jsonl"
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"responses={folder} cannot be used ({error}); give a folder that can be written"
+            ) from error
+        self._lock()
         self.known: dict[str, Any] = {}
         for path in sorted(self.folder.glob("rank-*.jsonl")):
             self._read(path)
-        self.path = self.folder / f"rank-{rank}.jsonl"
-        self._file = self.path.open("a", encoding="utf-8")
         if self.path.stat().st_size and not _ends_with_newline(self.path):
             self._file.write("\n")  # a line was cut short
+
+    def _lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # not on this system
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"another run is writing to {self.path}; wait for it, or give another folder") from None
 
     def _read(self, path: Path) -> None:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -62,7 +92,7 @@ class ResponseStore:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file and let other runs write."""
         self._file.close()
 
 
@@ -78,7 +108,7 @@ class Recorder:
     lm-eval's model class calls `add_partial(attr, args, response)` as soon as a request is answered.
     """
 
-    def __init__(self, inner: Any, answered: Callable[[str, tuple[Any, ...], Any], None]) -> None:
+    def __init__(self, inner: Any, answered: Answered) -> None:
         self.inner = inner
         self.answered = answered
 
@@ -92,8 +122,8 @@ def answer(
     store: ResponseStore,
     requests: Sequence[Any],
     kind: str,
-    shape: dict[str, Any],
-    run: Callable[[list[Any], Callable[[str, tuple[Any, ...], Any], None]], list[Any]],
+    context: Callable[[Any], dict[str, Any]],
+    run: Callable[[list[Any], list[str], Answered], list[Any]],
     any_rank: Callable[[bool], bool] = bool,
 ) -> list[Any]:
     """Answer requests from the store, run the rest, and store each as it comes.
@@ -102,8 +132,9 @@ def answer(
         store: the store.
         requests: lm-eval Instances; the same Instance stands N times for N repeats.
         kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
-        shape: JSON value of everything outside a request that its response depends on.
-        run: answers the requests it is given; calls its second argument for each as it is answered.
+        context: of a request, a JSON value of everything outside it that its response depends on.
+        run: answers the requests it is given, whose keys are its second argument; calls its third
+            argument for each as it is answered.
         any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
             inside a call, so while one rank has work, each makes the call (with a request it needs not).
 
@@ -117,14 +148,8 @@ def answer(
         place = (request.task_name, request.doc_id, request.idx)
         repeat = seen[place]
         seen[place] += 1
-        where = {
-            "task": request.task_name,
-            "doc_id": request.doc_id,
-            "idx": request.idx,
-            "repeat": repeat,
-            "kind": kind,
-        }
-        key = digest({**where, "args": list(request.args), "shape": shape})
+        where = dict(zip(("task", "doc_id", "idx"), place, strict=True)) | {"repeat": repeat, "kind": kind}
+        key = digest({**where, "args": list(request.args), "context": context(request)})
         keys.append(key)
         about[key] = where
     missing = [i for i, key in enumerate(keys) if key not in store.known]
@@ -139,9 +164,9 @@ def answer(
             store.add(key, response, about[key])
 
     if any_rank(bool(missing)) and not missing:
-        run([requests[0]], lambda *_: None)
+        run([requests[0]], [keys[0]], lambda *_: None)
     if missing:
-        responses = run([requests[i] for i in missing], answered)
+        responses = run([requests[i] for i in missing], [keys[i] for i in missing], answered)
         for i, response in zip(missing, responses, strict=True):
             if keys[i] not in store.known:  # the model did not report this one on its own
                 store.add(keys[i], response, about[keys[i]])

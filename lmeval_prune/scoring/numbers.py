@@ -14,9 +14,17 @@ RELATIVE = Fraction(1, 5000)
 ABSOLUTE = Fraction(1, 10**6)
 _MAX_DIGITS = 400
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 # A minus sign is a sign only where no number or bracket ends before it: 20-7 holds 20 and 7.
-NUMBER = re.compile(rf"(?:(?<![\w)\].])-\s?)?(?:{_DIGITS})(?:\s?/\s?\d+(?:\.\d+)?)?(?:\s?%)?")
+NUMBER = re.compile(rf"(?:(?<![\w)\].])-\s?)?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?(?:\s?/\s?\d+(?:\.\d+)?)?(?:\s?%)?")
+# What may stand around a number: 'about', a unit of two letters or more (one letter only as a common unit after a
+# space), Chinese words. A letter at the digits (2x, 5i), an operator or a function name make it another thing.
+_BEFORE = re.compile(r"(?:(?:about|approximately|exactly|only|roughly|a total of)\s+)?[\u4e00-\u9fff]*", re.IGNORECASE)
+_WORD = r"(?:[A-Za-z\u00b0²³]{2,}\.?|[\u4e00-\u9fff]+)"
+_POWER = r"(?:\^\{?[23]\}?)?"
+_AFTER = re.compile(
+    rf"(?:\s*{_WORD}|\s+[mghslL]){_POWER}(?:\s*/\s*[A-Za-z]+{_POWER}|(?:\s+|-){_WORD}{_POWER})*\s*[.。]?"
+)
 _PLAIN = re.compile(rf"([-+]?)\s?({_DIGITS})(?:[eE]([-+]?\d{{1,3}}))?")
 _FRACTION = re.compile(rf"([-+]?)\s?\(?({_DIGITS})\s?/\s?({_DIGITS})\)?")
 _MIXED = re.compile(r"([-+]?)\s?(\d+)\s*(?:[+ ]|\()\s*\(?(\d+)\s?/\s?(\d+)\)?\)?")
@@ -56,11 +64,13 @@ def readings(text: str) -> tuple[Fraction, ...]:
     percent = "%" in text
     body = text.replace("%", "").strip()
     value = _value(body)
-    if value is None:
-        found = NUMBER.findall(body)
-        if len(found) != 1 or re.search(r"[=<>^_*\\]|\d\s*\(|\)\s*\d", body) or len(body) > 200:
-            return ()
-        value = _value(found[0].replace("%", "").strip())
+    if value is None and len(body) <= _MAX_DIGITS:
+        bare = body[len(before.group()) :] if (before := _BEFORE.match(body)) else body
+        units = re.search(r"(?<=[\d)])(?=\s*[^\W\d_]|\s*\u00b0)[^\d]*(?:\^\{?[23]\}?)?[^\d]*$", bare)
+        if units is None:
+            value = _value(bare) if bare != body else None
+        elif _AFTER.fullmatch(units.group()):
+            value = _value(bare[: units.start()])
     if value is None:
         return ()
     return (value, value / 100) if percent else (value,)
@@ -70,6 +80,8 @@ def _value(text: str) -> Fraction | None:
     text = text.strip()
     while text.startswith("(") and text.endswith(")") and len(text) < 100:
         text = text[1:-1].strip()
+        if "," in text:  # (1,100) is a pair
+            return None
     if found := _PLAIN.fullmatch(text):
         sign, digits, exponent = found.groups()
         value = _fraction(digits)

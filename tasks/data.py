@@ -10,16 +10,22 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import re
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, first_line, reported
+from lmeval_prune.scoring import complexity, readings
+from lmeval_prune.scoring.mathematics import require_math_verify
 
+Row = dict[str, Any]
 HERE = Path(__file__).parent
 ASDIV_URL = (
     "https://raw.githubusercontent.com/chaochun/nlu-asdiv-dataset/883f90a9a65bf00304ba8f37423910fe743abc47/dataset"
@@ -31,26 +37,35 @@ class DataSet:
     """Where a data set's splits are and how a row becomes a document.
 
     Attributes:
-        files: local file of each split.
-        hub: loads a split from its public source.
+        files: local file of each split that has a file.
+        hub: loads such a split from its public source.
         document: makes a document of a row; None drops the row.
+        parts: further splits, made from all documents of the split `"all"`.
         packaged: the files are part of this package.
+        needs_math: answers need math-verify.
     """
 
     files: dict[str, str]
-    hub: Callable[[str], Iterator[dict[str, Any]]] | None
-    document: Callable[[dict[str, Any], str], dict[str, Any] | None]
+    hub: Callable[[str], Iterator[Row]] | None
+    document: Callable[[Row], Row | None]
+    parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)
     packaged: bool = False
+    needs_math: bool = False
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of all splits."""
+        return [*self.files, *self.parts]
 
 
-def _hub(path: str, name: str | None = None, **splits: str) -> Callable[[str], Iterator[dict[str, Any]]]:
-    def rows(split: str) -> Iterator[dict[str, Any]]:
+def _hub(path: str, name: str | None = None, **splits: str) -> Callable[[str], Iterator[Row]]:
+    def rows(split: str) -> Iterator[Row]:
         yield from datasets.load_dataset(path, name, split=splits.get(split, split))
 
     return rows
 
 
-def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[dict[str, Any]]:
+def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
     """ASDiv from its authors' repository: one XML file, and the five folds of ASDiv-A as lists of ids."""
     import xml.etree.ElementTree as ElementTree
 
@@ -75,48 +90,100 @@ def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[dict[str, Any]]:
         }
 
 
-def _gsm8k(row: dict[str, Any], split: str) -> dict[str, Any]:
+def _gsm8k(row: Row) -> Row:
     return {**row, "target": row["answer"].rpartition("####")[2].strip()}
 
 
-def _math(row: dict[str, Any], split: str) -> dict[str, Any]:
+def _math(row: Row) -> Row:
+    level = int(re.sub(r"\D", "", str(row["level"])) or 0)
+    subject = row.get("subject") or row.get("type")
+    return {**row, "level": level, "subject": subject, "question": row["problem"], "target": row["answer"]}
+
+
+def _asdiv(row: Row) -> Row:
+    question = f"{row['body']} {row['question']}".strip()
+    target = re.sub(r"\s*\([^()]*\)\s*(?=;|$)", "", row["answer"])
+    return {**row, "question": question, "target": target}
+
+
+def _asdiv_a(row: Row) -> Row | None:
+    if row["asdiv_a_fold"] is None:
+        return None
+    document = _asdiv(row)
+    return {**document, "fold": row["asdiv_a_fold"], "complexity": complexity(row["formula"])}
+
+
+def _math23k(row: Row) -> Row:
+    """Adds `names` (the problem's numbers, n0, n1, …, as exact fractions) and the complexity of the equation."""
+    names = {f"n{i}": str(readings(number)[-1]) for i, number in enumerate(row["numbers"]) if readings(number)}
     return {
         **row,
-        "level": int(re.sub(r"\D", "", str(row["level"])) or 0),
-        "question": row["problem"],
-        "target": row["answer"],
+        "question": re.sub(r"\s+", "", row["segmented_text"]),
+        "target": repr(float(row["answer"])).removesuffix(".0"),
+        "names": names,
+        "complexity": complexity(row["equation"]),
     }
 
 
-def _asdiv(row: dict[str, Any], split: str) -> dict[str, Any]:
-    question = f"{row['body']} {row['question']}".strip()
-    return {**row, "question": question, "target": re.sub(r"\s*\([^()]*\)\s*$", "", row["answer"])}
+def _folds(rows: list[Row], number: int) -> list[Row]:
+    return [row for row in rows if row["fold"] == number]
 
 
-def _asdiv_a(row: dict[str, Any], split: str) -> dict[str, Any] | None:
-    return _asdiv(row, split) if row["asdiv_a_fold"] is not None else None
+def stratified(rows: list[Row], part: str, ratios: tuple[int, int, int], by: str, seed: int = 0) -> list[Row]:
+    """Train, validation or test part of a random split that keeps the distribution of `by`.
+
+    Each stratum is shuffled by a generator of its own (from `seed` and the stratum) and cut by the ratios,
+    rounded down for validation and test; rows keep their order.
+    """
+    strata: dict[Any, list[int]] = {}
+    for place, row in enumerate(rows):
+        strata.setdefault(row[by], []).append(place)
+    chosen: list[int] = []
+    for stratum, places in strata.items():
+        random.Random(f"{seed}:{stratum}").shuffle(places)
+        validation, test = (len(places) * ratio // sum(ratios) for ratio in ratios[1:])
+        cuts = {"test": places[:test], "validation": places[test : test + validation]}
+        chosen += cuts.get(part, places[test + validation :])
+    return [rows[place] for place in sorted(chosen)]
 
 
-def _math23k(row: dict[str, Any], split: str) -> dict[str, Any] | None:
-    if bool(row["standard_test"]) != (split == "test"):
-        return None
-    question = re.sub(r"\s+", "", row["segmented_text"])
-    return {**row, "question": question, "target": repr(float(row["answer"])).removesuffix(".0")}
+def _parts(ratios: tuple[int, int, int], by: str) -> dict[str, Callable[[list[Row]], list[Row]]]:
+    return {
+        **{f"fold{number}": partial(_folds, number=number) for number in range(5)},
+        **{
+            f"stratified_{part}": partial(stratified, part=part, ratios=ratios, by=by)
+            for part in ("train", "validation", "test")
+        },
+    }
 
 
-def _plain(row: dict[str, Any], split: str) -> dict[str, Any]:
-    return dict(row)
+def _standard(rows: list[Row], test: bool) -> list[Row]:
+    return [row for row in rows if bool(row["standard_test"]) == test]
 
 
-_MATH23K, _ASDIV = "math23k.jsonl", "asdiv.jsonl"
+_MATH_HUB = {"test": "HuggingFaceH4/MATH-500", "train": "rasbt/math_full_minus_math500"}
 DATA: dict[str, DataSet] = {
     "gsm8k": DataSet({"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"}, _hub("openai/gsm8k", "main"), _gsm8k),
-    "math500": DataSet({"test": "math500_test.jsonl"}, _hub("HuggingFaceH4/MATH-500"), _math),
-    "asdiv": DataSet({"test": _ASDIV}, _asdiv_rows, _asdiv),
-    "asdiv_a": DataSet({"test": _ASDIV}, _asdiv_rows, _asdiv_a),
-    "math23k": DataSet({"train": _MATH23K, "test": _MATH23K}, None, _math23k),
-    "tiny_words": DataSet({"train": "tiny/shots.jsonl", "test": "tiny/words.jsonl"}, None, _plain, packaged=True),
-    "tiny_choice": DataSet({"test": "tiny/choice.jsonl"}, None, _plain, packaged=True),
+    "math500": DataSet(
+        {"train": "math_train.jsonl", "test": "math500_test.jsonl"},
+        lambda split: _hub(_MATH_HUB[split])(split),
+        _math,
+        needs_math=True,
+    ),
+    "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv_rows, _asdiv),
+    "asdiv_a": DataSet({"all": "asdiv.jsonl"}, _asdiv_rows, _asdiv_a, _parts((8, 1, 1), "solution_type")),
+    "math23k": DataSet(
+        {"all": "math23k.jsonl"},
+        None,
+        _math23k,
+        {
+            "train": partial(_standard, test=False),
+            "test": partial(_standard, test=True),
+            **_parts((7, 1, 2), "complexity"),
+        },
+    ),
+    "tiny_words": DataSet({"train": "tiny/shots.jsonl", "test": "tiny/words.jsonl"}, None, dict, packaged=True),
+    "tiny_choice": DataSet({"test": "tiny/choice.jsonl"}, None, dict, packaged=True),
 }
 
 
@@ -134,14 +201,22 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
     if name not in DATA:
         raise InputError(f"unknown data set {name!r}; known: {', '.join(DATA)}")
     data = DATA[name]
-    if split not in data.files:
-        raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.files)}")
-    rows = _rows(name, data, split, data_dir or os.environ.get("LMEVAL_PRUNE_DATA"))
-    documents = [document for row in rows if (document := data.document(row, split)) is not None]
+    if split not in data.splits:
+        raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.splits)}")
+    source = split if split in data.files else "all"
+    rows = _rows(name, data, source, data_dir or os.environ.get("LMEVAL_PRUNE_DATA"))
+    try:
+        documents = [document for row in rows if (document := data.document(row)) is not None]
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{name}: a row of {data.files[source]} is not as expected ({first_line(error)})") from error
+    if split in data.parts:
+        documents = data.parts[split](documents)
     return datasets.Dataset.from_list(documents)
 
 
-def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
+def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] | None) -> Iterator[Row]:
     if data.packaged:
         yield from _read(HERE / data.files[split])
     elif folder:
@@ -159,28 +234,54 @@ def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] |
     else:
         try:
             yield from data.hub(split)
-        except (OSError, ValueError) as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+        except Exception as error:  # whatever a download library raises
             raise InputError(
-                f"{name} could not be loaded from its public source ({reason}); "
+                f"{name} could not be loaded from its public source ({first_line(error)}); "
                 f"name a local folder with {data.files[split]} in LMEVAL_PRUNE_DATA or --metadata data_dir=FOLDER"
             ) from error
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read(path: Path) -> Iterator[Row]:
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                if line.strip():
                     yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise InputError(f"{path}, line {number}, is not JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}, line {number}, is not JSON: {error}") from None
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read after line {number} ({first_line(error)})") from error
 
 
 @reported
 def custom_dataset(
-    *, prune_data: str, prune_splits: list[str] | None = None, data_dir: str | None = None, **_: Any
+    *,
+    prune_data: str,
+    prune_test: str = "test",
+    prune_train: str | None = None,
+    prune_where: dict[str, Any] | None = None,
+    data_dir: str | None = None,
+    data_split: str | None = None,
+    **_: Any,
 ) -> dict[str, datasets.Dataset]:
-    """lm-eval's `custom_dataset`: the splits of a data set. Other metadata (model_args) is passed over."""
-    return {split: load(prune_data, split, data_dir) for split in prune_splits or ["test"]}
+    """lm-eval's `custom_dataset`: the rows that a task asks, as its split `test`, and exemplars as `train`.
+
+    Args:
+        prune_data: a key of `DATA`.
+        prune_test, prune_train: splits to take the two from.
+        prune_where: only documents with these values.
+        data_dir, data_split: from `--metadata`: local folder; another split to ask.
+        _: other metadata (model_args) is passed over.
+
+    Raises:
+        InputError: see `load`; or math-verify is needed and missing.
+    """
+    if prune_data in DATA and DATA[prune_data].needs_math:
+        require_math_verify()
+    test = load(prune_data, data_split or prune_test, data_dir)
+    if prune_where:
+        test = test.filter(lambda row: all(row[key] == value for key, value in prune_where.items()))
+    return {"test": test} | ({"train": load(prune_data, prune_train, data_dir)} if prune_train else {})

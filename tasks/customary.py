@@ -1,0 +1,32 @@
+"""A task of lm-eval's with one more metric: the one that papers customarily report for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask
+
+
+class CustomaryTask(ConfigurableTask):
+    """Adds `score`: `acc_norm` where the task has it (PIQA, HellaSwag, ARC, OpenBookQA), else `acc`.
+
+    So the average over tasks of both kinds, which papers print, falls out of a group.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def process_results(self, doc: dict[str, Any], results: Any) -> dict[str, Any]:
+        """lm-eval's own results and `score`."""
+        scores = super().process_results(doc, results)
+        return {**scores, "score": scores.get("acc_norm", scores.get("acc"))}
+
+    def aggregation(self) -> dict[str, Callable[..., Any]]:
+        """lm-eval's own and a mean."""
+        return {**super().aggregation(), "score": mean}
+
+    def higher_is_better(self) -> dict[str, bool]:
+        """lm-eval's own; higher scores are better."""
+        return {**super().higher_is_better(), "score": True}

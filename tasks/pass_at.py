@@ -1,0 +1,75 @@
+"""pass@k, maj@N and the number of distinct answers, for any of our tasks with `repeats: N`.
+
+```yaml
+include: prune_gsm8k.yaml
+class: !function lmeval_prune.tasks.pass_at.PassAtTask
+task: prune_gsm8k_pass8
+repeats: 8
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
+from lmeval_prune.tasks import results
+
+
+class PassAtTask(ConfigurableTask):
+    """A generative task that is tried N times a document.
+
+    Metrics, for k = 1, 2, 4, … up to N: `pass@k` (any of the *first* k is right: for candidates in an
+    order, a router's) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k): for exchangeable candidates, samples);
+    `maj@N`; `distinct`, the number of different answers.
+
+    Raises:
+        InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        config = {key: value for key, value in config.items() if key != "class"}
+        count = config.get("repeats")
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"task {config.get('task')}: repeats must be a whole number above 0, not {count!r}")
+        if not callable(config.get("process_results")):
+            raise InputError(f"task {config.get('task')}: pass@k needs a task with a process_results function")
+        self.attempts = count
+        keep = [{"function": "take_first_k", "k": count}]  # ranks are padded with copies of the last request
+        config["filter_list"] = [{"name": "none", "filter": keep}]
+        super().__init__(config=config)
+
+    @property
+    def ks(self) -> list[int]:
+        """The k that are reported."""
+        return attempts(self.attempts)
+
+    def process_results(self, doc: dict[str, Any], responses: Sequence[Any]) -> dict[str, Any]:
+        """Score N responses one by one with the base task, then together."""
+        base: Callable[..., dict[str, Any]] = self.config.process_results  # type: ignore[assignment]
+        texts = list(responses[0])[: self.attempts]
+        scored = [base(doc, [text]) for text in texts]
+        right = [bool(score["exact_match"]) for score in scored]
+        answers = [score["extracted"] for score in scored]
+        vote, distinct = majority(answers, results.same_text)
+        return {
+            **{f"pass@{k}": float(pass_ordered(right, k)) for k in self.ks},
+            **{f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in self.ks},
+            f"maj@{self.attempts}": float(vote is not None and right[vote]),
+            "distinct": float(distinct),
+            "extracted": answers,
+        }
+
+    def aggregation(self) -> dict[str, Callable[..., Any]]:
+        """Means, and for `extracted` the share of responses with an answer."""
+        names = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
+        return {**dict.fromkeys([*names, f"maj@{self.attempts}", "distinct"], mean), "extracted": results.found}
+
+    def higher_is_better(self) -> dict[str, bool]:
+        """True for all."""
+        return dict.fromkeys(self.aggregation(), True)

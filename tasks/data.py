@@ -113,9 +113,14 @@ def _asdiv_a(row: Row) -> Row | None:
     return {**document, "fold": row["asdiv_a_fold"], "complexity": complexity(row["formula"])}
 
 
+_CONSTANTS = {"x1": "1", "x2": "2", "x3_1416": "157/50"}  # as Math23k's equations name them; pi is 3.14 there
+
+
 def _math23k(row: Row) -> Row:
-    """Adds `names` (the problem's numbers, n0, n1, …, as exact fractions) and the complexity of the equation."""
-    names = {f"n{i}": str(readings(number)[-1]) for i, number in enumerate(row["numbers"]) if readings(number)}
+    """Adds `names` (values of n0, n1, … and of the constants, as exact fractions) and the complexity."""
+    names = dict(_CONSTANTS) | {
+        f"n{i}": str(readings(number)[-1]) for i, number in enumerate(row["numbers"]) if readings(number)
+    }
     return {
         **row,
         "question": re.sub(r"\s+", "", row["segmented_text"]),

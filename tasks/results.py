@@ -37,10 +37,18 @@ def number(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
 
 
 def text_or_number(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
-    """Scores of a final answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
+    """Scores of a final answer that is one or more numbers (`3; 4`), a time, a ratio or a word.
+
+    An answer in words that is not in a box or after `####` counts where the last line holds it.
+    """
     answer, how = extract(results[0])
     correct = same_text(answer, doc["target"])
-    if not correct and re.search(r"[A-Za-z:]", doc["target"]) and how == "number":
+    if (
+        not correct
+        and how not in ("boxed", "hashes")
+        and re.search(r"[A-Za-z:;]", doc["target"])
+        and results[0].strip()
+    ):
         last = [line for line in results[0].strip().splitlines() if line.strip()][-1]
         correct = bool(re.search(rf"(?<!\w){re.escape(_plain(doc['target']))}(?!\w)", _plain(last)))
     return _scores(correct, answer, how) | _parts(doc, correct)
@@ -93,7 +101,8 @@ def equation(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     if how == "none":
         text = next((line for line in reversed(results[0].strip().splitlines()) if re.search(r"\d", line)), "")
         how = "line" if text else "none"
-    value = evaluate(text, {name: Fraction(number) for name, number in (doc.get("names") or {}).items()})
+    names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
+    value = evaluate(text, names)
     gold = readings(doc["target"])
     correct = value is not None and any(close(value, g) for g in gold)
     return _scores(correct, text, how) | _parts(doc, correct)
@@ -113,28 +122,47 @@ def _parts(doc: dict[str, Any], correct: bool) -> dict[str, float | None]:
 
 
 class Share(float):
-    """A mean that knows of how many documents, so that a group can pool it."""
+    """The mean of some documents' values (those of one level, say), which knows of how many.
+
+    lm-eval pools the tasks of a group as Σ value·size / Σ size, with the sizes of whole tasks (a group's
+    `aggregation` function is not called in release 0.4.13). A share takes part in that sum with its own
+    number of documents instead, so that in the group, too, each document counts once; a task without such
+    documents (NaN) does not count.
+    """
 
     count: int
 
     def __new__(cls, value: float, count: int) -> Share:
-        """A share of `count` documents."""
+        """The mean `value` of `count` documents."""
         share = super().__new__(cls, value)
         share.count = count
         return share
 
+    def __mul__(self, size: Any) -> Any:
+        """Begin the pooled sum; `size` is not used."""
+        return _Pool(float(self) * self.count if self.count else 0.0, self.count)
+
+
+class _Pool:
+    """A sum of values and how many they are."""
+
+    def __init__(self, total: float, count: int) -> None:
+        self.total = total
+        self.count = count
+
+    def __add__(self, other: Any) -> _Pool:
+        return _Pool(self.total + other.total, self.count + other.count) if isinstance(other, _Pool) else self
+
+    __radd__ = __add__
+
+    def __truediv__(self, size: Any) -> Share:
+        return Share(self.total / self.count if self.count else math.nan, self.count)
+
 
 def share(values: Iterable[float | None]) -> Share:
-    """Mean of the values that are not None (documents of one level, say); NaN if there are none."""
+    """Mean of the values that are not None; NaN if there are none."""
     known = [value for value in values if value is not None]
     return Share(math.fsum(known) / len(known) if known else math.nan, len(known))
-
-
-def pooled(values: list[Share], sizes: list[int]) -> Share:
-    """A group's share: every document counts once. (`sizes` are lm-eval's, of whole tasks, and not used.)"""
-    known = [value for value in values if value.count]
-    total = sum(value.count for value in known)
-    return Share(math.fsum(value * value.count for value in known) / total if total else math.nan, total)
 
 
 def total(values: Iterable[float]) -> float:

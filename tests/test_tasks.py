@@ -14,7 +14,7 @@ SIZES = {
     ("gsm8k", "test"): 1319,
     ("math500", "test"): 500,
     ("asdiv", "test"): 2305,
-    ("asdiv_a", "test"): 1218,
+    ("asdiv_a", "all"): 1218,
     ("math23k", "train"): 22160,
     ("math23k", "test"): 1000,
     ("tiny_words", "test"): 24,
@@ -31,7 +31,7 @@ def test_sizes_and_fields(name: str, split: str, shared_data: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv_a", "math23k", "tiny_words"])
 def test_gold_scores_one_and_the_next_items_gold_zero(name: str, shared_data: Path) -> None:
-    rows = data.load(name, "test", shared_data)
+    rows = data.load(name, "all" if name == "asdiv_a" else "test", shared_data)
     score = results.mathematics if name == "math500" else results.number
     forms = ["\\boxed{%s}", "So it is\n#### %s"] + ([] if name == "math500" else ["The answer is %s."])
     missed = {r["target"] for r in rows for form in forms if score(r, [form % r["target"]])["exact_match"] != 1}
@@ -93,8 +93,8 @@ def test_asdiv_is_read_from_its_authors_files(tmp_path: Path) -> None:
     )
     rows = list(data._asdiv_rows("test", str(tmp_path)))
     assert [row["asdiv_a_fold"] for row in rows] == [None, 3]
-    assert data._asdiv_a(rows[0], "test") is None
-    document = data._asdiv_a(rows[1], "test")
+    assert data._asdiv_a(rows[0]) is None
+    document = data._asdiv_a(rows[1])
     assert (document["question"], document["target"], document["grade"]) == ("One and one. Sum?", "2", 1)
 
 
@@ -107,7 +107,7 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
         task.build_all_requests(limit=2)
         prompt = task.instances[0].args[0]
         assert len(prompt) > 20, name
-        assert ("boxed" in prompt) == (name not in {"prune_gsm8k_5shot", "prune_tiny_choice"})
+        assert ("boxed{}" in prompt) == ("shot" not in name and name != "prune_tiny_choice")
         if name == "prune_gsm8k_5shot":
             assert prompt.count("Question:") == 6 and prompt.count("####") == 5
 

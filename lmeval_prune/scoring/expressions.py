@@ -29,6 +29,8 @@ def evaluate(text: str, names: Mapping[str, Fraction] | None = None) -> Fraction
             a bare name or the value after the expression is passed over.
         names: values of names such as `n0`.
     """
+    if len(text) > MAX_LENGTH:  # before any pattern is tried on it
+        return None
     text = normalise(text).translate(_SIGNS).replace("`", "**").replace("\\times", "*").replace("\\div", "/")
     text = text.replace("\\cdot", "*").strip().strip("$").strip()
     sides = [side.strip() for side in text.split("=")]

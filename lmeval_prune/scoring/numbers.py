@@ -57,6 +57,8 @@ def readings(text: str) -> tuple[Fraction, ...]:
     Currency signs and unit words around the number are passed over (`$1,200`, `18 apples`), and so is
     the left side of an equation (`x = 5`).
     """
+    if len(text) > 2 * _MAX_DIGITS:
+        return ()
     text = normalise(text).strip().strip("$ ").rstrip(".。").strip()
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}", " ", text).strip()
     text = re.sub(r"^[A-Za-z]\w{0,2}\s*=\s*", "", text)

@@ -126,8 +126,7 @@ class Share(float):
 
     lm-eval pools the tasks of a group as Σ value·size / Σ size, with the sizes of whole tasks (a group's
     `aggregation` function is not called in release 0.4.13). A share takes part in that sum with its own
-    number of documents instead, so that in the group, too, each document counts once; a task without such
-    documents (NaN) does not count.
+    number of documents instead, so that in the group, too, each document counts once.
     """
 
     count: int
@@ -140,7 +139,14 @@ class Share(float):
 
     def __mul__(self, size: Any) -> Any:
         """Begin the pooled sum; `size` is not used."""
-        return _Pool(float(self) * self.count if self.count else 0.0, self.count)
+        return _Pool(float(self) * self.count, self.count)
+
+
+class _NoDocuments(str):
+    """What stands in results (JSON has no NaN) where a task has no such documents; adds nothing to a group's sum."""
+
+    def __mul__(self, size: Any) -> Any:
+        return _Pool(0.0, 0)
 
 
 class _Pool:
@@ -155,14 +161,14 @@ class _Pool:
 
     __radd__ = __add__
 
-    def __truediv__(self, size: Any) -> Share:
-        return Share(self.total / self.count if self.count else math.nan, self.count)
+    def __truediv__(self, size: Any) -> Share | str:
+        return Share(self.total / self.count, self.count) if self.count else _NoDocuments("N/A")
 
 
-def share(values: Iterable[float | None]) -> Share:
-    """Mean of the values that are not None; NaN if there are none."""
+def share(values: Iterable[float | None]) -> Share | str:
+    """Mean of the values that are not None; `"N/A"` if there are none."""
     known = [value for value in values if value is not None]
-    return Share(math.fsum(known) / len(known) if known else math.nan, len(known))
+    return Share(math.fsum(known) / len(known), len(known)) if known else _NoDocuments("N/A")
 
 
 def total(values: Iterable[float]) -> float:

@@ -1,5 +1,6 @@
 """pass@N and grouped results with a fake model: exactly N responses, none collapsed, every document once."""
 
+import json
 import re
 from pathlib import Path
 
@@ -125,6 +126,8 @@ def test_math_group_pools_levels_over_subjects(shared_data: Path) -> None:
     share = sum(level % 2 for level in rows["level"]) / 500
     assert group["exact_match"] == pytest.approx(share) == group["strict_match"]
     assert [group[f"level_{k}"] for k in range(1, 6)] == [1, 0, 1, 0, 1]
+    few = run(Scripted(odd), "prune_math500", limit=1, data_dir=str(shared_data))["results"]
+    assert "NaN" not in json.dumps(few) and few["prune_math500_algebra"]["level_5,none"] in (1.0, "N/A")
     some = lambda request, _: f"\\boxed{{{request.doc['target']}}}" if len(request.doc["question"]) % 3 else "?"  # noqa: E731
     group = run(Scripted(some), "prune_math500", limit=None, data_dir=str(shared_data))["results"]["prune_math500"]
     for k in range(1, 6):

@@ -14,6 +14,19 @@ from lmeval_prune.interventions.base import Intervention, add_input_hook
 from lmeval_prune.interventions.head_mask import HeadMask, dropped_columns
 
 
+@dataclass(frozen=True)
+class MaskTable:
+    """Masks resolved against a model.
+
+    Attributes:
+        count: how many masks, M.
+        drops: of each layer that some mask prunes, the columns that each mask drops, (M, width).
+    """
+
+    count: int
+    drops: dict[tuple[str, int], torch.Tensor]
+
+
 @dataclass
 class RowMasks(Intervention):
     """Prunes other heads in other rows of the same batch.
@@ -43,14 +56,31 @@ class RowMasks(Intervention):
     def _detach(self) -> None:
         self._attention = None
 
+    def table(self, masks: Sequence[HeadMask | None]) -> MaskTable:
+        """Resolve masks against the model once, for many `using` blocks.
+
+        Raises:
+            InputError: a mask does not fit the model, or these RowMasks are not applied to one.
+        """
+        if self._attention is None:
+            raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
+        drops: dict[tuple[str, int], torch.Tensor] = {}
+        for number, mask in enumerate(masks):
+            for layer, heads in mask.by_layer(self._attention) if mask else ():
+                key = (layer.stack, layer.index)
+                if key not in drops:
+                    drops[key] = torch.zeros(len(masks), layer.heads * layer.head_dim, dtype=torch.bool)
+                drops[key][number] = dropped_columns(layer, heads)
+        return MaskTable(len(masks), drops)
+
     @contextmanager
     def using(
-        self, masks: Sequence[HeadMask | None], index: torch.Tensor | None = None, repeats: int = 1
+        self, masks: Sequence[HeadMask | None] | MaskTable, index: torch.Tensor | None = None, repeats: int = 1
     ) -> Iterator[None]:
         """Choose the masks of the forward passes inside the block.
 
         Args:
-            masks: M masks; None prunes nothing.
+            masks: M masks; None prunes nothing. A `table` of them, where the same masks serve many blocks.
             index: which mask each row (shape (batch,)) or each token (shape (batch, tokens), for packed
                 batches (1, tokens)) runs under, whole numbers. Default: row i under mask i, M rows.
             repeats: how many times in a row the model sees each row: `generate` with
@@ -63,22 +93,17 @@ class RowMasks(Intervention):
         if self._attention is None:
             raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
         if index is None:
-            index = torch.arange(len(masks))
+            index = torch.arange(masks.count if isinstance(masks, MaskTable) else len(masks))
         index = index.cpu()
         whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
-        fits = masks and index.dim() in (1, 2) and index.numel() and whole
-        if not fits or int(index.min()) < 0 or int(index.max()) >= len(masks):
-            raise InputError(f"index must be (batch,) or (batch, tokens) with values 0 to {len(masks) - 1}")
-        tables: dict[tuple[str, int], torch.Tensor] = {}
-        for number, mask in enumerate(masks):
-            for layer, heads in mask.by_layer(self._attention) if mask else ():
-                key = (layer.stack, layer.index)
-                if key not in tables:
-                    tables[key] = torch.zeros(len(masks), layer.heads * layer.head_dim, dtype=torch.bool)
-                tables[key][number] = dropped_columns(layer, heads)
+        table = masks if isinstance(masks, MaskTable) else self.table(masks)
+        fits = table.count and index.dim() in (1, 2) and index.numel() and whole
+        if not fits or int(index.min()) < 0 or int(index.max()) >= table.count:
+            raise InputError(f"index must be (batch,) or (batch, tokens) with values 0 to {table.count - 1}")
         before = self._drops
         index = index.long().repeat_interleave(repeats, dim=0)
-        self._drops = {key: table[index] for key, table in tables.items()}
+        chosen = {key: drop[index] for key, drop in table.drops.items()}
+        self._drops = {key: drop for key, drop in chosen.items() if drop.any()}
         try:
             yield
         finally:

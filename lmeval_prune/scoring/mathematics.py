@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -21,7 +22,10 @@ from typing import Literal
 from lmeval_prune.errors import InputError
 
 Verdict = Literal["equal", "different", "timeout", "crash"]
+COMMAND = [sys.executable, "-m", "lmeval_prune.scoring._worker"]
 START_SECONDS = 120.0
+STARTS = 2  # how often a start is tried
+MAX_WORKERS = 8  # of the shared pool; each is a Python process with SymPy
 MAX_LENGTH = 2000  # characters; longer answers are no answers
 
 
@@ -31,25 +35,13 @@ class _Worker:
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.Queue[str] = queue.Queue()
-
-    def _start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lmeval_prune.scoring._worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.lines = queue.Queue()
-        threading.Thread(target=_read, args=(self.process, self.lines), daemon=True).start()
-        if self.lines.get(timeout=START_SECONDS) != "ready\n":
-            raise RuntimeError("the comparison worker did not start: is math-verify installed and working?")
+        self.has_worked = False
 
     def compare(self, gold: str, answer: str, seconds: float) -> Verdict:
-        if self.process is None or self.process.poll() is not None:
-            self._start()
-        assert self.process is not None and self.process.stdin is not None
         try:
+            if not self._running(seconds):
+                return "crash"
+            assert self.process is not None and self.process.stdin is not None
             self.process.stdin.write(json.dumps([gold, answer]) + "\n")
             self.process.stdin.flush()
             line = self.lines.get(timeout=seconds)
@@ -58,10 +50,42 @@ class _Worker:
             return "timeout"
         except OSError:
             line = ""
+        except BaseException:  # an interrupt: the answer still to come must not be taken for the next one's
+            self.stop()
+            raise
         if not line:
             self.stop()
             return "crash"
         return "equal" if json.loads(line) else "different"
+
+    def _running(self, seconds: float) -> bool:
+        if self.process is not None and self.process.poll() is None:
+            return True
+        for _ in range(STARTS):
+            if self._start(seconds):
+                self.has_worked = True
+                return True
+            self.stop()
+        if self.has_worked:
+            return False
+        raise InputError(
+            f"the process that compares MATH answers does not start; `{' '.join(COMMAND)} 5 < {os.devnull}` says why"
+        )
+
+    def _start(self, seconds: float) -> bool:
+        self.process = subprocess.Popen(
+            [*COMMAND, str(seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.lines = queue.Queue()
+        threading.Thread(target=_read, args=(self.process, self.lines), daemon=True).start()
+        try:
+            return self.lines.get(timeout=START_SECONDS) == "ready\n"
+        except queue.Empty:
+            return False
 
     def stop(self) -> None:
         if self.process is not None:
@@ -85,14 +109,14 @@ class Verifier:
         seconds: time limit of one comparison.
 
     Raises:
-        InputError: math-verify is not installed.
+        InputError: math-verify is not installed, or (when comparing) no worker can be started.
     """
 
     def __init__(self, workers: int = 2, seconds: float = 5.0) -> None:
         require_math_verify()
         self.seconds = seconds
         self.size = workers
-        self._idle: queue.Queue[_Worker] = queue.Queue()
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # one comparison at a time starts one process
         self._all = [_Worker() for _ in range(workers)]
         for worker in self._all:
             self._idle.put(worker)
@@ -132,7 +156,8 @@ def require_math_verify() -> None:
 
 @lru_cache(maxsize=1)
 def shared() -> Verifier:
-    """The pool that tasks use; it ends with the program."""
-    verifier = Verifier()
+    """The pool that tasks use, a worker for each CPU up to `MAX_WORKERS`; it ends with the program."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    verifier = Verifier(min(cpus, MAX_WORKERS))
     atexit.register(verifier.close)
     return verifier

@@ -1,8 +1,9 @@
 r"""Reading numbers as people and models write them, and comparing them.
 
-Two numbers are equal if they differ by at most `RELATIVE` of the gold one's size (or `ABSOLUTE`); two
-whole numbers only if they are the same. So 9.05 is not 9, 33.33 is 100/3, and 10001 is not 10000. A
-percentage is read both ways, `80%` as 80 and as 0.8, because gold answers write it either way.
+A number equals a gold one that is no whole number if they differ by at most `RELATIVE` of its size; a whole
+gold number allows `ABSOLUTE` only (rounding of a computed float), and no other whole number. So 33.33 is
+100/3, but 9.05 is not 9 and 10001 is not 10000. A percentage is read both ways, `80%` as 80 and as 0.8,
+and so is a scale word, `5 million` as 5 and as 5,000,000: gold answers write it either way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ _MAX_DIGITS = 400
 _DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 # A minus sign is a sign only where no number or bracket ends before it: 20-7 holds 20 and 7.
 NUMBER = re.compile(rf"(?:(?<![\w)\].])-\s?)?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?(?:\s?/\s?\d+(?:\.\d+)?)?(?:\s?%)?")
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES |= {"万": 10**4, "亿": 10**8}  # not 千, which begins 千米 and 千克
+_SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
 # What may stand around a number: 'about', a unit of two letters or more (one letter only as a common unit after a
 # space), Chinese words. A letter at the digits (2x, 5i), an operator or a function name make it another thing.
 _BEFORE = re.compile(r"(?:(?:about|approximately|exactly|only|roughly|a total of)\s+)?[\u4e00-\u9fff]*", re.IGNORECASE)
@@ -65,7 +69,7 @@ def readings(text: str) -> tuple[Fraction, ...]:
     text = text.lstrip("$€£¥ ").replace("$", "").strip()
     percent = "%" in text
     body = text.replace("%", "").strip()
-    value = _value(body)
+    value, scale = _value(body), 1
     if value is None and len(body) <= _MAX_DIGITS:
         bare = body[len(before.group()) :] if (before := _BEFORE.match(body)) else body
         units = re.search(r"(?<=[\d)])(?=\s*[^\W\d_]|\s*\u00b0)[^\d]*(?:\^\{?[23]\}?)?[^\d]*$", bare)
@@ -73,9 +77,10 @@ def readings(text: str) -> tuple[Fraction, ...]:
             value = _value(bare) if bare != body else None
         elif _AFTER.fullmatch(units.group()):
             value = _value(bare[: units.start()])
+            scale = SCALES[word[1].lower()] if (word := _SCALE.match(units.group())) else 1
     if value is None:
         return ()
-    return (value, value / 100) if percent else (value,)
+    return tuple(dict.fromkeys((value, value / 100 if percent else value * scale)))
 
 
 def _value(text: str) -> Fraction | None:
@@ -105,9 +110,7 @@ def _value(text: str) -> Fraction | None:
 
 def close(answer: Fraction, gold: Fraction) -> bool:
     """Whether two values are equal within the tolerance stated above."""
-    if answer.denominator == 1 and gold.denominator == 1:
-        return answer == gold
-    return abs(answer - gold) <= max(ABSOLUTE, RELATIVE * abs(gold))
+    return abs(answer - gold) <= (ABSOLUTE if gold.denominator == 1 else max(ABSOLUTE, RELATIVE * abs(gold)))
 
 
 def numbers_equal(answer: str, gold: str) -> bool:

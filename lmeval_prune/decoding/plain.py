@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,14 +46,19 @@ def generation(settings: Settings) -> dict[str, Any]:
     return arguments
 
 
-def decode_plainly(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
-    """Answer requests by `generate`: greedy ones in batches of one setting, sampled ones alone by their seed."""
+def decode_plainly(engine: Engine, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
+    """Answer requests by `generate`: greedy ones in batches, sampled ones alone, each by its seed.
+
+    A batch has one setting and prompts of one length: some families (bloom, mpt) give other answers to padded
+    prompts.
+    """
     batches: dict[Any, list[Request]] = {}
     for place, request in enumerate(requests):
-        batches.setdefault((request.settings, place if request.settings.do_sample else -1), []).append(request)
+        alone = place if request.settings.do_sample else -1
+        batches.setdefault((request.settings, len(request.prompt), alone), []).append(request)
     masks = RowMasks()
     with masks.applied_to(engine.model, engine.attention):
-        for (settings, _), group in batches.items():
+        for (settings, *_), group in batches.items():
             for begin in range(0, len(group), BATCH):
                 batch = group[begin : begin + BATCH]
                 with torch.inference_mode(), masks.using([request.mask for request in batch]):
@@ -64,31 +69,22 @@ def decode_plainly(engine: Engine, requests: Sequence[Request]) -> Iterator[tupl
 
 
 def _generate(engine: Engine, batch: Sequence[Request], settings: Settings) -> list[list[int]]:
-    width = max(len(request.prompt) for request in batch)
-    room = engine.context - width
-    pad = settings.eos[0] if settings.eos else 0
-    ids = torch.full((len(batch), width), pad, device=engine.device)
-    seen = torch.zeros_like(ids)
-    for i, request in enumerate(batch):
-        ids[i, width - len(request.prompt) :] = torch.tensor(request.prompt)
-        seen[i, width - len(request.prompt) :] = 1
+    ids = torch.tensor([request.prompt for request in batch], device=engine.device)
+    width = ids.shape[1]
+    arguments = generation(settings)
+    arguments["max_new_tokens"] = min(settings.max_new_tokens, engine.context - width)
     with torch.random.fork_rng(devices=[engine.device] if engine.device.type == "cuda" else []):
         torch.manual_seed(batch[0].seed)
-        arguments = generation(settings)
-        arguments["max_new_tokens"] = min(arguments["max_new_tokens"], room)
         out = engine.model.generate(
             input_ids=ids,
-            attention_mask=seen,
-            pad_token_id=pad,
+            attention_mask=torch.ones_like(ids),
+            pad_token_id=settings.eos[0] if settings.eos else 0,
             stopping_criteria=StoppingCriteriaList([_Ended(engine, width, settings)]),
             **arguments,
         )
-    answers = out[:, width:].tolist()
-    return [answer[: _end(engine, answer, settings)] for answer in answers]
+    return [answer[: _end(engine, answer, settings)] for answer in out[:, width:].tolist()]
 
 
 def _end(engine: Engine, answer: list[int], settings: Settings) -> int:
-    for length in range(1, len(answer) + 1):
-        if engine.stops.ended(answer[:length], settings):
-            return length
-    return len(answer)
+    ends = (n for n in range(1, len(answer) + 1) if engine.stops.ended(answer[:n], settings))
+    return next(ends, len(answer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -52,8 +53,9 @@ def choose(logits: torch.Tensor, request: Request, answer: Sequence[int]) -> int
         answer: the tokens chosen so far.
     """
     settings = request.settings
-    history = torch.tensor([[*request.prompt, *answer]], device=logits.device)
-    scores = processors(settings)(history, logits.float().unsqueeze(0))[0]
+    history: Any = torch.tensor([[*request.prompt, *answer]], device=logits.device)
+    as_scores: Any = logits.float().unsqueeze(0)
+    scores: torch.Tensor = processors(settings)(history, as_scores)[0]
     if not settings.do_sample:
         return int(scores.argmax())
     cumulative = scores.double().softmax(-1).cumsum(-1)

@@ -8,13 +8,14 @@ to the slots. Key-value heads are never repeated: the G query heads of a group a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Layout:
         return self._masks[key]
 
 
-class Unsupported(Exception):
+class UnsupportedError(Exception):
     """The model's attention needs something that the store does not do."""
 
 
@@ -120,13 +121,13 @@ class Slots:
             (1, tokens, heads, width of values), and None for the weights.
 
         Raises:
-            Unsupported: the module asks for attention sinks, a bias, or dropout.
+            UnsupportedError: the module asks for attention sinks, a bias, or dropout.
         """
         for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
             if others.get(name) is not None:
-                raise Unsupported(name)
+                raise UnsupportedError(name)
         if others.get("dropout") or query.shape[0] != 1 or attention_mask is not None:
-            raise Unsupported("dropout, a padded batch or a ready-made mask")
+            raise UnsupportedError("dropout, a padded batch or a ready-made mask")
         rule = _Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
         heads, groups = query.shape[1], query.shape[1] // key.shape[1]
         if self.layout is None:
@@ -160,6 +161,15 @@ class Slots:
                 storage[layer] = new.new_zeros(self.count, new.shape[1], self.length, new.shape[-1])
         return self.keys[layer], self.values[layer]
 
+    @contextmanager
+    def laid_out(self, layout: Layout) -> Iterator[None]:
+        """Forward passes inside the block are over tokens that lie so, and are stored."""
+        self.layout = layout
+        try:
+            yield
+        finally:
+            self.layout = None
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one slot to another."""
         for storage in (*self.keys.values(), *self.values.values()):
@@ -186,6 +196,6 @@ class _Rule:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if self.softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
         scores = torch.tanh(q @ k.transpose(-1, -2) * self.scaling / self.softcap) * self.softcap
         return (scores + mask).softmax(-1) @ v

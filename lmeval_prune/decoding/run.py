@@ -1,0 +1,353 @@
+"""One run of the engine: which rows are decoded when, and what they share.
+
+A *question* is all requests with one prompt. Its request with the highest first pruned layer (the unpruned
+one, if there is one) leads. The leader decodes like any row, and what enters the layers at which its siblings
+start to differ is kept. Each sibling then *follows* the leader: as long as it chooses the same tokens, all
+that it needs below its first pruned layer is known, so it runs the layers from there up, on the prompt and on
+a stretch of the leader's answer at once, and checks whether it would have written that stretch. Where it
+differs, it goes on alone, as one row of the common batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lmeval_prune.architectures import AttentionMap
+from lmeval_prune.decoding.lookup import GrowingLookup, Lookup
+from lmeval_prune.decoding.machine import Machine, New
+from lmeval_prune.decoding.requests import Request
+from lmeval_prune.decoding.sampling import choose, is_plain
+from lmeval_prune.decoding.stops import Stops
+
+NEAR_TIE = 1e-3  # logits closer than this are decided alone when `deterministic`
+
+
+@dataclass
+class Statistics:
+    """What runs did, in counts."""
+
+    answers: int = 0
+    answer_tokens: int = 0
+    prompt_tokens: int = 0  # of leaders
+    follow_tokens: int = 0  # of prompts and leaders' answers, run by followers from their first layer up
+    followed: int = 0  # answer tokens that followers took over from their leader
+    steps: int = 0
+    step_rows: int = 0
+    step_tokens: int = 0
+    drafted: int = 0
+    draft_accepted: int = 0
+    alone: int = 0  # near-ties decided alone
+    layer_tokens: int = 0  # tokens × layers
+    head_tokens: int = 0  # tokens whose logits were computed
+
+
+@dataclass
+class Row:
+    """A request on its way.
+
+    Attributes:
+        request: what is decoded.
+        mask: number of its mask.
+        first: its first pruned layer; the number of layers, if nothing is pruned.
+        question: the question it belongs to.
+        slot: where its keys and values are.
+        stored: how many tokens (of prompt and answer) the slot holds.
+        answer: the tokens chosen so far; the last one is not stored yet.
+        ended: whether the answer is complete.
+        own: lookup in prompt and answer; made when drafts are first asked for.
+    """
+
+    request: Request
+    mask: int
+    first: int
+    question: Question = field(init=False)
+    slot: int = -1
+    stored: int = 0
+    answer: list[int] = field(default_factory=list)
+    ended: bool = False
+    own: GrowingLookup | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer."""
+        return [*self.request.prompt, *self.answer]
+
+
+@dataclass
+class Question:
+    """The requests with one prompt.
+
+    Attributes:
+        leader: the row that is decoded first.
+        followers: rows that have not started, by first pruned layer, highest first.
+        led: the tokens that followers follow: the leader's prompt, and its answer.
+        kept: layer → what entered it at the tokens of `led`, in pieces (tokens, width).
+        shared: the leader's keys and values below the highest first layer of a follower.
+        answers: lookup in the answers so far, for drafts.
+        left: requests without an answer yet.
+    """
+
+    leader: Row
+    followers: deque[Row]
+    led: list[int] = field(default_factory=list)
+    kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    shared: list[torch.Tensor] = field(default_factory=list)
+    answers: Lookup | None = None
+    left: int = 0
+
+    @classmethod
+    def of(cls, rows: list[Row]) -> Question:
+        """The question of some rows; the first of those with the highest first layer leads."""
+        leader, *others = sorted(rows, key=lambda row: -row.first)
+        question = cls(leader, deque(others), left=len(rows))
+        for row in rows:
+            row.question = question
+        return question
+
+
+def questions(requests: Sequence[Request], attention: AttentionMap, share: bool) -> tuple[list[Question], list[Any]]:
+    """Group requests by prompt (each by itself unless `share`), and list their masks in the order of their numbers."""
+    order = {layer.name: place for place, layer in enumerate(attention)}
+    numbers: dict[Any, tuple[int, int]] = {None: (0, len(attention))}
+    groups: dict[Any, list[Row]] = {}
+    for place, request in enumerate(requests):
+        if request.mask and request.mask not in numbers:
+            lost = [order[layer.name] for layer, _ in request.mask.by_layer(attention)]
+            numbers[request.mask] = (len(numbers), min(lost, default=len(attention)))
+        groups.setdefault(request.prompt if share else place, []).append(Row(request, *numbers[request.mask]))
+    return [Question.of(rows) for rows in groups.values()], list(numbers)
+
+
+@dataclass
+class Run:
+    """Decodes questions on a machine; see `Engine` for the options."""
+
+    machine: Machine
+    waiting: deque[Question]
+    stops: Stops
+    statistics: Statistics
+    follow: int
+    refill: bool
+    drafts: int
+    budget: int
+    deterministic: bool
+    ready: deque[Question] = field(default_factory=deque)  # their leaders have gone ahead, followers wait
+    active: list[Row] = field(default_factory=list)  # row i is in slot i
+
+    def answers(self) -> Iterator[Row]:
+        """Rows as they end."""
+        before = (self.statistics.layer_tokens, self.statistics.head_tokens)
+        while self.waiting or self.ready or self.active:
+            with torch.inference_mode():
+                if self.refill or not self.active:
+                    self._admit()
+                if not any(row.ended for row in self.active):
+                    self._step()
+                ended = self._leave()
+            self.statistics.layer_tokens = before[0] + self.machine.layer_tokens
+            self.statistics.head_tokens = before[1] + self.machine.head_tokens
+            yield from ended
+
+    # ------------------------------------------------------------------ coming and going
+
+    def _admit(self) -> None:
+        """Fill free slots: first with followers whose leader has gone ahead, then with new leaders.
+
+        Leaders fill at most half of the slots, so that what is kept of them for followers stays bounded.
+        """
+        size = self.machine.slots.count
+        while (free := size - len(self.active)) > 0:
+            if self.ready:
+                self._start_followers(self.ready[0], free)
+                if not self.ready[0].followers:
+                    self.ready.popleft()
+            elif self.waiting and sum(bool(self._kept_of(row)) for row in self.active) <= size // 2:
+                self._start_leader(self.waiting.popleft())
+            else:
+                return
+
+    def _enter(self, row: Row) -> None:
+        row.slot = len(self.active)
+        self.active.append(row)
+
+    def _start_leader(self, question: Question) -> None:
+        row = question.leader
+        self._enter(row)
+        logits = self._forward([row], [row.request.prompt], len(row.request.prompt) - 1)
+        self.statistics.prompt_tokens += len(row.request.prompt)
+        row.stored = len(row.request.prompt)
+        self._take(row, logits, [], self._picks(logits, [row]))
+        if not self.follow:
+            self._let_follow(question)
+
+    def _let_follow(self, question: Question) -> None:
+        """Keep what followers need of their leader's slot, and let them start."""
+        if question.followers and not question.led:
+            leader = question.leader
+            question.led = leader.tokens if self.follow else list(leader.request.prompt)
+            question.shared = self.machine.slots.take(leader.slot, leader.stored, question.followers[0].first)
+            self.ready.append(question)
+
+    def _start_followers(self, question: Question, free: int) -> None:
+        """Start followers with the same first layer: run the prompt and the leader's answer from there up."""
+        first = question.followers[0].first
+        rows: list[Row] = []
+        while question.followers and len(rows) < free and question.followers[0].first == first:
+            rows.append(question.followers.popleft())
+            self._enter(rows[-1])
+        kept = torch.cat(question.kept[first])  # at all tokens of `led` but the leader's last
+        prompt, place, following = len(rows[0].request.prompt), 0, rows
+        while following:
+            until = min(max(place, prompt) + self.follow, len(kept))
+            checked = max(place, prompt - 1)  # from here on, logits say whether the next token is the leader's
+            stretch = question.led[place:until]
+            hidden = kept[place:until].repeat(len(following), 1)
+            logits = self._forward(following, [stretch] * len(following), checked - place, first, hidden)
+            self.statistics.follow_tokens += len(following) * len(stretch)
+            picks, each = self._picks(logits, following), until - checked
+            for i, row in enumerate(following):
+                row.stored = checked + 1
+                mine = slice(i * each, (i + 1) * each)
+                self._take(row, logits[mine], question.led[checked + 1 : until], picks[mine])
+            more = question.led[: until + 1] if until < len(kept) else None
+            following = [row for row in following if not row.ended and row.tokens == more]
+            place = until
+        for row in rows:
+            self.machine.slots.put(row.slot, question.shared, min(row.stored, len(kept)), first)
+            self.statistics.followed += _common(row.tokens, question.led) - prompt
+        if not question.followers:
+            question.shared, question.kept = [], {}
+
+    def _leave(self) -> list[Row]:
+        """Take ended rows out; the last rows move into their slots."""
+        ended = [row for row in self.active if row.ended]
+        for row in ended:
+            question = row.question
+            question.left -= 1
+            if row is question.leader:
+                self._let_follow(question)
+            if self.drafts and question.left:
+                question.answers = question.answers or Lookup()
+                question.answers.add(row.tokens)
+            last = self.active.pop()
+            if last is not row:
+                self.machine.slots.move(last.slot, row.slot, last.stored)
+                last.slot = row.slot
+                self.active[row.slot] = last
+        self.statistics.answers += len(ended)
+        self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
+        return ended
+
+    # ------------------------------------------------------------------ computing
+
+    def _kept_of(self, row: Row) -> frozenset[int]:
+        """Layers whose input is kept for followers while this row runs."""
+        question = row.question
+        if row is not question.leader or question.led:
+            return frozenset()
+        return frozenset(follower.first for follower in question.followers)
+
+    def _forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], *args: Any) -> torch.Tensor:
+        """Run new tokens of some rows, keep what their followers need, and return the logits."""
+        batch = [
+            New(row.slot, row.stored, row.mask, new, self._kept_of(row)) for row, new in zip(rows, tokens, strict=True)
+        ]
+        logits, kept = self.machine.forward(batch, *args)
+        for row, found in zip(rows, kept, strict=True):
+            for layer, hidden in found.items():
+                row.question.kept.setdefault(layer, []).append(hidden)
+        return logits
+
+    def _step(self) -> None:
+        """One more token for every row, or several where drafts are right."""
+        rows = self.active
+        drafts = self._proposals(rows)
+        logits = self._forward(rows, [[row.answer[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
+        self.statistics.steps += 1
+        self.statistics.step_rows += len(rows)
+        self.statistics.step_tokens += len(logits)
+        picks = self._picks(logits, rows)
+        at = 0
+        for row, draft in zip(rows, drafts, strict=True):
+            lines = slice(at, at + 1 + len(draft))
+            at = lines.stop
+            row.stored += 1
+            taken = self._take(row, logits[lines], draft, picks[lines])
+            self.statistics.drafted += len(draft)
+            self.statistics.draft_accepted += taken - 1
+            for layer in self._kept_of(row):  # without what was kept for rejected drafts
+                pieces = row.question.kept[layer]
+                pieces[-1] = pieces[-1][:taken]
+
+    def _proposals(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Drafts by lookup, as long as the step stays within the budget."""
+        found: list[list[int]] = [[] for _ in rows]
+        room = self.budget - len(rows)
+        if not self.drafts or room <= 0:
+            return found
+        each = min(self.drafts, max(1, room // len(rows)))
+        for i, row in enumerate(rows):
+            left = min(each, room, self._limit(row) - len(row.answer) - 1)
+            if left <= 0:
+                continue
+            tokens = row.tokens
+            row.own = row.own or GrowingLookup()
+            row.own.extend(tokens[len(row.own.text) :])
+            size, found[i] = row.own.propose(tokens, left)
+            if row.question.answers:
+                longer, other = row.question.answers.propose(tokens, left)
+                found[i] = other if longer >= size else found[i]
+            room -= len(found[i])
+        return found
+
+    def _limit(self, row: Row) -> int:
+        return min(row.request.settings.max_new_tokens, self.machine.slots.length - len(row.request.prompt))
+
+    def _picks(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+        """The largest logit's token for each line, if some row wants just that."""
+        if any(is_plain(row.request.settings) for row in rows):
+            # as `generate` does it: float32, whatever the model's type
+            return logits.float().argmax(-1).tolist()
+        return [-1] * len(logits)
+
+    def _take(self, row: Row, logits: torch.Tensor, draft: Sequence[int], picks: Sequence[int]) -> int:
+        """Choose tokens from the logits, as long as the drafts are right.
+
+        Args:
+            row: its `stored` counts the tokens up to the first of these logits; right drafts are added to it.
+            logits: (1 + drafts, vocabulary).
+            draft: tokens that the logits after the first assume.
+            picks: tokens of the largest logits.
+
+        Returns:
+            How many tokens were added to the answer.
+        """
+        for i, pick in enumerate(picks):
+            token = self._choose(row, logits[i], pick)
+            row.answer.append(token)
+            row.ended = self.stops.ended(row.answer, row.request.settings) or len(row.answer) >= self._limit(row)
+            if row.ended or i == len(draft) or token != draft[i]:
+                break
+            row.stored += 1
+        return i + 1
+
+    def _choose(self, row: Row, logits: torch.Tensor, pick: int) -> int:
+        plain = is_plain(row.request.settings)
+        if self.deterministic:
+            best, second = logits.float().topk(2).values.tolist()
+            if not plain or best - second < NEAR_TIE:
+                self.statistics.alone += 1
+                logits = self.machine.alone(row.tokens, row.mask)
+                pick = int(logits.float().argmax())
+        return pick if plain else choose(logits, row.request, row.answer)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

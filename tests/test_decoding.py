@@ -1,0 +1,320 @@
+"""The decoding engine against transformers' `generate`, one request at a time with its mask hooked."""
+
+import gc
+import itertools
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import CAUSAL, VOCABULARY, tiny
+from torch import nn
+
+from lmeval_prune import InputError
+from lmeval_prune.architectures import find_attention
+from lmeval_prune.decoding import Engine, Request, Settings
+from lmeval_prune.decoding.lookup import GrowingLookup, Lookup
+from lmeval_prune.decoding.plain import generation
+from lmeval_prune.decoding.sampling import choose
+from lmeval_prune.interventions import HeadMask
+
+BY_GENERATE = {"gpt_oss", "gptj", "codegen", "gpt_neo", "falcon", "bloom", "mpt"}
+MODELS: dict[Any, nn.Module] = {}
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(64 + token) for token in tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(letter) - 64 for letter in text]
+
+
+def model_of(family: str, layers: int = 4, **changes: Any) -> nn.Module:
+    key = (family, layers, str(changes))
+    if key not in MODELS:
+        name = {"n_embd": "n_layer", "d_model": "n_layers"}.get(next(iter(CAUSAL[family])), "num_hidden_layers")
+        deeper = {} if family in {"gpt_neo", "bloom"} else {name: layers}
+        MODELS[key] = tiny(family, **{**deeper, **changes})
+        MODELS[key].generation_config.pad_token_id = 0
+    return MODELS[key]
+
+
+def alone(model: nn.Module, request: Request) -> list[int]:
+    """The reference: plain `generate`, this request only."""
+    ids = torch.tensor([request.prompt])
+    arguments = generation(request.settings)
+    with request.mask.applied_to(model) if request.mask else nullcontext():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **arguments)
+    answer = out[0, ids.shape[1] :].tolist()
+    for end in range(1, len(answer) + 1):
+        if any(stop in Letters().decode(answer[:end]) for stop in request.settings.stop):
+            return answer[:end]
+    return answer
+
+
+def some_requests(model: nn.Module, seed: int, prompts: int = 4, each: int = 6, longest: int = 14) -> list[Request]:
+    rng = random.Random(seed)
+    layers = list(find_attention(model))
+    found = []
+    for _ in range(prompts):
+        prompt = tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, longest)))
+        for _ in range(rng.randint(1, each)):
+            heads = [
+                f"L{layer.index}H{rng.randrange(layer.heads)}"
+                for layer in rng.choices(layers, k=rng.choice([0, 1, 1, 2]))
+            ]
+            stop = rng.choice([(), ("A",), ("BC", "Z")])
+            found.append(
+                Request(
+                    prompt,
+                    HeadMask.parse("+".join(heads)) if heads else None,
+                    Settings(rng.choice([1, 2, 7, 30]), (2,), stop, repetition_penalty=rng.choice([1.0, 1.0, 1.3])),
+                    tag=len(found),
+                )
+            )
+    rng.shuffle(found)
+    return found
+
+
+def answers(engine: Engine, requests: list[Request]) -> dict[Any, list[int]]:
+    found = list(engine.decode(requests))
+    assert sorted(request.tag for request, _ in found) == sorted(request.tag for request in requests)
+    return {request.tag: answer for request, answer in found}
+
+
+@pytest.mark.parametrize("family", sorted(CAUSAL))
+def test_every_family_gives_what_generate_gives(family: str) -> None:
+    """Those that the engine does not run fall back; the answers are `generate`'s all the same."""
+    model = model_of(family)
+    engine = Engine(model, Letters(), max_rows=5, budget=12)
+    assert (engine.unsupported is not None) == (family in BY_GENERATE), engine.unsupported
+    requests = some_requests(model, seed=1)
+    found = answers(engine, requests)
+    for request in requests:
+        assert found[request.tag] == alone(model, request), request
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": 6}),
+        ("gemma2", {"sliding_window": 5}),
+        ("gemma3_text", {"sliding_window": 5}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+        ("cohere2", {"sliding_window": 5}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+    ],
+)
+def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
+    """Answers longer than the window, so that it hides keys."""
+    model = model_of(family, **changes)
+    engine = Engine(model, Letters(), max_rows=5, budget=12)
+    assert engine.unsupported is None
+    requests = some_requests(model, seed=2, longest=20)
+    found = answers(engine, requests)
+    for request in requests:
+        assert found[request.tag] == alone(model, request), request
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    family=st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neox", "gpt2"]),
+    seed=st.integers(0, 10**6),
+    options=st.fixed_dictionaries(
+        {
+            "max_rows": st.integers(1, 9),
+            "follow": st.sampled_from([0, 1, 3, 16]),
+            "share": st.booleans(),
+            "refill": st.booleans(),
+            "drafts": st.sampled_from([0, 1, 8]),
+            "budget": st.sampled_from([0, 6, 40]),
+            "deterministic": st.booleans(),
+        }
+    ),
+)
+def test_any_options_and_order_give_what_generate_gives(family: str, seed: int, options: dict[str, Any]) -> None:
+    model = model_of(family)
+    requests = some_requests(model, seed, prompts=3, each=4)
+    found = answers(Engine(model, Letters(), **options), requests)
+    for request in requests:
+        assert found[request.tag] == alone(model, request), request
+
+
+def test_drafts_and_followers_are_used() -> None:
+    """What the other tests compare did run on every path."""
+    model = model_of("llama")
+    engine = Engine(model, Letters(), max_rows=4, budget=20, deterministic=True)
+    answers(engine, some_requests(model, seed=3, prompts=6))
+    done = engine.statistics
+    assert min(done.followed, done.follow_tokens, done.steps, done.drafted, done.draft_accepted) > 0
+    assert done.step_tokens > done.step_rows
+
+
+def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
+    model = model_of("llama", layers=4)
+    prompt = tuple(range(5, 15))
+    one = Settings(1)
+    run = [0] * 4
+    hooks = [
+        layer.register_forward_hook(lambda *_, i=i: run.__setitem__(i, run[i] + 1))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    engine = Engine(model)
+    assert engine.unsupported is None
+    run[:] = [0] * 4
+    requests = [Request(prompt, HeadMask.parse(f"L{layer}H0"), one) for layer in (1, 3)] + [Request(prompt, None, one)]
+    list(engine.decode(requests))
+    for hook in hooks:
+        hook.remove()
+    assert run == [1, 2, 2, 3]
+
+
+def test_the_model_is_as_before_even_when_the_caller_stops_early() -> None:
+    model = model_of("qwen2")
+    layers, attention = list(model.model.layers), model.config._attn_implementation
+    requests = some_requests(model, seed=4)
+    run = Engine(model, Letters()).decode(requests)
+    next(run)
+    assert list(model.model.layers) != layers
+    run.close()
+    assert list(model.model.layers) == layers and model.config._attn_implementation == attention
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    ids = torch.tensor([requests[0].prompt])
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_answers_come_as_they_are_ready() -> None:
+    model = model_of("llama")
+    prompt = (5, 6, 7)
+    long, short = Request(prompt, None, Settings(60), tag="long"), Request((9, 8), None, Settings(2), tag="short")
+    assert [request.tag for request, _ in Engine(model).decode([long, short])] == ["short", "long"]
+
+
+def test_the_leader_is_the_request_pruned_highest() -> None:
+    model = model_of("llama")
+    masks = [HeadMask.parse("L0H1"), HeadMask.parse("L3H1"), None, HeadMask.parse("L2H1")]
+    requests = [Request((5, 6, 7), mask, Settings(12), tag=i) for i, mask in enumerate(masks)]
+    engine = Engine(model, max_rows=1)
+    assert next(iter(engine.decode(requests)))[0].tag == 2
+    assert next(iter(engine.decode([requests[0], requests[1], requests[3]])))[0].tag == 1
+
+
+# --------------------------------------------------------------------------- sampling
+
+
+def test_a_draw_depends_on_the_seed_alone_not_on_neighbours() -> None:
+    model = model_of("llama")
+    sampled = Settings(20, (2,), do_sample=True, temperature=0.8, top_k=20, top_p=0.95)
+    requests = [
+        Request((5, 6, 7), HeadMask.parse("L1H1") if seed % 2 else None, sampled, seed, tag=seed) for seed in range(8)
+    ]
+    first = answers(Engine(model, max_rows=3), requests)
+    again = answers(Engine(model, max_rows=8, follow=0, drafts=0, share=False), list(reversed(requests)))
+    assert first == again and len(set(map(tuple, first.values()))) > 4
+
+
+def test_draws_have_the_distribution_that_generate_would_draw_from() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
+    setting = Settings(10, do_sample=True, temperature=0.7, top_k=4, top_p=0.95)
+    counts = torch.zeros(5)
+    for seed in range(4000):
+        counts[choose(logits, Request((1,), None, setting, seed), [])] += 1
+    kept = torch.where(torch.arange(5) < 3, logits / 0.7, -torch.inf)  # top_p drops the fourth
+    expected = kept.softmax(0)
+    assert float((logits[:4] / 0.7).softmax(0)[:3].sum()) > 0.95 > float((logits[:4] / 0.7).softmax(0)[:2].sum())
+    assert torch.allclose(counts / 4000, expected, atol=0.03) and counts[3:].sum() == 0
+
+
+def test_positions_and_seeds_are_drawn_independently() -> None:
+    logits = torch.zeros(64)
+    setting = Settings(10, do_sample=True)
+    drawn = [[choose(logits, Request((1,), None, setting, seed), [0] * i) for i in range(8)] for seed in range(50)]
+    assert len({tuple(row) for row in drawn}) == 50
+    assert len(set(itertools.chain(*drawn))) > 60
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def test_lookup_proposes_what_followed_the_longest_run() -> None:
+    lookup = Lookup([1, 2, 3, 4, 5, 9, 3, 4, 7, 8])
+    assert lookup.propose([2, 3, 4], 3) == (3, [5, 9, 3])
+    assert lookup.propose([0, 3, 4], 2) == (2, [7, 8])  # the later of two
+    assert lookup.propose([8, 1], 2) == (0, [])
+    own = GrowingLookup()
+    own.extend([1, 2, 3, 1, 2])
+    assert own.propose([1, 2], 8) == (2, [3, 1, 2])
+    own.extend([4, 1, 2])
+    assert own.propose([1, 2], 1) == (2, [4])
+
+
+def test_deterministic_decides_near_ties_alone() -> None:
+    """With it, the answers do not depend on neighbours in float32 even where many logits are nearly equal."""
+    model = tiny("llama", dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-4)  # every decision is a near-tie
+    requests = [Request((5 + i, 6, 7), HeadMask.parse(f"L{i % 2}H1"), Settings(6), tag=i) for i in range(6)]
+    engine = Engine(model, max_rows=6, deterministic=True)
+    found = answers(engine, requests)
+    assert engine.statistics.alone >= 36
+    for request in requests:
+        assert found[request.tag] == answers(Engine(model, deterministic=True), [request])[request.tag]
+
+
+def test_memory_does_not_grow() -> None:
+    """2,000 requests through few slots: no tensors are left, and none pile up on the way."""
+    model = model_of("llama", layers=2)
+    masks = [None, HeadMask.parse("L0H0"), HeadMask.parse("L1H1")]
+    requests = [
+        Request((3 + n % 50, 4 + n // 50, 5), mask, Settings(5), tag=(n, i))
+        for n in range(667)
+        for i, mask in enumerate(masks)
+    ]
+    engine = Engine(model, max_rows=8)
+    sizes = []
+
+    def held() -> int:
+        gc.collect()
+        return sum(x.numel() for x in gc.get_objects() if isinstance(x, torch.Tensor))
+
+    list(engine.decode(requests[:9]))  # whatever is made once
+    before = held()
+    for number, _ in enumerate(engine.decode(requests)):
+        if number % 400 == 200:
+            sizes.append(held())
+    assert len(sizes) == 5 and max(sizes) - min(sizes) < 20_000, sizes
+    assert held() - before < 1000
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: Engine(model, max_rows=0), "max_rows must be at least 1, not 0"),
+        (lambda model: Engine(model, follow=-1), "follow must be at least 0"),
+        (lambda model: Request(()), "a prompt of at least one token"),
+        (lambda model: Settings(0), "max_new_tokens must be at least 1"),
+        (lambda model: Settings(do_sample=True, temperature=0), "temperature must be above 0"),
+        (lambda model: Settings(top_p=0), "top_p must be above 0"),
+        (lambda model: list(Engine(model).decode([Request((1,), None, Settings(stop=("x",)))])), "need a tokenizer"),
+        (lambda model: list(Engine(model, Letters()).decode([Request((1,), None, Settings(stop=("",)))])), "empty stop"),
+        (lambda model: list(Engine(model).decode([Request((1,) * 128)])), "leaves no room in a context of 128"),
+        (lambda model: list(Engine(model).decode([Request((1,), HeadMask.parse("L9H0"))])), "L9"),
+        (lambda model: list(Engine(model, memory=10).decode([Request((1,))])), "needs .* bytes, more than memory"),
+    ],
+)  # fmt: skip
+def test_mistakes(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make(model_of("llama"))
+
+
+def test_the_context_ends_an_answer() -> None:
+    model = model_of("llama")
+    request = Request(tuple([5, 6] * 60), None, Settings(50))
+    ((_, answer),) = Engine(model).decode([request])
+    assert len(answer) == 8 and answer == alone(model, Request(request.prompt, None, Settings(8)))

@@ -1,5 +1,7 @@
 """Extraction and comparison of numbers."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +17,28 @@ EQUAL = [
     ("2 1/2 cups", "2.5"), ("18 km^2", "18"), ("18 m", "18"), ("12cm", "12"), ("60 km/h", "60"),
     ("about 7 apples", "7"), ("共12个", "12"), ("1,200 square feet", "1200"), ("5 dollars.", "5"),
     ("\\$18", "18"), ("12 个", "12"), ("0.3333", "1/3"),
+    ("007", "7"), ("+5", "5"), ("-0", "0"), ("1,234,567", "1234567"), ("1,234,567.89", "1234567.89"), ("£3.20", "3.2"),
+    ("¥100", "100"), ("$ 12", "12"), ("12 %", "12"), ("12.5%", "0.125"), (r"\frac{-1}{4}", "-0.25"), (r"-\frac{1}{4}", "-1/4"),
+    (r"2\frac{1}{2}", "5/2"), ("3(1/2)", "3.5"), ("1 3/4 hours", "1.75"), ("（-3）", "-3"), ("３．５", "3.5"), ("1.5e3", "1500"),
+    ("2E-3", "0.002"), ("5 million", "5000000"), ("5 million dollars", "5"), ("1.5 million", "1500000"), ("2 thousand", "2000"),
+    ("3万", "30000"), ("1.2亿元", "120000000"), ("2.50", "2.5"), ("66.67", "200/3"), ("0.6667", "2/3"), ("x=-3", "-3"),
+    (r"\text{about } 7", "7"), ("7 m/s", "7"), ("12 sq ft", "12"), ("15°", "15"), ("答案12", "12"), ("30分钟", "30"), ("1000000", "1e6"),
+    ("17.9999999", "18"),
 ]  # fmt: skip
 NOT_EQUAL = [
-    ("9.05", "9"), ("10001", "10000"), ("0.1", "0"), ("7", "-7"), ("", "0"), ("twelve", "12"), ("1/0", "0"),
-    ("12 or 13", "13"), ("3^2", "9"), ("1,20", "120"), ("1e999", "1"), ("0.33", "1/3"), ("nan", "nan"), ("inf", "inf"),
-    ("2x", "2"), ("x+1", "1"), ("5i", "5"), (r"\\sin 30", "30"), ("sin 30", "30"), ("(0,100)", "100"),
-    ("(1,100)", "1100"),
-    ("2k", "2"), ("-2x", "-2"), (r"2\\pi", "2"), (r"3\\sqrt{2}", "3"), ("1.2.3", "1.2"), ("10 or so x", "10"),
+    ("9.05", "9"), ("10001", "10000"), ("0.1", "0"), ("7", "-7"), ("12 or 13", "13"), ("3^2", "9"), ("0.33", "1/3"),
+    ("2x", "2"), ("x+1", "1"), ("5i", "5"), (r"\sin 30", "30"), ("sin 30", "30"), ("(0,100)", "100"), ("(1,100)", "1100"),
+    ("2k", "2"), ("-2x", "-2"), (r"2\pi", "2"), (r"3\sqrt{2}", "3"), ("10 or so x", "10"), ("14002.5", "14000"),
+    ("0.9999", "1"), ("1.0001", "1"), ("99.99", "100"), ("17.99", "18"), ("-5", "5"), ("31/2", "3 1/2"), ("1/2", "2"), ("3/4", "4/3"),
+    ("80%", "8"), ("0.8%", "0.81"), ("5 million", "50000"), ("5 thousand", "5000000"), ("5千米", "5000"), ("1 2", "12"), ("12 34", "1234"),
+    ("5:45", "5"), ("3; 4", "3"), ("3, 4", "34"), ("5 hours and 30 minutes", "5"), ("20 - 2", "20"), ("6 x 3", "6"), ("2*3", "2"),
+    ("5!", "5"), (r"\sqrt{2}", "2"), ("|7|x", "7"), ("0.3334", "0.33"), ("1/3", "0.33"), ("2.5", "2"), ("1,000", "1"), ("log 2", "2"),
+]  # fmt: skip
+MALFORMED = [
+    ("", "0"), ("twelve", "12"), ("1/0", "0"), ("1,20", "120"), ("1e999", "1"), ("nan", "nan"), ("inf", "inf"), ("1.2.3", "1.2"),
+    ("-", "-"), ("$", "0"), ("%", "0"), ("--5", "5"), ("1/", "1"), ("/2", "2"), ("1//2", "0.5"), ("(5", "5("), ("5 5 5", "5"),
+    (r"\frac{1}{", "1"), (r"\frac{}{}", "0"), (r"\boxed{}", "0"), ("1,2,3", "123"), ("0/0", "0"), ("1e", "1"), ("e5", "5"),
+    ("\x00", "0"), ("½½", "1"),
 ]  # fmt: skip
 
 
@@ -30,7 +47,7 @@ def test_equal(answer: str, gold: str) -> None:
     assert numbers_equal(answer, gold)
 
 
-@pytest.mark.parametrize(("answer", "gold"), NOT_EQUAL)
+@pytest.mark.parametrize(("answer", "gold"), NOT_EQUAL + MALFORMED)
 def test_not_equal(answer: str, gold: str) -> None:
     assert not numbers_equal(answer, gold)
 
@@ -51,10 +68,52 @@ def test_not_equal(answer: str, gold: str) -> None:
         ("no idea", "", "none"),
         ("", "", "none"),
         (r"\boxed{}", "", "none"),
+        ("He earned 1.5 million.", "1.5 million", "number"),
+        ("The answer is 18, because 20 - 2 leaves her with enough for 5 days.", "18", "phrase"),
+        ("The answer is 18 eggs, i.e. she sells 9 each of 2 days.", "18 eggs", "phrase"),
+        ("Answer: \\(18\\)\nNote that 3 are eaten.", "18", "phrase"),
+        ("**Final Answer**: 18\nCheck: 18/9 = 2", "18", "phrase"),
+        ("**Answer:** 18", "18", "phrase"),
+        ("Final answer: 18", "18", "phrase"),
+        ("**Final Answer:**\n\n$18$", "18", "phrase"),
+        ("Answer:\nThere are 5 eggs.\nSo 18", "18", "number"),
+        ("The answer is 18. I hope this answer is correct.", "18", "phrase"),
+        ("The answer is 3.5. Then 4 remain.", "3.5", "phrase"),
+        ("The answer is x = 20 - 7 = 13 apples.", "13", "phrase"),
+        ("The answer is $18 because $20 - $2 is.", "18", "phrase"),
+        ("The answer is 2 1/2 cups, as said.", "2 1/2", "phrase"),
+        ("the answer is .35625.", ".35625", "phrase"),
+        ("The answer is 1.5 million.", "1.5 million", "phrase"),
+        ("答案是：12元，因为5+7", "12元", "phrase"),
+        # not one number alone: the whole phrase, which equals none
+        (r"The answer is $\sqrt{2}$.", r"$\sqrt{2}$", "phrase"),
+        (r"So the answer is $3\sqrt{5}$.", r"$3\sqrt{5}$", "phrase"),
+        ("The answer is 5 hours and 30 minutes.", "5 hours and 30 minutes", "phrase"),
+        ("答案是5小时30分钟。", "5小时30分钟", "phrase"),
+        ("The answer is 12 or 13.", "12 or 13", "phrase"),
+        ("The answer is 5:45.", "5:45", "phrase"),
     ],
 )
-def test_extraction(response: str, answer: str, how: str) -> None:
+def test_extraction_of_a_number(response: str, answer: str, how: str) -> None:
     assert extract(response) == (answer, how)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"The answer is $\sqrt{2}$.", r"\sqrt{2}"),
+        (r"The final answer is $\frac{\sqrt{2}}{2}$. I hope it is correct.", r"\frac{\sqrt{2}}{2}"),
+        (r"So the answer is \(x^2+1\), since $2+3=5$.", "x^2+1"),
+        (r"**Answer:** \[3.5\]", "3.5"),
+        ("The answers are $2$ and $3$.", "2 and 3"),
+        ("The answer is therefore $x = 5$ because $2x = 10$.", "x = 5"),
+        ("The answer is Mrs. Hilt because she has more.", "Mrs. Hilt"),
+        ("The answer is 7+2=9.", "7+2=9"),
+        ("The answer is Evelyn. I hope the answer is correct.", "Evelyn"),
+    ],
+)
+def test_extraction_of_a_formula_or_words(response: str, answer: str) -> None:
+    assert extract(response, numbers=False) == (answer, "phrase")
 
 
 @given(st.integers(-(10**12), 10**12))
@@ -63,11 +122,14 @@ def test_whole_numbers_equal_themselves_alone(number: int) -> None:
         assert numbers_equal(text, str(number))
         assert not numbers_equal(text, str(number + 1))
     assert numbers_equal(extract(f"So the answer is {number:,}.").answer, str(number))
+    assert numbers_equal(extract(f"The answer is {number}, because it is {number + 1} - 1.").answer, str(number))
 
 
 @given(st.text(max_size=60))
 def test_any_text_is_survived(text: str) -> None:
-    numbers_equal(extract(text).answer, "1")
+    for response in (text, f"The answer is {text}"):
+        numbers_equal(extract(response).answer, "1")
+        extract(response, numbers=False)
     numbers_equal(text, text)
 
 
@@ -82,7 +144,20 @@ def test_any_text_is_survived(text: str) -> None:
         "(" * 100_000,
         r"\frac{" * 50_000,
         "1.0 " * 100_000,
+        "1 1/" * 100_000,
+        "1(" * 200_000,
+        "答案是" + " " * 100_000 + "a",
+        "答案是" + " " * 1600 + "a" * 300,
+        "Answer:" + " " * 100_000,
+        "Answer:" + "\n" * 100_000 + "x",
+        "answer is " * 100_000,
+        "Answer: " + "$x" * 100_000,
+        ("Answer: " + "$$" * 150 + "\n") * 2000,
+        "####" + " " * 100_000,
     ],
 )
 def test_hostile_texts_end_quickly(hostile: str) -> None:
-    assert not numbers_equal(extract(hostile).answer, "12345")
+    start = time.monotonic()
+    for numbers in (True, False):
+        assert not numbers_equal(extract(hostile, numbers).answer, "12345")
+    assert time.monotonic() - start < 5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from lmeval_prune.scoring.numbers import normalise
@@ -17,35 +17,88 @@ MAX_LENGTH = 400  # characters
 MAX_BITS = 2048  # of a numerator or denominator
 MAX_EXPONENT = 64
 
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "∶": "/", "[": "(", "]": ")", "{": "(", "}": ")", "^": "`"})
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "∶": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
 _OPERATOR = re.compile(r"\*\*|[-+*/^×÷]")
+_SIGN = re.compile(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]")
+_NAME = re.compile(r"\s*[A-Za-z_]\w*\s*")
+
+
+def _mixed(found: re.Match[str]) -> str:
+    whole, _, top, bottom = found.groups()
+    if int(top) >= int(bottom):  # 2(6/3) is a product
+        return found.group()
+    return f"({int(whole) * int(bottom) + int(top)}@{int(bottom)})"
+
+
+# Read in this order. `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
+_LATEX = [
+    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[()]|\$"), " "),
+    (re.compile(r"\\times|\\cdot|\\ast"), "*"),
+    (re.compile(r"\\div"), "/"),
+]
+_FRAC = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<=[\d)%])\s+[A-Za-z]{2,}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$"), ""),  # unit words at the end
+    (re.compile(r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])"), _mixed),
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*%"), r"(\1@100)"),
+    (re.compile(r"(?<=[\d)])\s*[xX](?=\s+[\w(]|\d|\()|(?<=[\d)])\s*[xX]\s*(?=\d|\()"), "*"),
+    (re.compile(r"(?<=[\d)])\s*(?=\()|(?<=\))\s*(?=\w)"), "*"),
+]
 
 
 def evaluate(text: str, names: Mapping[str, Fraction] | None = None) -> Fraction | None:
-    """Value of an arithmetic expression, or None if it has none.
+    r"""Value of an arithmetic expression, or None if it has none.
 
     Args:
-        text: e.g. `(3+4)*2`, `x = n0 / (1 - n1)`, `3*(5+25%)`; of an equation with one `=`, a side that is
-            a bare name or the value after the expression is passed over.
+        text: e.g. `(3+4)*2`, `x = n0 / (1 - n1)`, `3*(5+25%)`, `\frac{12+8}{4}`, `2(3+4)`, `5 x 3 apples`; of an
+            equation, the first side that computes something. `3(1/2)` is the mixed number.
         names: values of names such as `n0`.
     """
-    if len(text) > MAX_LENGTH:  # before any pattern is tried on it
-        return None
-    text = normalise(text).translate(_SIGNS).replace("`", "**").replace("\\times", "*").replace("\\div", "/")
-    text = text.replace("\\cdot", "*").strip().strip("$").strip()
-    sides = [side.strip() for side in text.split("=")]
-    if len(sides) == 2:
-        text = sides[1] if re.fullmatch(r"[A-Za-z_]\w*", sides[0]) else sides[0]
-    elif len(sides) > 2:
-        return None
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    text = re.sub(r"(\d+(?:\.\d+)?)\s*%", r"(\1/100)", text)
-    if not text or len(text) > MAX_LENGTH:
-        return None
+    tree = _tree(text)
     try:
-        return _value(ast.parse(text, mode="eval").body, names or {})
-    except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError, OverflowError):
+        return None if tree is None else _value(tree, names or {})
+    except (ValueError, ZeroDivisionError, OverflowError, RecursionError):
         return None
+
+
+def has_operator(text: str) -> bool:
+    """Whether an expression computes something: `3*4` and `7+2=9` do; `12`, `x=-5`, `25%` and `3 1/2` do not."""
+    tree = _tree(text)
+    return tree is not None and _computes(tree)
+
+
+def _computes(tree: ast.expr) -> bool:
+    return any(isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult) for node in ast.walk(tree))
+
+
+def _tree(text: str) -> ast.expr | None:
+    """The side of an equation that computes something, the first such, else its only one that is no bare name."""
+    if len(text) > MAX_LENGTH or "@" in text:  # before any pattern is tried on it
+        return None
+    sides = [tree for side in _plain(text).split("=") if (tree := _parsed(side))]
+    values = [tree for tree in sides if not isinstance(tree, ast.Name)] or sides[-1:]
+    return next(filter(_computes, sides), values[0] if len(values) == 1 else None)
+
+
+def _parsed(side: str) -> ast.expr | None:
+    for pattern, replacement in _STEPS:
+        side = pattern.sub(replacement, side)
+    try:
+        return ast.parse(side.strip(), mode="eval").body if len(side) <= 2 * MAX_LENGTH else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _plain(text: str) -> str:
+    r"""LaTeX as plain arithmetic; `\frac{}{}` from the inside out."""
+    text = normalise(text)
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    found = 1
+    while found and len(text) <= 2 * MAX_LENGTH:
+        text, found = _FRAC.subn(r"((\1)/(\2))", text)
+    return text.translate(_SIGNS).replace("^", "**").strip(" .。")
 
 
 def _value(node: ast.expr, names: Mapping[str, Fraction]) -> Fraction:
@@ -75,7 +128,7 @@ def _combine(operator: ast.operator, left: Fraction, right: Fraction) -> Fractio
             return left - right
         case ast.Mult():
             return left * right
-        case ast.Div():
+        case ast.Div() | ast.MatMult():
             return left / right
         case ast.Pow() if right.denominator == 1 and abs(right) <= MAX_EXPONENT:
             return left ** int(right)
@@ -92,15 +145,15 @@ def complexity(expression: str) -> str:
     an equation, the left side counts (`7+2=9`), or the right if the left is a bare name (`x=7+2`).
     """
     sides = expression.split("=")
-    text = sides[1] if len(sides) > 1 and re.fullmatch(r"\s*[A-Za-z_]\w*\s*", sides[0]) else sides[0]
+    text = sides[1] if len(sides) > 1 and _NAME.fullmatch(sides[0]) else sides[0]
     text = re.sub(r"\s", "", text).replace("[", "(").replace("]", ")")
     while text.startswith("(") and _closing(text) == len(text) - 1:
         text = text[1:-1]
-    text = re.sub(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]", "", text)
+    text = _SIGN.sub("", text)
     operators = len(_OPERATOR.findall(text))
     deepest = 0
     open_brackets: list[list[int]] = []  # of each: holds an operator itself, levels of nesting inside
-    for match in re.finditer(r"[()]|\*\*|[-+*/^×÷]", text):
+    for match in re.finditer(rf"[()]|{_OPERATOR.pattern}", text):
         if match.group() == "(":
             open_brackets.append([0, 0])
         elif match.group() != ")":

@@ -15,12 +15,14 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BRACE = re.compile(r"[{}]")
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 # Only where a phrase begins; the rest is cut and read in plain steps, so no pattern can backtrack over it.
-_PREFIX = re.compile(r"\banswers?[*_]{0,2}[ \t]{0,4}(?:[:：=]|(?:is|are)\b)|答案[*_]{0,2}[ \t]{0,4}[是为:：]", re.IGNORECASE)
+_PREFIX = re.compile(
+    r"\banswers?[*_]{0,2}[ \t]{0,4}(?:[:：=]|(?:is|are)\b)|答案[*_]{0,2}[ \t]{0,4}[是为:：]", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)\.(?=\s+[^a-z\s]|\s*$)|。")
 _REASON = re.compile(r"[,;，；]?\s*(?:\b(?:because|since|which|where|i\.e\.)|因为|所以)")
 _REMARK = re.compile(r"(?:in)?correct\b|right\b|wrong\b|below\b|as follows\b", re.IGNORECASE)
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(?=\S)([^$]+?)(?<=\S)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\])+?)(?<=\S)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _JOINT = re.compile(r"\s*(?:,|and|or|, and|, or)\s*")
 _WRAPPER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}")
 _QUANTITY = re.compile(
@@ -105,13 +107,13 @@ def _formula(phrase: str) -> str:
     """The formula in a phrase, or formulas joined by 'and' or a comma; its words if it has none."""
     spans = list(_FORMULA.finditer(phrase))
     if not spans:
-        return "" if _REMARK.match(phrase) else _head(phrase).strip(" .$")
+        return "" if _REMARK.match(phrase) else _head(phrase).strip(" $").rstrip(" .$")
     end = spans[0].end()
     for span in spans[1:]:
         if not _JOINT.fullmatch(phrase[end : span.start()]):
             break
         end = span.end()
-    return _FORMULA.sub(_content, phrase[spans[0].start() : end]).strip(" .")
+    return _FORMULA.sub(_content, phrase[spans[0].start() : end]).strip().rstrip(" .")
 
 
 def _content(span: re.Match[str]) -> str:
@@ -121,7 +123,7 @@ def _content(span: re.Match[str]) -> str:
 def _number(phrase: str) -> str:
     """The number that a phrase gives, the first or the one after `=`; the phrase itself if it gives none alone."""
     for text in (_head(phrase), phrase):
-        plain = _WRAPPER.sub(r" \1 ", re.sub(r"\$|\\[()\[\]]", "", normalise(text))).strip(" .")
+        plain = _WRAPPER.sub(r" \1 ", re.sub(r"\$|\\[()\[\]]", "", normalise(text))).strip().rstrip(" .")
         if readings(plain):
             return plain
         for part in (plain.rpartition("=")[2], plain.partition("=")[0]):

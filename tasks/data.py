@@ -110,7 +110,9 @@ def _asdiv_a(row: Row) -> Row | None:
     if row["asdiv_a_fold"] is None:
         return None
     document = _asdiv(row)
-    return {**document, "fold": row["asdiv_a_fold"], "complexity": complexity(row["formula"])}
+    # none of them is of high complexity, so that level is not reported
+    levels = {"complexity": complexity(row["formula"]), "complexities": ["low", "medium"]}
+    return {**document, "fold": row["asdiv_a_fold"]} | levels
 
 
 _CONSTANTS = {"x1": "1", "x2": "2", "x3_1416": "157/50"}  # as Math23k's equations name them; pi is 3.14 there

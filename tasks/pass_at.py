@@ -1,8 +1,7 @@
 """pass@k, maj@N and the number of distinct answers, for any of our tasks with `repeats: N`.
 
 ```yaml
-include: prune_gsm8k.yaml
-class: !function lmeval_prune.tasks.pass_at.PassAtTask
+include: [prune_gsm8k.yaml, ../_pass] # or, for another N: include: prune_gsm8k_pass8.yaml
 task: prune_gsm8k_pass8
 repeats: 8
 ```
@@ -18,7 +17,7 @@ from lm_eval.api.task import ConfigurableTask
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
-from lmeval_prune.tasks import results
+from lmeval_prune.tasks import aggregations, results
 
 
 class PassAtTask(ConfigurableTask):
@@ -33,15 +32,21 @@ class PassAtTask(ConfigurableTask):
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        config = {key: value for key, value in config.items() if key != "class"}
+        config = dict(config)
+        config.pop("class", None)
+        config["generation_kwargs"] = {**(config.get("generation_kwargs") or {}), **config.pop("sampling", {})}
         count = config.get("repeats")
         if not isinstance(count, int) or count < 1:
             raise InputError(f"task {config.get('task')}: repeats must be a whole number above 0, not {count!r}")
         if not callable(config.get("process_results")):
             raise InputError(f"task {config.get('task')}: pass@k needs a task with a process_results function")
         self.attempts = count
-        keep = [{"function": "take_first_k", "k": count}]  # ranks are padded with copies of the last request
-        config["filter_list"] = [{"name": "none", "filter": keep}]
+        self.times_out = any(metric["metric"] == "timeouts" for metric in config.get("metric_list") or [])
+        # Ranks are padded with copies of the last request, so exactly N are kept; other filters stay as they are.
+        filters = (config.get("filter_list") or [{"filter": []}])[0]["filter"]
+        filters = [step for step in filters if step["function"] != "take_first"]
+        keep = {"function": "take_first_k", "k": count}
+        config["filter_list"] = [{"name": "none", "filter": [keep, *filters]}]
         super().__init__(config=config)
 
     @property
@@ -56,20 +61,23 @@ class PassAtTask(ConfigurableTask):
         scored = [base(doc, [text]) for text in texts]
         right = [bool(score["exact_match"]) for score in scored]
         answers = [score["extracted"] for score in scored]
-        vote, distinct = majority(answers, results.same_text)
+        vote, distinct = majority(answers, results.SAME.get(base, results.same_text))
         return {
             **{f"pass@{k}": float(pass_ordered(right, k)) for k in self.ks},
             **{f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in self.ks},
             f"maj@{self.attempts}": float(vote is not None and right[vote]),
             "distinct": float(distinct),
             "extracted": answers,
+            "how": [score["how"] for score in scored],
+            **({"timeouts": mean([score["timeouts"] for score in scored])} if self.times_out else {}),
         }
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
-        """Means, and for `extracted` the share of responses with an answer."""
-        names = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
-        return {**dict.fromkeys([*names, f"maj@{self.attempts}", "distinct"], mean), "extracted": results.found}
+        """Means; of `extracted` and `how`, the shares of responses with an answer and with a marked one."""
+        names = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")] + [f"maj@{self.attempts}", "distinct"]
+        names += ["timeouts"] if self.times_out else []
+        return {**dict.fromkeys(names, mean), "extracted": aggregations.found, "how": aggregations.marked}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """True for all."""
-        return dict.fromkeys(self.aggregation(), True)
+        """True for all but `timeouts`."""
+        return {name: name != "timeouts" for name in self.aggregation()}

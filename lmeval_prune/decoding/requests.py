@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import GenerationConfig
+
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 
@@ -45,6 +47,58 @@ class Settings:
         for message, is_wrong in wrong.items():
             if is_wrong:
                 raise InputError(f"{message}: {self}")
+
+    @classmethod
+    def of_generation_config(cls, config: Any, **changes: Any) -> Settings:
+        """What `generate` would do under a `GenerationConfig`.
+
+        Args:
+            config: transformers' generation config; what it leaves unset has `generate`'s defaults.
+            changes: fields that replace what the config says.
+
+        Raises:
+            InputError: the config asks for something that these settings cannot say (beams, a minimal
+                length, forbidden words, …).
+        """
+        usual = {**GenerationConfig._get_default_generation_params(), "min_p": 0.0, "max_new_tokens": 256}
+        for name, harmless in _NOT_SUPPORTED.items():
+            value = getattr(config, name, None)
+            if value is not None and value not in harmless:
+                raise InputError(f"engine=batched does not know the generation setting {name}={value}; leave it out")
+        known = {}
+        for name in ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(config, name, None)
+            known[name] = usual[name] if value is None else value
+        ends = config.eos_token_id
+        known["eos"] = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        return cls(**{**known, **changes})
+
+
+# Settings of `generate` that change the tokens and that we do not have, with the values that do nothing.
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": (),
+    "guidance_scale": (1, 1.0),
+    "watermarking_config": (),
+    "stop_strings": (),
+    "max_time": (),
+}
 
 
 @dataclass(frozen=True)

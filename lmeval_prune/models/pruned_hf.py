@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import inspect
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -16,10 +17,11 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import AttentionMap, find_attention
 from lmeval_prune.artefacts import CREATED_BY, digest
+from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, reported
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.models import embedded
-from lmeval_prune.models.responses import Answered, Recorder, ResponseStore, answer
+from lmeval_prune.models import batched, embedded
+from lmeval_prune.models.responses import Missing, Recorder, ResponseStore, answer, occurrences
 
 eval_logger = logging.getLogger(__name__)
 
@@ -46,6 +48,10 @@ class PrunedHFLM(HFLM):
         mask_method: `hook` (default) or `weights`; see `HeadMask`.
         allow_empty_layer: allow a layer to lose all its heads.
         allow_other_model: accept a mask artefact made for another model, if it fits.
+        engine: `generate` (default) or `batched`: answers to generation requests come from our decoding engine,
+            the same texts at a higher rate.
+        engine_rows: answers that the engine decodes at once; default: what memory holds.
+        deterministic: the engine decides near-ties alone, so that no answer depends on its neighbours.
         responses: folder of our resumable response store.
         attention_path, attention_output, attention_heads: describe a family we do not know; see
             `find_attention`.
@@ -63,6 +69,9 @@ class PrunedHFLM(HFLM):
         mask_method: str = "hook",
         allow_empty_layer: bool = False,
         allow_other_model: bool = False,
+        engine: str = "generate",
+        engine_rows: int | None = None,
+        deterministic: bool = False,
         responses: str | None = None,
         attention_path: str | None = None,
         attention_output: str | None = None,
@@ -82,6 +91,10 @@ class PrunedHFLM(HFLM):
             pretrained = embedded.resolve(pretrained)
         if kwargs.get("device") is None and not torch.cuda.is_available():
             kwargs["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
+        if engine not in ("generate", "batched"):
+            raise InputError(f"engine={engine!r} is not known; use generate or batched")
+        if engine == "batched" and (kwargs.get("mixed_precision_dtype") or kwargs.get("tp_plan")):
+            raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
         self._arguments = kwargs
         self._seed = torch.initial_seed()
         super().__init__(pretrained, **kwargs)
@@ -93,6 +106,9 @@ class PrunedHFLM(HFLM):
             if self.mask.method == "weights":
                 _ = self.weights  # before they change
             self.attention = self._applied.enter_context(self.mask.applied_to(self.model, attention))
+        self.engine: Engine | None = None
+        if engine == "batched":
+            self.engine = self._make_engine(engine_rows, _flag("deterministic", deterministic))
         self._store = ResponseStore(responses, self.rank) if responses else None
         _ = self._store and self.identity  # refuses what cannot be told apart, before anything is computed
 
@@ -126,6 +142,12 @@ class PrunedHFLM(HFLM):
             return
         skeleton.config._name_or_path = getattr(self.config, "_name_or_path", "")
         self.mask.heads(find_attention(skeleton, **self._describe))
+
+    def _make_engine(self, rows: int | None, deterministic: bool) -> Engine:
+        if self.backend != "causal":
+            raise InputError("engine=batched decodes causal models only; leave engine out for an encoder-decoder")
+        attention = self.attention or find_attention(self.model, **self._describe)
+        return Engine(self.model, self.tokenizer, attention=attention, max_rows=rows, deterministic=deterministic)
 
     def _shard_over_cpu_ranks(self) -> None:
         """Several processes on CPU: `hf` leaves each at rank 0, so that every one would run everything."""
@@ -214,35 +236,59 @@ class PrunedHFLM(HFLM):
 
     def _answered(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         compute = getattr(super(), kind)
+        on_engine = kind == "generate_until" and self.engine is not None
         if self._store is None:
+            if on_engine:
+                hook = self.cache_hook
+                return self._batched(
+                    requests,
+                    occurrences(requests),
+                    lambda i, text: hook.add_partial(kind, requests[i].args, text),
+                    disable_tqdm,
+                )
             return compute(requests, disable_tqdm=disable_tqdm)
 
-        def run(missing: list[Any], keys: list[str], answered: Answered) -> list[Any]:
+        def run(missing: Missing) -> list[Any]:
+            if on_engine:
+                return self._batched(
+                    missing.requests,
+                    missing.repeats,
+                    lambda i, text: missing.record(missing.keys[i], text),
+                    disable_tqdm,
+                )
             hook: Any = self.cache_hook
             schedule: float = self.batch_schedule
-            self.cache_hook: Any = Recorder(hook, answered)
-            self.batch_schedule: float = min(schedule, len(missing))  # lm-eval divides the requests by it
+            self.cache_hook: Any = Recorder(hook, missing.answered)
+            self.batch_schedule: float = min(schedule, len(missing.requests))  # lm-eval divides the requests by it
             try:
-                if kind == "generate_until" and any(map(_samples, missing)):
+                if kind == "generate_until" and any(map(_samples, missing.requests)):
                     # A run that goes on must not draw again what the first requests drew: every set of
                     # requests has a random stream of its own.
                     with torch.random.fork_rng():
-                        torch.manual_seed(int(digest([self._seed, keys]), 16) >> 1)
-                        return compute(missing, disable_tqdm=disable_tqdm)
+                        torch.manual_seed(int(digest([self._seed, missing.keys]), 16) >> 1)
+                        return compute(missing.requests, disable_tqdm=disable_tqdm)
                 if kind != "loglikelihood_rolling" or self.world_size > 1 or not isinstance(self.batch_size, int):
-                    return compute(missing, disable_tqdm=disable_tqdm)
+                    return compute(missing.requests, disable_tqdm=disable_tqdm)
                 # lm-eval reports rolling requests only at the end of a call: make several calls
                 size = 4 * self.batch_size
-                parts = [missing[i : i + size] for i in range(0, len(missing), size)]
+                parts = [missing.requests[i : i + size] for i in range(0, len(missing.requests), size)]
                 return [response for part in parts for response in compute(part, disable_tqdm=disable_tqdm)]
             finally:
                 self.cache_hook, self.batch_schedule = hook, schedule
 
         def context(request: Any) -> dict[str, Any]:
             sampled = kind == "generate_until" and _samples(request)
-            return {**self.identity, **({"seed": self._seed} if sampled else {})}
+            engine = "batched" if self.engine else "generate"  # their draws differ
+            return {**self.identity, **({"seed": self._seed, "engine": engine} if sampled else {})}
 
         return answer(self._store, requests, kind, context, run, self._any_rank)
+
+    def _batched(
+        self, requests: list[Any], repeats: list[int], done: Callable[[int, str], None], disable_tqdm: bool
+    ) -> list[str]:
+        assert self.engine is not None
+        self.engine.progress = not disable_tqdm and self.rank == 0
+        return batched.generate_until(self, self.engine, requests, repeats, done, self._seed)
 
     def _any_rank(self, flag: bool) -> bool:
         if self.world_size <= 1:

@@ -15,6 +15,7 @@ import json
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,41 @@ class Recorder:
         self.inner.add_partial(attr, req, res)
 
 
+@dataclass(frozen=True)
+class Missing:
+    """Requests whose responses are not stored yet.
+
+    Attributes:
+        requests, keys: the requests and their keys in the store.
+        repeats: of each, how many requests for the same document came before it.
+        answered: to be called as lm-eval's cache hook is, as soon as some request has its response.
+        record: to be called with a key and its response, where it is known which request was answered.
+    """
+
+    requests: list[Any]
+    keys: list[str]
+    repeats: list[int]
+    answered: Answered
+    record: Callable[[str, Any], None]
+
+
+def occurrences(requests: Iterable[Any]) -> list[int]:
+    """Of each request, how many for the same task, document and index came before it."""
+    seen: dict[tuple[Any, ...], int] = defaultdict(int)
+    found = []
+    for request in requests:
+        place = (request.task_name, request.doc_id, request.idx)
+        found.append(seen[place])
+        seen[place] += 1
+    return found
+
+
 def answer(
     store: ResponseStore,
     requests: Sequence[Any],
     kind: str,
     context: Callable[[Any], dict[str, Any]],
-    run: Callable[[list[Any], list[str], Answered], list[Any]],
+    run: Callable[[Missing], list[Any]],
     any_rank: Callable[[bool], bool] = bool,
 ) -> list[Any]:
     """Answer requests from the store, run the rest, and store each as it comes.
@@ -141,14 +171,12 @@ def answer(
     Returns:
         Responses in the order of `requests`.
     """
-    seen: dict[tuple[Any, ...], int] = defaultdict(int)
+    repeats = occurrences(requests)
     keys: list[str] = []
     about: dict[str, dict[str, Any]] = {}
-    for request in requests:
-        place = (request.task_name, request.doc_id, request.idx)
-        repeat = seen[place]
-        seen[place] += 1
-        where = dict(zip(("task", "doc_id", "idx"), place, strict=True)) | {"repeat": repeat, "kind": kind}
+    for request, repeat in zip(requests, repeats, strict=True):
+        where = {"task": request.task_name, "doc_id": request.doc_id, "idx": request.idx, "repeat": repeat}
+        where["kind"] = kind
         key = digest({**where, "args": list(request.args), "context": context(request)})
         keys.append(key)
         about[key] = where
@@ -163,10 +191,16 @@ def answer(
             key = queue.popleft()
             store.add(key, response, about[key])
 
+    def record(key: str, response: Any) -> None:
+        store.add(key, response, about[key])
+
+    def part(places: Sequence[int], *reports: Any) -> Missing:
+        return Missing([requests[i] for i in places], [keys[i] for i in places], [repeats[i] for i in places], *reports)
+
     if any_rank(bool(missing)) and not missing:
-        run([requests[0]], [keys[0]], lambda *_: None)
+        run(part([0], lambda *_: None, lambda *_: None))
     if missing:
-        responses = run([requests[i] for i in missing], [keys[i] for i in missing], answered)
+        responses = run(part(missing, answered, record))
         for i, response in zip(missing, responses, strict=True):
             if keys[i] not in store.known:  # the model did not report this one on its own
                 store.add(keys[i], response, about[keys[i]])

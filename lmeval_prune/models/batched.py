@@ -1,0 +1,98 @@
+"""lm-eval's generation requests on our decoding engine, with lm-eval's own meaning of every setting."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+from lmeval_prune.artefacts import digest
+from lmeval_prune.decoding import Engine, Request, Settings
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.head_mask import HeadMask
+
+
+def generate_until(
+    lm: HFLM,
+    engine: Engine,
+    requests: Sequence[Any],
+    repeats: Sequence[int],
+    done: Callable[[int, str], None],
+    seed: int,
+    masks: Sequence[HeadMask | None] | None = None,
+) -> list[str]:
+    """Texts of generation requests, as `hf` would give them for each request alone.
+
+    Args:
+        lm: the lm-eval model whose tokenizer, limits and cache hook count.
+        engine: decodes on `lm.model`.
+        requests: lm-eval instances with arguments (context, generation settings).
+        repeats: of each request, how many for the same document came before it.
+        done: called with a request's place and its text, as soon as it is there.
+        seed: of sampling; each request draws by it and by its task, document and repeat.
+        masks: heads to prune for each request; default none.
+
+    Raises:
+        InputError: a generation setting is one that the engine does not know.
+    """
+    prepared: dict[str, tuple[Settings, list[str]]] = {}
+    asked = []
+    for place, request in enumerate(requests):
+        context, given = request.args
+        key = digest(given)
+        if key not in prepared:
+            prepared[key] = _settings(lm, given)
+        settings, _ = prepared[key]
+        room = lm.max_length - settings.max_new_tokens
+        if room <= 0:
+            raise InputError(
+                f"max_gen_toks={settings.max_new_tokens} leaves no room for a prompt in max_length={lm.max_length}"
+            )
+        ids, seen = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
+        own = digest([seed, request.task_name, request.doc_id, request.idx, repeats[place]])
+        asked.append(
+            Request(
+                tuple(ids[0][seen[0].bool()].tolist()),
+                masks[place] if masks else None,
+                settings,
+                int(own, 16) & (1 << 63) - 1,
+                (place, key),
+            )
+        )
+    texts = [""] * len(requests)
+    for request, tokens in engine.decode(asked):
+        place, key = request.tag
+        texts[place] = _text(lm, tokens, prepared[key][1])
+        done(place, texts[place])
+    return texts
+
+
+def _settings(lm: HFLM, given: dict[str, Any]) -> tuple[Settings, list[str]]:
+    """The engine's settings for lm-eval's, over the model's generation config as in `generate`; and stop texts."""
+    options: dict[str, Any] = dict(normalize_gen_kwargs(given, lm.max_gen_toks))
+    end = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
+    until = handle_stop_sequences(options.pop("until", None), eos=end)
+    length = options.pop("max_gen_toks")
+    if options.get("temperature") == 0.0:
+        if options.get("do_sample"):
+            raise InputError("do_sample=true needs a temperature above 0")
+        options.pop("temperature")
+        options["do_sample"] = False
+    config = copy.deepcopy(lm.model.generation_config)
+    unknown = config.update(**options)
+    if unknown:
+        raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
+    return Settings.of_generation_config(config, max_new_tokens=length, stop=tuple(until)), until
+
+
+def _text(lm: HFLM, tokens: list[int], until: list[str]) -> str:
+    think_end = lm.think_end_token
+    if isinstance(think_end, int) and think_end in tokens:
+        tokens = tokens[len(tokens) - tokens[::-1].index(think_end) :]
+    text = lm.tok_decode(tokens)
+    if isinstance(think_end, int):
+        text = text.lstrip()
+    return postprocess_generated_text(text, until, think_end if isinstance(think_end, str) else None)

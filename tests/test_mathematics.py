@@ -32,20 +32,20 @@ EQUAL = [
     (r"-\frac{1}{3}", r"\frac{-1}{3}"), (r"e^{2}", r"e\cdot e"), (r"\sqrt[3]{27}", "3"), (r"2^{10}", "1024"),
     (r"6-5i", "-5i+6"), (r"\sin^2 x + \cos^2 x", "1"), (r"3x+2y", "2y+3x"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"), (r"\$18", "18"),
-    (r"\text{Evelyn}", "Evelyn"), ("p-q", "-q+p"), (r"\frac{3}{2}", "1.5"), (r"1\frac27", r"\frac{9}{7}"), ("4343_6", "4343"),
-    ("204_5", "204_{5}"), ("1,-2", "-2, 1"), (r"36\pi", r"36\pi \text{ cm}^2"), ("[-2,7]", r"x \in [-2,7]"), ("2x+3", "y = 2x+3"),
-    ("10^6", "1,000,000"), (r"1+\sqrt5", r"\sqrt{5}+1"), (r"\frac{x+2}{7}", "(x+2)/7"), (r"\text{June } 20", r"\text{June 20}"),
-    (r"\cot x", r"\frac{\cos x}{\sin x}"), ("2^8", "256"), (r"\frac{243}{625}", r"\dfrac{243}{625}"), (r"\sqrt{51}", r"\sqrt{51}."),
-    ("70", r"70^{\circ}"), (r"x^3+3x-6", "x^3 + 3x - 6"),
+    (r"\text{Marta}", "Marta"), ("p-q", "-q+p"), (r"\frac{3}{2}", "1.5"), (r"1\frac27", r"\frac{9}{7}"), ("3412_6", "3412"),
+    ("203_5", "203_{5}"), ("1,-2", "-2, 1"), (r"36\pi", r"36\pi \text{ cm}^2"), ("[-2,7]", r"x \in [-2,7]"), ("2x+3", "y = 2x+3"),
+    ("10^6", "1,000,000"), (r"1+\sqrt5", r"\sqrt{5}+1"), (r"\frac{x+2}{7}", "(x+2)/7"), (r"\text{May } 20", r"\text{May 20}"),
+    (r"\cot x", r"\frac{\cos x}{\sin x}"), ("2^8", "256"), (r"\frac{217}{625}", r"\dfrac{217}{625}"), (r"\sqrt{57}", r"\sqrt{57}."),
+    ("70", r"70^{\circ}"), (r"x^3+4x-7", "x^3 + 4x - 7"),
 ]  # fmt: skip
 DIFFERENT = [
     (r"\frac{1}{2}", r"\frac{1}{3}"), (r"2\sqrt{2}", r"2\sqrt{3}"), ("2k", "2"), ("y=-2x", "-2"), (r"2\pi", "2"),
     (r"(1,2)", "(2,1)"), (r"[0,1]", "(0,1)"), (r"\{1,2\}", r"\{1,2,3\}"), ("x^2+1", "x^2-1"), ("6-5i", "6+5i"),
-    ("9.05", "9"), ("p-q", "q-p"), (r"\text{Navin}", r"\text{Evelyn}"), ("", "1"), (r"\frac{1}{", "1"),
+    ("9.05", "9"), ("p-q", "q-p"), (r"\text{Pablo}", r"\text{Marta}"), ("", "1"), (r"\frac{1}{", "1"),
     (r"\infty", r"-\infty"),
     (r"\sqrt{2}", "1.4"), ("3x", "3y"), ("10", "10!"), (r"\frac{", r"\frac{1}{2}"), ("50^\\circ", "40"), ("4:3", "3:4"),
     (r"(0,100)", "100"), ("2,3", "5"), (r"\log 2", "2"), ("3 1/2", "31/2"), ("1 2", "12"), (r"\sqrt{2}", "2"), ("14000", "14002.5"),
-    ("4343_6", "4343_7"), ("2516_8", "2516_9"), (r"\pi", "3.1416"), ("5 or 7", "7"), ("x^2+1", "y^2+1"), ("C", "D"), ("100", "100.01"),
+    ("3412_6", "3412_7"), ("3417_8", "3417_9"), (r"\pi", "3.1416"), ("5 or 7", "7"), ("x^2+1", "y^2+1"), ("C", "D"), ("100", "100.01"),
     (r"\frac{1}{2}", r"-\frac{1}{2}"), (r"(3, \frac{\pi}{2})", r"(3, \frac{\pi}{3})"), (r"\sin x", r"\cos x"), ("2^8", "255"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"), ("(-\\infty,3)", "(-\\infty,3]"), ("x>2", "x<2"),
 ]  # fmt: skip
@@ -288,7 +288,7 @@ def test_a_thousand_hostile_texts_are_scored_within_a_minute(monkeypatch: pytest
     monkeypatch.setattr(results, "shared", lambda: verifier)
     monkeypatch.setattr(results, "_KNOWN", {})
     doc = {"target": "42", "level": 1, "question": "Who has 42?"}
-    words, formula = doc | {"target": "The Cooper wedding"}, doc | {"target": "x+1"}
+    words, formula = doc | {"target": "The Baker wedding"}, doc | {"target": "x+1"}
     scorers = [
         (results.number, doc),
         (results.equation, doc),

@@ -325,7 +325,7 @@ def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> N
     ("answer", "gold", "same"),
     [
         ("3; 4", "3; 4", True), ("3, 4", "3; 4", True), ("3 and 4", "3; 4", True), ("4; 3", "3; 4", False), ("3", "3; 4", False),
-        ("Mrs. Hilt", "Mrs. Hilt", True), ("yes", "Yes", True), ("5:45", "5:45", True), ("5:46", "5:45", False), ("", "Yes", False),
+        ("Mrs. Lamb", "Mrs. Lamb", True), ("yes", "Yes", True), ("5:45", "5:45", True), ("5:46", "5:45", False), ("", "Yes", False),
         ("6:8", "3:4", False), ("3,4", "3; 4", True), (r"3 \text{ and } 4", "3; 4", True), ("1,200, 3", "1200; 3", True), ("3, 4 and 5", "3; 4; 5", True),
         ("3, 4, and 5", "3; 4; 5", True), ("3 apples and 4 pears", "3; 4", True), ("5:45 p.m.", "5:45", True), ("5:45 PM", "5:45 p.m.", True), ("05:45", "5:45", True),
         ("5:45 a.m.", "5:45 p.m.", False), ("They are equal.", "They are equal", True), ("equal", "They are equal", True), ("Ted", "John", False),
@@ -343,7 +343,7 @@ def test_answers_that_are_not_one_number(answer: str, gold: str, same: bool) -> 
         ("So John has more.", "John", 1), ("Ted has fewer than John.", "John", 0), ("It is not John.", "John", 0),
         ("They have the same, so neither has more than John.", "John", 0), ("The answer is John because Ted has 3.", "John", 1),
         (r"\boxed{Ted or John}", "John", 0), ("The answer is 3 and 4.", "3; 4", 1), ("The answer is 18, because 20 - 2 is.", "18", 1),
-        ("She leaves at 5:45 p.m. today.", "5:45", 1), ("The answer is The Cooper wedding.", "The Cooper wedding", 1), ("", "John", 0),
+        ("She leaves at 5:45 p.m. today.", "5:45", 1), ("The answer is The Baker wedding.", "The Baker wedding", 1), ("", "John", 0),
     ],
 )  # fmt: skip
 def test_answers_in_prose(response: str, gold: str, right: int) -> None:

@@ -107,9 +107,9 @@ def test_extraction_of_a_number(response: str, answer: str, how: str) -> None:
         (r"**Answer:** \[3.5\]", "3.5"),
         ("The answers are $2$ and $3$.", "2 and 3"),
         ("The answer is therefore $x = 5$ because $2x = 10$.", "x = 5"),
-        ("The answer is Mrs. Hilt because she has more.", "Mrs. Hilt"),
+        ("The answer is Mrs. Lamb because she has more.", "Mrs. Lamb"),
         ("The answer is 7+2=9.", "7+2=9"),
-        ("The answer is Evelyn. I hope the answer is correct.", "Evelyn"),
+        ("The answer is Marta. I hope the answer is correct.", "Marta"),
     ],
 )
 def test_extraction_of_a_formula_or_words(response: str, answer: str) -> None:

@@ -21,12 +21,6 @@ NUMBER = re.compile(rf"(?:(?<![\w)\].])-\s?)?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 SCALES |= {"万": 10**4, "亿": 10**8}  # not 千, which begins 千米 and 千克
 _SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALES |= {"万": 10**4, "亿": 10**8}  # not 千, which begins 千米 and 千克
-_SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALES |= {"万": 10**4, "亿": 10**8}  # not 千, which begins 千米 and 千克
-_SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
 # What may stand around a number: 'about', a unit of two letters or more (one letter only as a common unit after a
 # space), Chinese words. A letter at the digits (2x, 5i), an operator or a function name make it another thing.
 _BEFORE = re.compile(r"(?:(?:about|approximately|exactly|only|roughly|a total of)\s+)?[\u4e00-\u9fff]*", re.IGNORECASE)

@@ -126,6 +126,7 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
 @given(
     family=st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neox", "gpt2"]),
     seed=st.integers(0, 10**6),
+    block=st.sampled_from([1, 2, 3, 16]),
     options=st.fixed_dictionaries(
         {
             "max_rows": st.integers(1, 9),
@@ -138,10 +139,14 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
         }
     ),
 )
-def test_any_options_and_order_give_what_generate_gives(family: str, seed: int, options: dict[str, Any]) -> None:
+def test_any_options_and_order_give_what_generate_gives(
+    family: str, seed: int, block: int, options: dict[str, Any]
+) -> None:
     model = model_of(family)
     requests = some_requests(model, seed, prompts=3, each=4)
-    found = answers(Engine(model, Letters(), **options), requests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
+        found = answers(Engine(model, Letters(), **options), requests)
     for request in requests:
         assert found[request.tag] == alone(model, request), request
 

@@ -23,6 +23,7 @@ from lmeval_prune.decoding.stops import Stops
 from lmeval_prune.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
+BLOCK = 16  # slots whose attention is computed together on a CPU
 
 
 class Engine:
@@ -128,7 +129,9 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         longest = max(min(len(r.prompt) + r.settings.max_new_tokens, self.context) for r in requests)
-        slots = Slots(min(self._fitting(longest), len(requests)), longest)
+        # on a GPU, where launches cost more than reading a few keys in vain, all slots are one block
+        block = BLOCK if self.device.type == "cpu" else 1 << 30
+        slots = Slots(min(self._fitting(longest), len(requests)), longest, block)
         waiting, masks = questions(requests, self.attention, self.share)
         with machine(self.model, self.attention, slots) as made:
             made.number(masks)

@@ -82,7 +82,8 @@ class Machine:
         for new in batch:
             count = len(new.tokens)
             last = spans[-1] if spans else None
-            if last and last.slot + len(last.starts) == new.slot and last.tokens == count:
+            near = last is not None and last.slot + len(last.starts) == new.slot and new.slot % self.slots.block
+            if last and near and last.tokens == count:
                 spans[-1] = Span(last.slot, (*last.starts, new.stored), count)
             else:
                 spans.append(Span(new.slot, (new.stored,), count))

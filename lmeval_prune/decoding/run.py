@@ -225,7 +225,7 @@ class Run:
 
     def _leave(self) -> list[Row]:
         """Take ended rows out; the last rows move into their slots."""
-        ended = [row for row in self.active if row.ended]
+        ended = [row for row in reversed(self.active) if row.ended]  # reversed: no ended row is moved
         for row in ended:
             question = row.question
             question.left -= 1
@@ -234,14 +234,28 @@ class Run:
             if self.drafts and question.left:
                 question.answers = question.answers or Lookup()
                 question.answers.add(row.tokens)
-            last = self.active.pop()
-            if last is not row:
-                self.machine.slots.move(last.slot, row.slot, last.stored)
-                last.slot = row.slot
-                self.active[row.slot] = last
+            self._close(row.slot)
         self.statistics.answers += len(ended)
         self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
         return ended
+
+    def _close(self, hole: int) -> None:
+        """Fill a free slot: rows stay in the first slots, and longer ones stay, block by block, before shorter ones.
+
+        Each block gives its longest row to the block before it, the last one the last row.
+        """
+        block = self.machine.slots.block
+        while following := self.active[(hole // block + 1) * block :][:block]:
+            hole = self._move(max(following, key=lambda row: row.stored), hole)
+        if hole < len(self.active) - 1:
+            self._move(self.active[-1], hole)
+        self.active.pop()
+
+    def _move(self, row: Row, slot: int) -> int:
+        """Move a row to a free slot; returns the slot that becomes free."""
+        self.machine.slots.move(row.slot, slot, row.stored)
+        free, row.slot, self.active[slot] = row.slot, slot, row
+        return free
 
     # ------------------------------------------------------------------ computing
 

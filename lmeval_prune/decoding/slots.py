@@ -85,13 +85,16 @@ class UnsupportedError(Exception):
 class Slots:
     """Storage for `count` answers of at most `length` tokens each.
 
+    Attention runs block by block, each of `block` slots and as long as the longest of them.
+
     A layer's storage, (count, key-value heads, length, width) for keys and for values, is made when that
     layer first runs, with its own head counts and widths.
     """
 
-    def __init__(self, count: int, length: int) -> None:
+    def __init__(self, count: int, length: int, block: int = 1 << 30) -> None:
         self.count = count
         self.length = length
+        self.block = block
         self.layout: Layout | None = None  # of the pass that runs; None: attend within the batch, store nothing
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}

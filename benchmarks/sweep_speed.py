@@ -1,0 +1,246 @@
+"""Time of the decoding engine against lm-eval's `hf`, one mask at a time at its best batch size.
+
+    python benchmarks/sweep_speed.py [--questions 64] [--threads 2] [--parts sweep,router,factors]
+
+Parts: `sweep`, each question dense and with 8 heads; `router`, each question with 8 heads of its own;
+`factors`, the sweep on fewer questions with each idea of the engine switched off in turn. Engine and `hf` run
+alternately. Before a ratio is printed, the texts of both are compared: every difference must start where the
+two largest logits are nearly equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from _record import environment, write
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from lmeval_prune.architectures import find_attention
+from lmeval_prune.decoding import Engine
+from lmeval_prune.interventions import HeadMask
+from lmeval_prune.models import batched, embedded
+from lmeval_prune.tasks import data
+
+SWEEP = ["L5H0", "L5H4", "L10H1", "L10H6", "L15H2", "L15H7", "L20H3", "L25H5"]
+POOL = [f"L{layer}H{head}" for layer in (5, 10, 15, 20, 25) for head in range(9)]
+GENERATE = {"until": ["<|im_end|>", "<|endoftext|>"], "max_gen_toks": 256, "do_sample": False}
+PROMPT = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+Pairs = list[tuple[int, str | None]]  # question, head (None: dense)
+
+
+class Work:
+    """The questions as lm-eval requests, and the ways to answer them."""
+
+    def __init__(self, questions: int) -> None:
+        self.lm = HFLM(embedded.resolve("smollm2-135m"), device="cpu", dtype="float32", batch_size=16)
+        self.attention = find_attention(self.lm.model)
+        rows = data.load("gsm8k", "test").select(range(questions))
+        chats = [[{"role": "user", "content": question + PROMPT}] for question in rows["question"]]
+        self.prompts = [
+            self.lm.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats
+        ]
+
+    def instances(self, places: list[int]) -> list[Instance]:
+        return [Instance("generate_until", {}, (self.prompts[i], dict(GENERATE)), 0, ("g", i, 1)) for i in places]
+
+    def by_hf(self, pairs: Pairs, batch: int) -> dict[tuple[int, str | None], str]:
+        """lm-eval's `hf`, one mask at a time."""
+        self.lm.batch_size_per_gpu = batch
+        groups: dict[str | None, list[int]] = defaultdict(list)
+        for question, head in pairs:
+            groups[head].append(question)
+        texts = {}
+        for head, places in groups.items():
+            with HeadMask.parse(head).applied_to(self.lm.model, self.attention) if head else nullcontext():
+                found = self.lm.generate_until(self.instances(places), disable_tqdm=True)
+            texts |= {(place, head): text for place, text in zip(places, found, strict=True)}
+        return texts
+
+    def by_engine(self, pairs: Pairs, engine: Engine) -> dict[tuple[int, str | None], str]:
+        places = [question for question, _ in pairs]
+        masks = [HeadMask.parse(head) if head else None for _, head in pairs]
+        done: Callable[..., None] = lambda *_: None  # noqa: E731
+        texts = batched.generate_until(self.lm, engine, self.instances(places), [0] * len(pairs), done, 0, masks)
+        return dict(zip(pairs, texts, strict=True))
+
+    def engine(self, **options: Any) -> Engine:
+        engine = Engine(self.lm.model, self.lm.tokenizer, attention=self.attention, **options)
+        assert engine.unsupported is None
+        return engine
+
+    def compare(self, ours: dict, theirs: dict) -> dict[str, Any]:
+        """How many texts are the same, and the gap between the two largest logits where the others part."""
+        gaps = []
+        for key, text in theirs.items():
+            if ours[key] == text:
+                continue
+            question, head = key
+            prompt = self.lm.tok_encode(self.prompts[question])
+            one, other = (self.lm.tokenizer.encode(t, add_special_tokens=False) for t in (text, ours[key]))
+            common = next(
+                (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+            )
+            with torch.inference_mode(), HeadMask.parse(head).applied_to(self.lm.model) if head else nullcontext():
+                logits = self.lm.model(torch.tensor([prompt + one[:common]]), logits_to_keep=3).logits[0]
+            best = logits.topk(2).values  # texts are compared: a token's border may lie a little before
+            gaps.append(float((best[:, 0] - best[:, 1]).min()))
+        report = {"texts": len(theirs), "identical": len(theirs) - len(gaps), "gaps_where_others_part": sorted(gaps)}
+        assert all(gap < 1e-3 for gap in gaps), report
+        return report
+
+    def tokens(self, texts: dict) -> int:
+        return sum(len(self.lm.tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts.values())
+
+    # ------------------------------------------------------------------ arithmetic
+
+    def least_arithmetic(self, pairs: Pairs, texts: dict) -> float:
+        """Floating-point operations of the matrix products and the attention that cannot be avoided.
+
+        Each prompt once through the dense model; each variant's prompt from its first pruned layer up; each
+        answer's own tokens through all layers.
+        """
+        config, layers = self.lm.model.config, self.lm.model.model.layers
+        a_layer = 2 * sum(p.numel() for p in layers[0].parameters() if p.dim() == 2)
+        a_head = 2 * self.lm.model.lm_head.weight.numel()
+        width = config.num_attention_heads * layers[0].self_attn.head_dim
+        total, seen = 0.0, set()
+        for question, head in pairs:
+            prompt = len(self.lm.tok_encode(self.prompts[question]))
+            new = len(self.lm.tokenizer.encode(texts[question, head], add_special_tokens=False))
+            first = int(head[1 : head.index("H")]) if head else len(layers)
+            total += (len(layers) - first) * (prompt * a_layer + 2 * width * prompt**2)
+            if question not in seen:
+                seen.add(question)
+                total += len(layers) * (prompt * a_layer + 2 * width * prompt**2)
+            total += new * (len(layers) * a_layer + a_head)
+            total += len(layers) * 4 * width * sum(range(prompt, prompt + new))
+        return total
+
+
+def peak() -> float:
+    """Operations a second of a large float32 matrix product."""
+    a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
+    best = float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - begin)
+    return 2 * 1536**3 / best
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    begin = time.perf_counter()
+    out = function()
+    return out, time.perf_counter() - begin
+
+
+def profile(work: Work, pairs: Pairs) -> dict[str, float]:
+    """Shares of the engine's time, by kind of operation."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    kinds = {
+        "matrix products": ("mm", "addmm", "linear", "bmm", "matmul"),
+        "attention": ("scaled_dot_product", "_scaled_dot_product"),
+        "cache": ("index_put", "index", "copy_", "clone", "zeros", "zero_", "fill_", "masked_fill"),
+        "choosing tokens": ("argmax", "topk"),
+    }
+    with profiler(activities=[ProfilerActivity.CPU]) as found:
+        _, seconds = timed(lambda: work.by_engine(pairs, work.engine()))
+    shares: dict[str, float] = defaultdict(float)
+    for event in found.key_averages():
+        name = event.key.removeprefix("aten::")
+        kind = next((k for k, names in kinds.items() if name.startswith(names)), "other operations")
+        shares[kind] += event.self_cpu_time_total / 1e6 / seconds
+    shares["outside operations (Python, profiler)"] = 1 - sum(shares.values())
+    return {name: round(share, 3) for name, share in sorted(shares.items(), key=lambda item: -item[1])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--questions", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--parts", default="sweep,router,factors")
+    parser.add_argument("--name", default="sweep_speed")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.WARNING)
+    results: dict[str, Any] = {"environment": environment(), "questions": options.questions}
+    work = Work(options.questions)
+    results["gemm_peak_gflops"] = round(peak() / 1e9, 1)
+    rng = random.Random(0)
+    everything: dict[str, Pairs] = {
+        "sweep": [(i, head) for i in range(options.questions) for head in (None, *SWEEP)],
+        "router": [(i, head) for i in range(options.questions) for head in rng.sample(POOL, 8)],
+    }
+    dense: Pairs = [(i, None) for i in range(options.questions)]
+    rates = {}
+    if {"sweep", "router"} & set(options.parts.split(",")):
+        for batch in (16, 32, 64):
+            _, rates[batch] = timed(lambda batch=batch: work.by_hf(dense, batch))
+            print(f"hf, dense, batch {batch}: {rates[batch]:.1f} s", flush=True)
+        best = min(rates, key=lambda batch: rates[batch])
+        results["hf_dense_seconds_by_batch"] = rates
+    for part in ("sweep", "router"):
+        if part not in options.parts.split(","):
+            continue
+        pairs = everything[part]
+        engine = work.engine()
+        ours, first = timed(lambda pairs=pairs, engine=engine: work.by_engine(pairs, engine))
+        print(f"{part}: engine {first:.1f} s", flush=True)
+        theirs, hf = timed(lambda pairs=pairs: work.by_hf(pairs, best))
+        print(f"{part}: hf {hf:.1f} s", flush=True)
+        agreement = work.compare(ours, theirs)
+        again, second = timed(lambda pairs=pairs: work.by_engine(pairs, work.engine()))
+        seconds = (first + second) / 2
+        results[part] = {
+            "texts": agreement,
+            "engine_repeats_itself": ours == again,
+            "engine_seconds": [first, second],
+            "hf_seconds": hf,
+            "hf_batch": best,
+            "ratio": round(hf / seconds, 2),
+            "engine_answer_tokens_per_second": round(work.tokens(ours) / seconds, 1),
+            "hf_answer_tokens_per_second": round(work.tokens(theirs) / hf, 1),
+            "share_of_arithmetic_limit": round(work.least_arithmetic(pairs, ours) / peak() / seconds, 3),
+            "statistics": asdict(engine.statistics),
+        }
+        print(part, results[part], flush=True)
+        write(options.name, results)
+    if "factors" in options.parts.split(","):
+        few = [pair for pair in everything["sweep"] if pair[0] < min(16, options.questions)]
+        results["factors"] = factors(work, few)
+        results["profile"] = profile(work, few)
+        print(results["factors"], results["profile"])
+        write(options.name, results)
+
+
+def factors(work: Work, pairs: Pairs) -> dict[str, Any]:
+    """The same work with one idea switched off each time, on as many rows as the answers of 64 questions fill."""
+    one_mask = [[pair for pair in pairs if pair[1] == head] for head in dict.fromkeys(head for _, head in pairs)]
+    runs: dict[str, Callable[[], Any]] = {
+        "all on": lambda: work.by_engine(pairs, work.engine()),
+        "1 masks a row: one mask at a time": lambda: [work.by_engine(part, work.engine()) for part in one_mask],
+        "2 one prefill a prompt: each request by itself": lambda: work.by_engine(pairs, work.engine(share=False)),
+        "3 no waiting: batches end as a whole": lambda: work.by_engine(pairs, work.engine(refill=False)),
+        "5 lookup drafts: none": lambda: work.by_engine(pairs, work.engine(drafts=0)),
+        "5 lookup drafts: always, whatever the budget": lambda: work.by_engine(pairs, work.engine(budget=100_000)),
+        "6 the leader first: followers start from the prompt": lambda: work.by_engine(pairs, work.engine(follow=0)),
+    }
+    seconds = {name: min(timed(run)[1] for _ in range(1)) for name, run in runs.items()}
+    base = seconds["all on"]
+    return {name: {"seconds": round(s, 1), "times_all_on": round(s / base, 2)} for name, s in seconds.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -39,7 +39,7 @@ class Engine:
         model: a stock causal model of transformers.
         tokenizer: needed for stop texts.
         attention: the model's `find_attention`, where it is at hand.
-        max_rows: answers decoded at once. Default: as many as memory holds, at most 96 (512 on a GPU).
+        max_rows: answers decoded at once. Default: as many as memory holds, at most 192 (512 on a GPU).
         memory: bytes for keys, values and kept hidden states. Default: half of what is free.
         share: whether requests with one prompt share what is equal among them.
         follow: tokens of the leader's answer that a follower checks at a time; 0 shares the prompt only.
@@ -208,7 +208,7 @@ class Engine:
         shared = stored + width * min(8, len(self.attention)) if self.share else 0
         each = length * size * (stored + shared)
         memory = self.memory or _free_memory(self.device) // 2
-        fitting = min(self.max_rows or (512 if self.device.type == "cuda" else 96), memory // each)
+        fitting = min(self.max_rows or (512 if self.device.type == "cuda" else 192), memory // each)
         if fitting < 1:
             raise InputError(f"one answer of {length} tokens needs {each} bytes, more than memory={memory}")
         return int(fitting)

@@ -26,6 +26,7 @@ class New:
         stored: tokens that the slot holds already.
         mask: number of the row's mask.
         tokens: token ids, at least one.
+        skip: so many of the tokens, from the first on, need no logits.
         keep: layers whose input is wanted (the number of layers: the last one's output).
     """
 
@@ -33,6 +34,7 @@ class New:
     stored: int
     mask: int
     tokens: Sequence[int]
+    skip: int = 0
     keep: frozenset[int] = frozenset()
 
 
@@ -61,13 +63,12 @@ class Machine:
         self._table = self._rows.table(masks)
 
     def forward(
-        self, batch: Sequence[New], skip: int = 0, start: int = 0, hidden: torch.Tensor | None = None
+        self, batch: Sequence[New], start: int = 0, hidden: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, list[dict[int, torch.Tensor]]]:
         """Run new tokens and store their keys and values.
 
         Args:
             batch: in the order of the slots.
-            skip: so many of each row's tokens need no logits.
             start: the first layer to run.
             hidden: what enters it, (all tokens, width); needed if `start` > 0.
 
@@ -87,7 +88,7 @@ class Machine:
                 spans[-1] = Span(last.slot, (*last.starts, new.stored), count)
             else:
                 spans.append(Span(new.slot, (new.stored,), count))
-            wanted += range(len(flat) + skip, len(flat) + count)
+            wanted += range(len(flat) + new.skip, len(flat) + count)
             flat += new.tokens
             masks += [new.mask] * count
         layout = Layout(spans, self._device)

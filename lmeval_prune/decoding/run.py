@@ -24,6 +24,7 @@ from lmeval_prune.decoding.requests import Request
 from lmeval_prune.decoding.sampling import choose, is_plain
 from lmeval_prune.decoding.stops import Stops
 
+PASS = 2048  # tokens of prompts in one forward pass, so that starting rows never holds up the others for long
 NEAR_TIE = 1e-3  # logits closer than this are decided alone when `deterministic`
 
 
@@ -46,7 +47,7 @@ class Statistics:
     head_tokens: int = 0  # tokens whose logits were computed
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A request on its way.
 
@@ -78,7 +79,7 @@ class Row:
         return [*self.request.prompt, *self.answer]
 
 
-@dataclass
+@dataclass(eq=False)
 class Question:
     """The requests with one prompt.
 
@@ -156,34 +157,44 @@ class Run:
     # ------------------------------------------------------------------ coming and going
 
     def _admit(self) -> None:
-        """Fill free slots: first with followers whose leader has gone ahead, then with new leaders.
-
-        Leaders fill at most half of the slots, so that what is kept of them for followers stays bounded.
-        """
-        size = self.machine.slots.count
-        while (free := size - len(self.active)) > 0:
+        """Fill free slots: first with followers whose leader has gone ahead, then with new leaders."""
+        while len(self.active) < self.machine.slots.count:
             if self.ready:
-                self._start_followers(self.ready[0], free)
-                if not self.ready[0].followers:
-                    self.ready.popleft()
-            elif self.waiting and sum(bool(self._kept_of(row)) for row in self.active) <= size // 2:
-                self._start_leader(self.waiting.popleft())
-            else:
+                self._start_followers()
+            elif not self._start_leaders():
                 return
 
-    def _enter(self, row: Row) -> None:
+    def _room(self, tokens: int) -> bool:
+        """Whether one more row can start in a pass that has so many tokens already."""
+        return len(self.active) < self.machine.slots.count and tokens < PASS
+
+    def _enter(self, row: Row) -> Row:
         row.slot = len(self.active)
         self.active.append(row)
+        return row
 
-    def _start_leader(self, question: Question) -> None:
-        row = question.leader
-        self._enter(row)
-        logits = self._forward([row], [row.request.prompt], len(row.request.prompt) - 1)
-        self.statistics.prompt_tokens += len(row.request.prompt)
-        row.stored = len(row.request.prompt)
-        self._take(row, logits, [], self._picks(logits, [row]))
-        if not self.follow:
-            self._let_follow(question)
+    def _start_leaders(self) -> bool:
+        """Run the prompts of new leaders, if there are any.
+
+        Leaders with followers fill at most half of the slots: what is kept of them stays bounded.
+        """
+        leading = sum(bool(self._kept_of(row)) for row in self.active)
+        rows: list[Row] = []
+        while self.waiting and self._room(sum(len(row.request.prompt) for row in rows)):
+            if leading + len(rows) > self.machine.slots.count // 2:
+                break
+            rows.append(self._enter(self.waiting.popleft().leader))
+        prompts = [row.request.prompt for row in rows]
+        if rows:
+            logits = self._forward(rows, prompts, [len(prompt) - 1 for prompt in prompts])
+            picks = self._picks(logits, rows)
+        for i, row in enumerate(rows):
+            row.stored = len(prompts[i])
+            self.statistics.prompt_tokens += row.stored
+            self._take(row, logits[i : i + 1], [], picks[i : i + 1])
+            if not self.follow:
+                self._let_follow(row.question)
+        return bool(rows)
 
     def _let_follow(self, question: Question) -> None:
         """Keep what followers need of their leader's slot, and let them start."""
@@ -193,35 +204,50 @@ class Run:
             question.shared = self.machine.slots.take(leader.slot, leader.stored, question.followers[0].first)
             self.ready.append(question)
 
-    def _start_followers(self, question: Question, free: int) -> None:
-        """Start followers with the same first layer: run the prompt and the leader's answer from there up."""
-        first = question.followers[0].first
+    def _start_followers(self) -> None:
+        """Start followers with one first layer: run the prompt and the leader's answer from there up."""
+        first = self.ready[0].followers[0].first
         rows: list[Row] = []
-        while question.followers and len(rows) < free and question.followers[0].first == first:
-            rows.append(question.followers.popleft())
-            self._enter(rows[-1])
-        kept = torch.cat(question.kept[first])  # at all tokens of `led` but the leader's last
-        prompt, place, following = len(rows[0].request.prompt), 0, rows
+        known: dict[int, torch.Tensor] = {}  # what entered layer `first` at all tokens of `led` but the last
+        tokens = 0
+        for question in self.ready:
+            while question.followers and question.followers[0].first == first and self._room(tokens):
+                rows.append(self._enter(question.followers.popleft()))
+                known.setdefault(id(question), torch.cat(question.kept[first]))
+                tokens += len(rows[-1].request.prompt) + self.follow
+        following = rows
         while following:
-            until = min(max(place, prompt) + self.follow, len(kept))
-            checked = max(place, prompt - 1)  # from here on, logits say whether the next token is the leader's
-            stretch = question.led[place:until]
-            hidden = kept[place:until].repeat(len(following), 1)
-            logits = self._forward(following, [stretch] * len(following), checked - place, first, hidden)
-            self.statistics.follow_tokens += len(following) * len(stretch)
-            picks, each = self._picks(logits, following), until - checked
-            for i, row in enumerate(following):
-                row.stored = checked + 1
-                mine = slice(i * each, (i + 1) * each)
-                self._take(row, logits[mine], question.led[checked + 1 : until], picks[mine])
-            more = question.led[: until + 1] if until < len(kept) else None
-            following = [row for row in following if not row.ended and row.tokens == more]
-            place = until
+            following = self._follow(following, first, [known[id(row.question)] for row in following])
         for row in rows:
-            self.machine.slots.put(row.slot, question.shared, min(row.stored, len(kept)), first)
-            self.statistics.followed += _common(row.tokens, question.led) - prompt
-        if not question.followers:
+            question = row.question
+            self.machine.slots.put(row.slot, question.shared, min(row.stored, len(known[id(question)])), first)
+            self.statistics.followed += _common(row.tokens, question.led) - len(row.request.prompt)
+        for question in [question for question in self.ready if not question.followers]:
+            self.ready.remove(question)
             question.shared, question.kept = [], {}
+
+    def _follow(self, rows: list[Row], first: int, known: list[torch.Tensor]) -> list[Row]:
+        """Check a stretch of the leader's answer in each row; returns the rows that would have written it all."""
+        stretches, hidden, skips = [], [], []
+        for row, kept in zip(rows, known, strict=True):
+            prompt, place = len(row.request.prompt), row.stored
+            until = min(max(place, prompt) + self.follow, len(kept))
+            stretches.append(row.question.led[place:until])
+            hidden.append(kept[place:until])
+            skips.append(max(prompt - 1 - place, 0))  # from the prompt's last token on, logits say what comes next
+        logits = self._forward(rows, stretches, skips, first, torch.cat(hidden))
+        picks = self._picks(logits, rows)
+        still, at = [], 0
+        for row, kept, stretch, skip in zip(rows, known, stretches, skips, strict=True):
+            led, until = row.question.led, row.stored + len(stretch)
+            lines = slice(at, at + len(stretch) - skip)
+            at = lines.stop
+            row.stored += skip + 1
+            self._take(row, logits[lines], led[row.stored : until], picks[lines])
+            if not row.ended and until < len(kept) and row.tokens == led[: until + 1]:
+                still.append(row)
+        self.statistics.follow_tokens += sum(map(len, stretches))
+        return still
 
     def _leave(self) -> list[Row]:
         """Take ended rows out; the last rows move into their slots."""
@@ -266,10 +292,13 @@ class Run:
             return frozenset()
         return frozenset(follower.first for follower in question.followers)
 
-    def _forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], *args: Any) -> torch.Tensor:
+    def _forward(
+        self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], skips: Sequence[int] | None = None, *args: Any
+    ) -> torch.Tensor:
         """Run new tokens of some rows, keep what their followers need, and return the logits."""
         batch = [
-            New(row.slot, row.stored, row.mask, new, self._kept_of(row)) for row, new in zip(rows, tokens, strict=True)
+            New(row.slot, row.stored, row.mask, new, skip, self._kept_of(row))
+            for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
         ]
         logits, kept = self.machine.forward(batch, *args)
         for row, found in zip(rows, kept, strict=True):

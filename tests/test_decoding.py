@@ -103,6 +103,8 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+        ("olmo3", {"sliding_window": 6}),
         ("mistral", {"sliding_window": 6}),
         ("gemma2", {"sliding_window": 5}),
         ("gemma3_text", {"sliding_window": 5}),
@@ -122,7 +124,7 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
         assert found[request.tag] == alone(model, request), request
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     family=st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neox", "gpt2"]),
     seed=st.integers(0, 10**6),
@@ -180,18 +182,115 @@ def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
     assert run == [1, 2, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        # its window is in the mask alone; wider than what a short check could see
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 14, "max_window_layers": 1},
+            "do not say how wide their window is",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "scaled by the longest row",
+        ),
+    ],
+)
+def test_what_a_short_check_cannot_see_is_refused(family: str, changes: dict[str, Any], reason: str) -> None:
+    model = model_of(family, **changes)
+    engine = Engine(model, Letters())
+    assert reason in str(engine.unsupported)
+    requests = some_requests(model, seed=5, longest=20)
+    found = answers(engine, requests)
+    assert all(found[request.tag] == alone(model, request) for request in requests)
+
+
+def test_a_model_that_does_not_know_logits_to_keep_falls_back() -> None:
+    model = tiny("llama")
+    inner = type(model).forward
+    model.forward = lambda *args, logits_to_keep=0, **kwargs: inner(model, *args, **kwargs)
+    assert "logits_to_keep" in str(Engine(model).unsupported)
+
+
+def test_two_runs_on_two_models_do_not_meet_and_on_one_model_are_refused() -> None:
+    one, other = model_of("llama"), model_of("llama", vocab_size=60)
+    requests = some_requests(one, seed=6)
+    reference = answers(Engine(one, Letters()), requests)
+    small = [Request(tuple(t % 57 + 3 for t in r.prompt), r.mask, r.settings, tag=r.tag) for r in requests]
+    expected = answers(Engine(other, Letters()), small)
+    first, second = Engine(one, Letters(), max_rows=3).decode(requests), Engine(other, Letters()).decode(small)
+    mixed: list[dict[Any, list[int]]] = [{}, {}]
+    for pair in itertools.zip_longest(first, second):
+        for found, item in zip(mixed, pair, strict=True):
+            if item:
+                found[item[0].tag] = item[1]
+    assert mixed == [reference, expected]
+    engine, again = Engine(one, Letters(), max_rows=2), Engine(one, Letters())
+    run = engine.decode(requests)
+    next(run)
+    with pytest.raises(InputError, match="decoding on this model already"):
+        next(again.decode(requests))
+    run.close()
+    assert answers(again, requests) == reference
+
+
+def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
+    model = model_of("qwen2")
+    layers = list(model.model.layers)
+
+    class Broken(Letters):
+        def decode(self, tokens: list[int]) -> str:
+            raise RuntimeError("broken")
+
+    requests = [Request((5, 6), None, Settings(9, stop=("x",)))]
+    with pytest.raises(RuntimeError, match="broken"):
+        list(Engine(model, Broken()).decode(requests))
+    assert list(model.model.layers) == layers and model.config._attn_implementation == "sdpa"
+
+
+def test_models_wrapped_by_peft() -> None:
+    import peft
+
+    model = tiny("llama")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "o_proj"], r=2))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    wrapped.eval()
+    requests = some_requests(model, seed=7, prompts=2)
+    engine = Engine(wrapped, Letters())
+    assert engine.unsupported is None
+    found = answers(engine, requests)
+    assert all(found[request.tag] == alone(wrapped, request) for request in requests)
+
+
+def test_the_fallback_takes_nothing_from_the_models_own_generation_config() -> None:
+    model = tiny("bloom")
+    requests = [
+        Request((5, 6, 7), None, Settings(6), tag=0),
+        Request((5, 9), HeadMask.parse("L0H1"), Settings(6), tag=1),
+    ]
+    expected = answers(Engine(model), requests)
+    model.generation_config.suppress_tokens = sorted({token for answer in expected.values() for token in answer})
+    assert answers(Engine(model), requests) == expected
+    assert model.generation_config.suppress_tokens
+
+
 def test_the_model_is_as_before_even_when_the_caller_stops_early() -> None:
     model = model_of("qwen2")
     layers, attention = list(model.model.layers), model.config._attn_implementation
     requests = some_requests(model, seed=4)
+    ids = torch.tensor([requests[0].prompt])
+    before = model(ids).logits
     run = Engine(model, Letters()).decode(requests)
     next(run)
     assert list(model.model.layers) != layers
     run.close()
     assert list(model.model.layers) == layers and model.config._attn_implementation == attention
     assert not any(module._forward_pre_hooks for module in model.modules())
-    ids = torch.tensor([requests[0].prompt])
-    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert torch.equal(model(ids).logits, before)
 
 
 def test_answers_come_as_they_are_ready() -> None:
@@ -259,17 +358,23 @@ def test_lookup_proposes_what_followed_the_longest_run() -> None:
     assert own.propose([1, 2], 1) == (2, [4])
 
 
-def test_deterministic_decides_near_ties_alone() -> None:
-    """With it, the answers do not depend on neighbours in float32 even where many logits are nearly equal."""
-    model = tiny("llama", dtype=torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1e-4)  # every decision is a near-tie
-    requests = [Request((5 + i, 6, 7), HeadMask.parse(f"L{i % 2}H1"), Settings(6), tag=i) for i in range(6)]
-    engine = Engine(model, max_rows=6, deterministic=True)
-    found = answers(engine, requests)
-    assert engine.statistics.alone >= 36
-    for request in requests:
-        assert found[request.tag] == answers(Engine(model, deterministic=True), [request])[request.tag]
+def test_deterministic_answers_do_not_depend_on_neighbours() -> None:
+    """In bfloat16, where a row's rounding changes with the shape of its batch: without it, some answers do."""
+    model = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=4)
+
+    def differing(deterministic: bool) -> int:
+        count = 0
+        for seed in range(12):
+            requests = [
+                Request(r.prompt, r.mask, Settings(30), tag=r.tag) for r in some_requests(model, seed, longest=20)
+            ]
+            together = answers(Engine(model, deterministic=deterministic), requests)
+            for request in requests:
+                single = answers(Engine(model, deterministic=deterministic), [request])
+                count += single[request.tag] != together[request.tag]
+        return count
+
+    assert differing(True) == 0 < differing(False)
 
 
 def test_memory_does_not_grow() -> None:
@@ -303,6 +408,7 @@ def test_memory_does_not_grow() -> None:
         (lambda model: Engine(model, max_rows=0), "max_rows must be at least 1, not 0"),
         (lambda model: Engine(model, follow=-1), "follow must be at least 0"),
         (lambda model: Request(()), "a prompt of at least one token"),
+        (lambda model: Request((1,), seed=-1), "seed must not be negative"),
         (lambda model: Settings(0), "max_new_tokens must be at least 1"),
         (lambda model: Settings(do_sample=True, temperature=0), "temperature must be above 0"),
         (lambda model: Settings(top_p=0), "top_p must be above 0"),

@@ -357,6 +357,11 @@ def test_sampled_repeats_on_the_engine_resume_with_the_same_texts(tiny_folder: P
     [
         ({"engine": "fast"}, {}, "engine='fast' is not known; use generate or batched"),
         ({"engine": "batched"}, {"num_beams": 3}, "does not know the generation setting num_beams=3"),
+        ({"engine": "batched"}, {"penalty_alpha": 0.5}, "does not know.* penalty_alpha"),
+        ({"engine": "batched"}, {"suppress_tokens": [4]}, "does not know the generation setting suppress_tokens"),
+        ({"engine": "batched"}, {"max_length": 20}, "does not take max_length"),
+        ({"deterministic": True}, {}, "add engine=batched"),
+        ({"engine": "batched", "engine_rows": 0}, {}, "engine_rows must be a whole number above 0"),
         ({"engine": "batched"}, {"colour": 3}, "does not know: colour"),
         ({"engine": "batched"}, {"max_gen_toks": 600}, "leaves no room for a prompt in max_length=512"),
         ({"engine": "batched"}, {"do_sample": True, "temperature": 0.0}, "needs a temperature above 0"),

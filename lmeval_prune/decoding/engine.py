@@ -14,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from lmeval_prune.architectures import AttentionMap, find_attention
+from lmeval_prune.decoding.layers import refuse_in_use
 from lmeval_prune.decoding.machine import New, machine
 from lmeval_prune.decoding.plain import decode_plainly
 from lmeval_prune.decoding.requests import Request
@@ -40,6 +41,7 @@ class Engine:
         tokenizer: needed for stop texts.
         attention: the model's `find_attention`, where it is at hand.
         max_rows: answers decoded at once. Default: as many as memory holds, at most 192 (512 on a GPU).
+        context: tokens that prompt and answer may have. Default: the model's `max_position_embeddings`.
         memory: bytes for keys, values and kept hidden states. Default: half of what is free.
         share: whether requests with one prompt share what is equal among them.
         follow: tokens of the leader's answer that a follower checks at a time; 0 shares the prompt only.
@@ -47,8 +49,10 @@ class Engine:
         drafts: at most so many tokens are proposed to a row by lookup; 0 for none.
         budget: tokens of a decoding step up to which drafts are proposed. Default: measured, as the number of
             tokens that take twice as long as one.
-        deterministic: decide near-ties (two largest logits closer than 1e-3), and every draw of a sample, by
-            running that answer alone, so that a result does not depend on what is decoded beside it.
+        deterministic: decide near-ties (two largest logits closer than 1e-3, or than 32 roundings of them in
+            half precision), and every token that is not simply the most probable one (samples, a repetition
+            penalty), by running that answer alone, so that a result does not depend on what is decoded beside
+            it. Each such token costs a pass over the whole answer.
         progress: show a progress bar.
 
     Attributes:
@@ -65,6 +69,7 @@ class Engine:
         *,
         attention: AttentionMap | None = None,
         max_rows: int | None = None,
+        context: int | None = None,
         memory: int | None = None,
         share: bool = True,
         follow: int = 16,
@@ -74,15 +79,17 @@ class Engine:
         deterministic: bool = False,
         progress: bool = False,
     ) -> None:
-        least = {"max_rows": 1, "memory": 1, "follow": 0, "drafts": 0, "budget": 0}
-        given = {"max_rows": max_rows, "memory": memory, "follow": follow, "drafts": drafts, "budget": budget}
-        for name, value in given.items():
+        least = {"max_rows": 1, "context": 2, "memory": 1, "follow": 0, "drafts": 0, "budget": 0}
+        for name, value in zip(least, (max_rows, context, memory, follow, drafts, budget), strict=True):
             if value is not None and value < least[name]:
                 raise InputError(f"{name} must be at least {least[name]}, not {value}")
+        refuse_in_use(model)
         self.model = model
         self.attention = attention or find_attention(model)
         self.stops = Stops(tokenizer)
         self.statistics = Statistics()
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context = context or int(positions or 1 << 30)
         self.max_rows, self.memory = max_rows, memory
         self.share, self.follow, self.refill = share, follow if share else 0, refill
         self.drafts, self.budget = drafts, budget
@@ -112,12 +119,6 @@ class Engine:
             mask.heads(self.attention)
         if not requests:
             return
-        if self.unsupported:
-            logger.warning(
-                "%s models are decoded by plain generate, each row with its mask: %s",
-                self.attention.model_type,
-                self.unsupported,
-            )
         found = decode_plainly(self, requests) if self.unsupported else self._decode(requests)
         with tqdm(total=len(requests), unit="answer", disable=not self.progress, desc="decoding") as bar:
             try:
@@ -156,19 +157,20 @@ class Engine:
         """Where the model is."""
         return next(self.model.parameters()).device
 
-    @property
-    def context(self) -> int:
-        """Tokens that the model's positions allow."""
-        config = self.model.config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
-
     @cached_property
     def unsupported(self) -> str | None:
         """Why this model falls back to `generate`; None if the engine runs it."""
+        refuse_in_use(self.model)
         try:
             self._check_model()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever a model that works otherwise raises in our hands
-            return first_line(error)
+            reason = first_line(error).removeprefix("UnsupportedError: ")
+            logger.warning(
+                "%s is decoded by plain generate, each row with its mask: %s", self.attention.model_type, reason
+            )
+            return reason
         return None
 
     def _check_model(self) -> None:
@@ -183,18 +185,32 @@ class Engine:
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others:
             raise UnsupportedError(f"it has layers of type {', '.join(sorted(others))}")
+        ropes = getattr(config, "rope_parameters", None) or {}
+        for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
+            if rope.get("rope_type") in ("dynamic", "longrope"):  # turns every row by the longest one's length
+                raise UnsupportedError(f"its positions are scaled by the longest row ({rope['rope_type']})")
         tokens = [7 * i % config.vocab_size for i in range(12)]
+        middle = frozenset({len(self.attention) // 2})
         with torch.inference_mode():
             expected = self.model(torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
             with machine(self.model, self.attention, Slots(2, 12)) as made:
                 made.number([None])
-                parts = []
-                for start, stop in ((0, 8), (8, 11), (11, 12)):
-                    logits, _ = made.forward([New(slot, start, 0, tokens[start:stop]) for slot in (0, 1)])
-                    parts.append(logits.unflatten(0, (2, -1)))
-        difference = (torch.cat(parts, 1).float() - expected).abs().max()
-        if not difference <= 0.02 * expected.abs().max():  # not-a-number is a difference too
-            raise UnsupportedError(f"its logits would differ by {float(difference):.2g}")
+
+                def both(start: int, stop: int, skip: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
+                    batch = [New(slot, start, 0, tokens[start:stop], skip, **kwargs) for slot in (0, 1)]
+                    logits, kept = made.forward(batch, *args)
+                    hidden.append(kept)
+                    return logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]
+
+                hidden: list[Any] = []
+                differences = [both(0, 8, keep=middle), both(8, 11, 2), both(11, 12)]
+                (layer,) = middle
+                again = torch.cat([kept[layer] for kept in hidden[0]])
+                differences.append(both(0, 8, 5, layer, again))
+        difference = max(float(part.abs().max()) for part in differences)
+        share = 0.05 if next(self.model.parameters()).element_size() < 4 else 1e-3
+        if not difference <= share * float(expected.abs().max()):  # not-a-number is a difference too
+            raise UnsupportedError(f"its logits would differ by {difference:.2g}")
 
     def _fitting(self, length: int) -> int:
         """How many answers of `length` tokens memory holds, with what is kept of leaders for followers.

@@ -66,6 +66,16 @@ class _Gate(nn.Module):
         return out
 
 
+def refuse_in_use(model: nn.Module) -> None:
+    """Refuse a model that has gates in it.
+
+    Raises:
+        InputError: saying what to do.
+    """
+    if any(isinstance(module, _Gate) for module in model.modules()):
+        raise InputError("the engine is decoding on this model already; finish or close that run first")
+
+
 class Gates:
     """Control over a model's decoder layers while `installed`.
 

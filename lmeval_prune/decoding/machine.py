@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
+from transformers import AttentionInterface
 
 from lmeval_prune.architectures import AttentionMap
-from lmeval_prune.decoding.layers import Gates
-from lmeval_prune.decoding.slots import Layout, Slots, Span
+from lmeval_prune.decoding.layers import Gates, refuse_in_use
+from lmeval_prune.decoding.slots import Layout, Slots, Span, UnsupportedError
 from lmeval_prune.interventions.row_masks import RowMasks
 
 ATTENTION = "lmeval_prune_slots"  # our name among transformers' attention functions
@@ -123,6 +126,8 @@ class Machine:
                 use_cache=False,
                 logits_to_keep=slice(None) if everything else torch.tensor(wanted, device=self._device),
             )
+        if len(out.logits[0]) != len(wanted):
+            raise UnsupportedError("it does not know logits_to_keep")
         return out.logits[0]
 
 
@@ -131,15 +136,16 @@ def machine(model: Any, attention: AttentionMap, slots: Slots) -> Iterator[Machi
     """Put attention, gates and masks into the model; take them out at the end.
 
     Raises:
-        InputError: the model's layers do not stand in one list.
+        InputError: the model's layers do not stand in one list, or the model is in another machine.
     """
-    from transformers import AttentionInterface
-
+    refuse_in_use(model)
     gates, rows = Gates(model, attention), RowMasks()
-    AttentionInterface.register(ATTENTION, slots.attend)
+    AttentionInterface.register(ATTENTION, _attend)
     before = model.config._attn_implementation
     with ExitStack() as stack:
-        stack.callback(AttentionInterface.register, ATTENTION, _not_installed)
+        for layer in attention:
+            _SLOTS[layer.attention] = slots
+            stack.callback(_SLOTS.pop, layer.attention)
         stack.enter_context(rows.applied_to(model, attention))
         stack.enter_context(gates.installed())
         stack.callback(setattr, model.config, "_attn_implementation", before)
@@ -147,5 +153,11 @@ def machine(model: Any, attention: AttentionMap, slots: Slots) -> Iterator[Machi
         yield Machine(model, attention, slots, gates, rows)
 
 
-def _not_installed(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("the decoding engine's attention was called outside a run of the engine")
+_SLOTS: WeakKeyDictionary[nn.Module, Slots] = WeakKeyDictionary()  # of the attention modules of models in machines
+
+
+def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What transformers calls; one for all machines."""
+    if module not in _SLOTS:
+        raise UnsupportedError("its attention is computed by modules that are not known")
+    return _SLOTS[module].attend(module, *args, **kwargs)

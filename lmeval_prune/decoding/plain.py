@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from lmeval_prune.decoding.requests import Request, Settings
 from lmeval_prune.interventions.row_masks import RowMasks
@@ -33,7 +34,7 @@ class _Ended(StoppingCriteria):
 
 
 def generation(settings: Settings) -> dict[str, Any]:
-    """`generate`'s arguments for some settings; nothing is left to the model's own generation config."""
+    """`generate`'s arguments for some settings."""
     arguments: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
         "eos_token_id": list(settings.eos) or None,
@@ -56,16 +57,27 @@ def decode_plainly(engine: Engine, requests: Sequence[Request]) -> Generator[tup
     for place, request in enumerate(requests):
         alone = place if request.settings.do_sample else -1
         batches.setdefault((request.settings, len(request.prompt), alone), []).append(request)
-    masks = RowMasks()
-    with masks.applied_to(engine.model, engine.attention):
+    masks, size = RowMasks(), 1 if engine.deterministic else min(BATCH, engine.max_rows or BATCH)
+    with masks.applied_to(engine.model, engine.attention), _plain_generation(engine.model):
         for (settings, *_), group in batches.items():
-            for begin in range(0, len(group), BATCH):
-                batch = group[begin : begin + BATCH]
+            for begin in range(0, len(group), size):
+                batch = group[begin : begin + size]
                 with torch.inference_mode(), masks.using([request.mask for request in batch]):
                     answers = _generate(engine, batch, settings)
                 engine.statistics.answers += len(batch)
                 engine.statistics.answer_tokens += sum(map(len, answers))
                 yield from zip(batch, answers, strict=True)
+
+
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    """No setting comes from the model's own generation config."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def _generate(engine: Engine, batch: Sequence[Request], settings: Settings) -> list[list[int]]:

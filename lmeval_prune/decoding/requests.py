@@ -60,11 +60,12 @@ class Settings:
             InputError: the config asks for something that these settings cannot say (beams, a minimal
                 length, forbidden words, …).
         """
-        usual = {**GenerationConfig._get_default_generation_params(), "min_p": 0.0, "max_new_tokens": 256}
-        for name, harmless in _NOT_SUPPORTED.items():
-            value = getattr(config, name, None)
-            if value is not None and value not in harmless:
+        plain = GenerationConfig()
+        for name, value in config.to_dict().items():
+            harmless = (None, getattr(plain, name, None), *_NO_EFFECT.get(name, ()))
+            if name not in _KNOWN and name[0] != "_" and not any(value == other for other in harmless):
                 raise InputError(f"engine=batched does not know the generation setting {name}={value}; leave it out")
+        usual = {**GenerationConfig._get_default_generation_params(), "min_p": 0.0, "max_new_tokens": 256}
         known = {}
         for name in ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             value = getattr(config, name, None)
@@ -74,30 +75,23 @@ class Settings:
         return cls(**{**known, **changes})
 
 
-# Settings of `generate` that change the tokens and that we do not have, with the values that do nothing.
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_return_sequences": (1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "top_h": (),
-    "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": (),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "sequence_bias": (),
-    "guidance_scale": (1, 1.0),
-    "watermarking_config": (),
-    "stop_strings": (),
-    "max_time": (),
+# Fields of a GenerationConfig that we have, or that do not change the tokens of one answer.
+_KNOWN = {
+    *("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id"),
+    *("max_length", "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version", "use_cache"),
+    *("cache_implementation", "cache_config", "max_cache_len", "return_dict_in_generate", "output_scores"),
+    *("output_logits", "output_attentions", "output_hidden_states", "early_stopping", "length_penalty"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "is_assistant"),
+    *("assistant_lookbehind", "target_lookbehind", "compile_config", "disable_compile", "prefill_chunk_size"),
+}
+# Of the others, values that do nothing although they are not the default.
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale", "typical_p"), (1,)),
+    **dict.fromkeys(("encoder_repetition_penalty", "num_beam_groups"), (1,)),
+    **dict.fromkeys(("min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([],)),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "token_healing", "low_memory"), (False,)),
 }
 
 
@@ -109,7 +103,7 @@ class Request:
         prompt: token ids, at least one.
         mask: heads to prune; None runs the model as it is.
         settings: how to choose tokens.
-        seed: of sampling. The same seed gives the same answer, whatever else is decoded beside it.
+        seed: of sampling, not negative. A draw depends on the seed, its place in the answer and the logits.
         tag: the caller's own; not looked at.
     """
 
@@ -122,3 +116,5 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InputError("a request needs a prompt of at least one token")
+        if self.seed < 0:
+            raise InputError(f"seed must not be negative: {self.seed}")

@@ -25,7 +25,6 @@ from lmeval_prune.decoding.sampling import choose, is_plain
 from lmeval_prune.decoding.stops import Stops
 
 PASS = 2048  # tokens of prompts in one forward pass, so that starting rows never holds up the others for long
-NEAR_TIE = 1e-3  # logits closer than this are decided alone when `deterministic`
 
 
 @dataclass
@@ -164,9 +163,9 @@ class Run:
             elif not self._start_leaders():
                 return
 
-    def _room(self, tokens: int) -> bool:
-        """Whether one more row can start in a pass that has so many tokens already."""
-        return len(self.active) < self.machine.slots.count and tokens < PASS
+    def _room(self, tokens: int, logits: int = 0) -> bool:
+        """Whether one more row can start in a pass that has so many tokens, and computes so many logits, already."""
+        return len(self.active) < self.machine.slots.count and tokens < PASS and logits < PASS // 4
 
     def _enter(self, row: Row) -> Row:
         row.slot = len(self.active)
@@ -209,12 +208,13 @@ class Run:
         first = self.ready[0].followers[0].first
         rows: list[Row] = []
         known: dict[int, torch.Tensor] = {}  # what entered layer `first` at all tokens of `led` but the last
-        tokens = 0
+        tokens = logits = 0
         for question in self.ready:
-            while question.followers and question.followers[0].first == first and self._room(tokens):
+            while question.followers and question.followers[0].first == first and self._room(tokens, logits):
                 rows.append(self._enter(question.followers.popleft()))
                 known.setdefault(id(question), torch.cat(question.kept[first]))
                 tokens += len(rows[-1].request.prompt) + self.follow
+                logits += 1 + self.follow
         following = rows
         while following:
             following = self._follow(following, first, [known[id(row.question)] for row in following])
@@ -383,7 +383,7 @@ class Run:
         plain = is_plain(row.request.settings)
         if self.deterministic:
             best, second = logits.float().topk(2).values.tolist()
-            if not plain or best - second < NEAR_TIE:
+            if not plain or best - second < max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)):
                 self.statistics.alone += 1
                 logits = self.machine.alone(row.tokens, row.mask)
                 pick = int(logits.float().argmax())

@@ -129,6 +129,9 @@ class Slots:
         for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
             if others.get(name) is not None:
                 raise UnsupportedError(name)
+        kinds = getattr(getattr(module, "config", None), "layer_types", None)
+        if kinds and kinds[module.layer_idx] == "sliding_attention" and sliding_window is None:
+            raise UnsupportedError("its attention modules do not say how wide their window is")
         if others.get("dropout") or query.shape[0] != 1 or attention_mask is not None:
             raise UnsupportedError("dropout, a padded batch or a ready-made mask")
         rule = _Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)

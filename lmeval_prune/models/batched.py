@@ -51,6 +51,8 @@ def generate_until(
             raise InputError(
                 f"max_gen_toks={settings.max_new_tokens} leaves no room for a prompt in max_length={lm.max_length}"
             )
+        if not context:
+            raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
         ids, seen = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
         own = digest([seed, request.task_name, request.doc_id, request.idx, repeats[place]])
         asked.append(
@@ -76,6 +78,8 @@ def _settings(lm: HFLM, given: dict[str, Any]) -> tuple[Settings, list[str]]:
     end = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
     until = handle_stop_sequences(options.pop("until", None), eos=end)
     length = options.pop("max_gen_toks")
+    if "max_length" in options:
+        raise InputError("engine=batched does not take max_length as a generation setting; use max_gen_toks")
     if options.get("temperature") == 0.0:
         if options.get("do_sample"):
             raise InputError("do_sample=true needs a temperature above 0")

@@ -95,6 +95,11 @@ class PrunedHFLM(HFLM):
             raise InputError(f"engine={engine!r} is not known; use generate or batched")
         if engine == "batched" and (kwargs.get("mixed_precision_dtype") or kwargs.get("tp_plan")):
             raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
+        deterministic = _flag("deterministic", deterministic)
+        if engine == "generate" and (deterministic or engine_rows is not None):
+            raise InputError("engine_rows and deterministic are the engine's; add engine=batched")
+        if engine_rows is not None and (not isinstance(engine_rows, int) or engine_rows < 1):
+            raise InputError(f"engine_rows must be a whole number above 0, not {engine_rows!r}")
         self._arguments = kwargs
         self._seed = torch.initial_seed()
         super().__init__(pretrained, **kwargs)
@@ -108,7 +113,7 @@ class PrunedHFLM(HFLM):
             self.attention = self._applied.enter_context(self.mask.applied_to(self.model, attention))
         self.engine: Engine | None = None
         if engine == "batched":
-            self.engine = self._make_engine(engine_rows, _flag("deterministic", deterministic))
+            self.engine = self._make_engine(engine_rows, deterministic)
         self._store = ResponseStore(responses, self.rank) if responses else None
         _ = self._store and self.identity  # refuses what cannot be told apart, before anything is computed
 
@@ -147,7 +152,14 @@ class PrunedHFLM(HFLM):
         if self.backend != "causal":
             raise InputError("engine=batched decodes causal models only; leave engine out for an encoder-decoder")
         attention = self.attention or find_attention(self.model, **self._describe)
-        return Engine(self.model, self.tokenizer, attention=attention, max_rows=rows, deterministic=deterministic)
+        return Engine(
+            self.model,
+            self.tokenizer,
+            attention=attention,
+            max_rows=rows,
+            context=self.max_length,
+            deterministic=deterministic,
+        )
 
     def _shard_over_cpu_ranks(self) -> None:
         """Several processes on CPU: `hf` leaves each at rank 0, so that every one would run everything."""

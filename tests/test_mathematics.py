@@ -88,7 +88,60 @@ def test_gold_answers_and_solutions_of_all_rows_score_one(name: str, shared_data
         responses += [row["solution"]] if name == "math500" else []
         exceptions |= {text for text in responses if score(row, [text])["exact_match"] != 1}
     print(f"{name}: {len(exceptions)} exceptions: {exceptions}")
-    assert exceptions == ({LAST_NUMBER % gold for gold in ("-", "Yes", "No")} if name == "asdiv" else set())
+    # as the last words, neither a lone word nor several numbers count: they may be said of anything
+    assert all(text.startswith(LAST_NUMBER[:-2]) and not readings(text[len(LAST_NUMBER) - 2 :]) for text in exceptions)
+    assert not exceptions or name == "asdiv"
+
+
+NUMBER_FORMS = [
+    "#### Solution\nWe add 9 and 9.\n\nThe answer is %s.", "#### Step 2: Find the money\n9*2 = 18\n\nThe answer is %s.", "#### **%s**",
+    "#### Answer: %s", "#### %s (per day)", "#### Final Answer\n\nThe answer is %s.", "#### %s\n\nThat is all, in 2 lines.",
+    "The answer is therefore %s.", "The answer is equal to %s", "Answer: The total cost is $%s.",
+    "The answer is that she sold %s clips altogether.", "The final answer is: She makes $%s per day.",
+    r"The answer is \textbf{%s}.", r"The answer is $\mathbf{%s}$", r"\boxed{\text{%s dollars}}", r"\boxed{\textbf{%s}}",
+    r"\boxed{%s\,\text{cm}^2}", r"\boxed{%s \text{ m}^3}", r"\boxed{%s^\circ}", r"\boxed{10+8=%s}", r"\boxed{\text{Total} = %s}",
+    r"\boxed{= %s}", r"\boxed{\approx %s}", "\\boxed{%s（个）}", r"\boxed{%s (eggs)}", "\\boxed{答：%s元}", "\\boxed{%s€}",
+    r"\boxed{9 \times 2 = %s}", "**Final Answer:**\n%s\n\nExplanation: 20 - 2 leaves her enough for 5 days.",
+    "It covers %s cm^2.", "面积是%s cm^2", "The volume is %s m3.", "The final answer is:\n\\[\n%s\n\\]", "**Final Answer**\n\n$%s$",
+    "答：一共%s元。",
+]  # fmt: skip
+DISPLAYS = [
+    "#### Solution\nWe see.\n\nThe answer is $%s$.", "#### Final Answer\n\nThe answer is $%s$.", "#### **$%s$**", "#### Answer: %s",
+    "The final answer is:\n\\[\n%s\n\\]", "The final answer is:\n$$\n%s\n$$", "The final answer is:\n\\[%s\\]\nThat is all.",
+    "**Final Answer**\n\n$%s$\n\nThis is 3.", "**Final Answer:**\n\n\\[ %s \\]", "Answer: %s", "The answer is therefore $%s$.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "forms"), [("gsm8k", NUMBER_FORMS), ("math500", DISPLAYS)])
+def test_gold_answers_of_all_rows_in_the_forms_that_models_use(name: str, forms: list[str], shared_data: Path) -> None:
+    score = results.number if name == "gsm8k" else results.mathematics
+    texts = [
+        (form, row, form.replace("%s", row["target"])) for row in data.load(name, "test", shared_data) for form in forms
+    ]
+    missed = [(form, row["target"]) for form, row, text in texts if score(row, [text])["exact_match"] != 1]
+    print(f"{name}: {len(missed)} exceptions in {len(texts)} texts: {missed[:20]}")
+    assert not missed
+
+
+@pytest.mark.parametrize("prefix", ["", "Answer: ", "**Answer:** ", "Answer:\n", "#### Solution\n"])
+def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, shared_data: Path) -> None:
+    rows = list(data.load("gsm8k", "test", shared_data))
+    texts = [prefix + row["answer"].partition("####")[0] for row in rows]
+    right = sum(results.number(row, [text])["exact_match"] for row, text in zip(rows, texts, strict=True))
+    print(f"{prefix!r}: {right / len(rows):.4f}")
+    assert right == 1282  # the others do not end with their answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        (r"5\text{ and a half}", "5"), (r"\text{negative } 5", "5"), (r"\text{between 3 and } 5", "5"), (r"5 \text{ factorial}", "5"),
+        (r"4 \text{ feet } 3 \text{ inches}", "4"), (r"5 \mod 7", "5"), (r"5 \pmod 7", "5"), (r"12 pi", "12"), ("5 less", "5"),
+    ],
+)  # fmt: skip
+def test_words_that_change_a_number(answer: str, gold: str) -> None:
+    assert results.equal_mathematics(answer, gold) == "different"
+    assert results.number({"target": gold}, [rf"\boxed{{{answer}}}"])["exact_match"] == 0
 
 
 def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -> None:
@@ -134,6 +187,17 @@ def test_a_worker_that_dies_is_replaced() -> None:
         process = verifier._all[0].process
         os.kill(process.pid, signal.SIGSTOP)
         threading.Timer(0.5, process.kill).start()
+        assert verifier.verify("2x", "x+x") == "crash"
+        assert verifier.verify("2x", "x+x") == "equal"
+    finally:
+        verifier.close()
+
+
+def test_a_worker_that_dies_in_the_middle_of_its_answer() -> None:
+    verifier = Verifier(workers=1, seconds=20.0)
+    try:
+        assert verifier.verify("2x", "x+x") == "equal"
+        verifier._all[0].lines.put("tr")
         assert verifier.verify("2x", "x+x") == "crash"
         assert verifier.verify("2x", "x+x") == "equal"
     finally:
@@ -319,6 +383,7 @@ def test_a_thousand_hostile_texts_are_scored_within_a_minute(monkeypatch: pytest
         ("0.1+0.2", Fraction(3, 10)), (r"\frac{12+8}{4}", 5), (r"\dfrac{20}{4}", 5), (r"\frac{\frac{1+2}{3}}{4+1}", Fraction(1, 5)),
         ("5 x 3", 15), ("5x3", 15), ("2(3+4)", 14), ("(2)(3)", 6), ("(3+4)2", 14), (r"\$5 \times 3", 15), ("n0 x n1", 150),
         (r"5 \times 3 \text{ apples}", 15), ("5 * 3 apples", 15), (r"\left(12-2\right) \div 5", 2), ("9 = 4 + 5", 9), ("x = 20-7 = 13", 13),
+        ("算式为：5*3（元）", 15), ("列式为5*3=15元", 15), ("The equation is 5*3", 15), (r"2\pi", Fraction(157, 25)), ("2*π", Fraction(157, 25)),
         ("3 1/2 + 1", Fraction(9, 2)), (r"3\frac{1}{2} \times 2", 7), ("2(6/3)", 4), (r"\(5+3\)", 8), ("5 + 3 = 8 apples", 8),
         (r"\frac{" * 60, None), (r"\frac{1}{" * 20 + "1" + "}" * 20, 1), ("5@3", None), ("2(" * 190, None),
         ("9**9**9", None), ("1/0", None), ("(" * 10**6, None), ("1+", None), ("a+b", None), ("f(3)", None), ("2**0.5", None),

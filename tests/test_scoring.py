@@ -23,7 +23,8 @@ EQUAL = [
     ("2E-3", "0.002"), ("5 million", "5000000"), ("5 million dollars", "5"), ("1.5 million", "1500000"), ("2 thousand", "2000"),
     ("3万", "30000"), ("1.2亿元", "120000000"), ("2.50", "2.5"), ("66.67", "200/3"), ("0.6667", "2/3"), ("x=-3", "-3"),
     (r"\text{about } 7", "7"), ("7 m/s", "7"), ("12 sq ft", "12"), ("15°", "15"), ("答案12", "12"), ("30分钟", "30"), ("1000000", "1e6"),
-    ("17.9999999", "18"),
+    ("17.9999999", "18"), (r"5 \text{ million}", "5000000"), (r"3\text{万}", "30000"), ("2又1/2", "2.5"), (r"5 \times 10^{3}", "5000"),
+    ("5 × 10^3", "5000"), ("80 percent", "0.8"), ("Total = 18", "18"), (r"18\,\text{cm}^2", "18"), ("18 (eggs)", "18"), ("18 m3", "18"),
 ]  # fmt: skip
 NOT_EQUAL = [
     ("9.05", "9"), ("10001", "10000"), ("0.1", "0"), ("7", "-7"), ("12 or 13", "13"), ("3^2", "9"), ("0.33", "1/3"),
@@ -33,6 +34,7 @@ NOT_EQUAL = [
     ("80%", "8"), ("0.8%", "0.81"), ("5 million", "50000"), ("5 thousand", "5000000"), ("5千米", "5000"), ("1 2", "12"), ("12 34", "1234"),
     ("5:45", "5"), ("3; 4", "3"), ("3, 4", "34"), ("5 hours and 30 minutes", "5"), ("20 - 2", "20"), ("6 x 3", "6"), ("2*3", "2"),
     ("5!", "5"), (r"\sqrt{2}", "2"), ("|7|x", "7"), ("0.3334", "0.33"), ("1/3", "0.33"), ("2.5", "2"), ("1,000", "1"), ("log 2", "2"),
+    ("12 pi", "12"), ("5 mod 7", "5"), ("5 minus", "5"), ("2^10", "10"), ("18 (7)", "18"), ("2 squared", "2"), ("A and B = 5; 6", "5"),
 ]  # fmt: skip
 MALFORMED = [
     ("", "0"), ("twelve", "12"), ("1/0", "0"), ("1,20", "120"), ("1e999", "1"), ("nan", "nan"), ("inf", "inf"), ("1.2.3", "1.2"),
@@ -85,6 +87,13 @@ def test_not_equal(answer: str, gold: str) -> None:
         ("the answer is .35625.", ".35625", "phrase"),
         ("The answer is 1.5 million.", "1.5 million", "phrase"),
         ("答案是：12元，因为5+7", "12元", "phrase"),
+        ("#### Solution\n9*2 = 18\nShe makes 18 in 1 day.\nThe answer is 18.", "18", "phrase"),
+        ("Answer: She sells 9 eggs.\nFor $2 each, that is 18", "18", "number"),
+        ("Answer: x = 6\nHer sister is 6 + 7 = 13", "13", "number"),
+        ("It takes 5 × 10^3", "5e3", "number"),
+        (r"The answer is $x$. It is 18.", "18", "number"),
+        ("The answer is sin 30.", "sin 30", "phrase"),
+        ("The answer is 3, 4.", "3, 4", "phrase"),
         # not one number alone: the whole phrase, which equals none
         (r"The answer is $\sqrt{2}$.", r"$\sqrt{2}$", "phrase"),
         (r"So the answer is $3\sqrt{5}$.", r"$3\sqrt{5}$", "phrase"),
@@ -154,6 +163,15 @@ def test_any_text_is_survived(text: str) -> None:
         "Answer: " + "$x" * 100_000,
         ("Answer: " + "$$" * 150 + "\n") * 2000,
         "####" + " " * 100_000,
+        "#### Answer:" * 50_000,
+        "答：" * 100_000,
+        "Final Answer\n" * 50_000,
+        "Answer:\n\\[" * 50_000,
+        r"\text{" * 50_000,
+        "a ^" * 100_000,
+        "5" + " =" * 100_000,
+        r"\boxed{" + "(a" * 500 + "}",
+        r"\boxed{5" + " a-" * 200 + "}",
     ],
 )
 def test_hostile_texts_end_quickly(hostile: str) -> None:

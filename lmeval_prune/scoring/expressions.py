@@ -33,13 +33,19 @@ def _mixed(found: re.Match[str]) -> str:
 # Read in this order. `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
 _LATEX = [
     (re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[()]|\$"), " "),
+    (re.compile(r"\([\u4e00-\u9fff/]{1,9}\)"), " "),  # units
+    (re.compile(r"^[\sA-Za-z\u4e00-\u9fff]*(?::|[为是]|\bis\b)"), ""),  # the answer is
+    (re.compile(r"\\pi(?![A-Za-z])|π|\bpi\b"), "(3.14)"),
     (re.compile(r"\\times|\\cdot|\\ast"), "*"),
     (re.compile(r"\\div"), "/"),
 ]
 _FRAC = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?<=[\d)%])\s+[A-Za-z]{2,}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$"), ""),  # unit words at the end
+    (
+        re.compile(r"(?<=[\d)%])\s+[A-Za-z]{2,}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$|(?<=[\d)%])\s*[\u4e00-\u9fff]+$"),
+        "",
+    ),  # unit words at the end
     (re.compile(r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])"), _mixed),
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*%"), r"(\1@100)"),
     (re.compile(r"(?<=[\d)])\s*[xX](?=\s+[\w(]|\d|\()|(?<=[\d)])\s*[xX]\s*(?=\d|\()"), "*"),

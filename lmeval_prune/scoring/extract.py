@@ -5,37 +5,49 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from lmeval_prune.scoring.numbers import NUMBER, SCALES, normalise, readings
+from lmeval_prune.scoring.numbers import NO_UNIT, NUMBER, SCALES, plain, readings
 
 MARKED = frozenset({"boxed", "hashes", "phrase"})
 MAX_PHRASE = 300  # characters after 'the answer is' that are looked at
 MAX_PHRASES = 20  # from the end, how many such phrases are tried
+MAX_WORDS = 4  # of an answer in words that more lines follow
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BRACE = re.compile(r"[{}]")
-_HASHES = re.compile(r"####[ \t]*([^\n]+)")
-# Only where a phrase begins; the rest is cut and read in plain steps, so no pattern can backtrack over it.
+# Only where an answer is announced; the rest is cut and read in plain steps, so no pattern can backtrack over it.
+# `is` begins a sentence; the others stand before an answer or, as often, before a whole solution.
+_HASHES = re.compile(r"####")
 _PREFIX = re.compile(
-    r"\banswers?[*_]{0,2}[ \t]{0,4}(?:[:：=]|(?:is|are)\b)|答案[*_]{0,2}[ \t]{0,4}[是为:：]", re.IGNORECASE
+    r"\banswers?[*_]{0,2}[ \t]{0,4}(?:[:：=]|(?P<is>is|are)\b)|答案[*_]{0,2}[ \t]{0,4}(?:[:：]|(?P<shi>[是为]))|答[:：]"
+    r"|\bfinal answer[*_]{0,2}[ \t]{0,4}(?=\r?\n)",
+    re.IGNORECASE,
 )
+_LABEL = re.compile(r"(?:(?:the )?(?:final )?answer|答案?)[*_ \t]{0,4}(?:[:：=是为]|is\b)[*_ \t]{0,4}", re.IGNORECASE)
+_AROUND = " \t\r\n*_:：#"
+_DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\[^\]])+)\\\]")
 _SENTENCE_END = re.compile(r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)\.(?=\s+[^a-z\s]|\s*$)|。")
 _REASON = re.compile(r"[,;，；]?\s*(?:\b(?:because|since|which|where|i\.e\.)|因为|所以)")
 _REMARK = re.compile(r"(?:in)?correct\b|right\b|wrong\b|below\b|as follows\b", re.IGNORECASE)
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\])+?)(?<=\S)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _JOINT = re.compile(r"\s*(?:,|and|or|, and|, or)\s*")
-_WRAPPER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}")
 _QUANTITY = re.compile(
     rf"(?:\d+(?:\s+\d+\s?/\s?\d+|\s?\(\d+\s?/\s?\d+\))|{NUMBER.pattern})(?:\s?(?:{'|'.join(SCALES)})(?![A-Za-z]))?",
     re.IGNORECASE,
 )
 # What makes a number part of something else: LaTeX, a power, a product or difference, a variable (`2x`), a time
-# (`5:45`), an alternative (`12 or 13`), a quantity in two units (`5 hours and 30 minutes`, `5小时30分`).
-_PART_BEFORE = re.compile(r"[\w\\^_{(.]\s?$|[-+*/×÷√]\s*$")
-_PART_AFTER = re.compile(
-    r"\s*[\\^_{}*/×÷+√]|\s*-\s*[\d(\\]|\s*[xX]\s*\d|[A-Za-z](?![A-Za-z])|[:.]\d|\s+or\s+\d"
-    r"|\s*[A-Za-z]+,?\s+(?:and\s+)?\d[\d.]*\s+[A-Za-z]+\s*(?:[,.;]|$)|[\u4e00-\u9fff]{1,3}\d"
+# (`5:45`), an alternative (`12 or 13`), a list, a quantity in two units (`5 hours and 30 minutes`, `5小时30分`).
+_PART_BEFORE = re.compile(
+    r"[A-Za-z_^{(.]$|\\[A-Za-z]*\s*$|[-+*/×÷√]\s*$"
+    r"|\b(?:sin|cos|tan|log|ln|sqrt|mod|negative|minus|plus|times|between|from|either)\s*$",
+    re.IGNORECASE,
 )
+_PART_AFTER = re.compile(
+    rf"\s*[\\^_{{}}*/×÷+√]|\s*-\s*[\d(\\]|\s*[xX]\s*\d|[A-Za-z](?![A-Za-z])|[:.]\d|\s*[,;]\s*\d|\s*(?:{NO_UNIT.pattern})"
+    r"|\s*[A-Za-z]+,?\s+(?:and\s+)?\d[\d.]*\s+[A-Za-z]+\s*(?:[,.;]|$)|[\u4e00-\u9fff]{1,3}\d",
+    re.IGNORECASE,
+)
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 class Extraction(NamedTuple):
@@ -66,35 +78,57 @@ def extract(response: str, numbers: bool = True) -> Extraction:
     The last balanced `\boxed{}`, else what follows the last `####`, else what follows the last 'the answer
     is' (`Answer:`, 答案是), else the last number.
 
+    `####`, `Answer:` and a heading 'Final Answer' also stand before whole solutions: what follows them counts only
+    if it is nothing but an answer, or one sentence that ends the response.
+
     Args:
         response: what the model wrote.
-        numbers: the answer is one number, so of a phrase its number is taken ('18, because 20 - 2 is' gives
-            18), or all of it if its first number is part of something else (`3\sqrt{5}`, `12 or 13`, `5 hours
-            and 30 minutes`). Otherwise the answer is the phrase's formula, or its words.
+        numbers: the answer is one number, so of a box, a line or a phrase its number is taken ('18, because 20 -
+            2 is' gives 18), or all of it if its first number is part of something else (`3\sqrt{5}`, `12 or 13`,
+            `5 hours and 30 minutes`). Otherwise the answer is the phrase's formula, or its words.
     """
     boxed = last_boxed(response)
     if boxed:
-        return Extraction(boxed, "boxed")
-    hashes = _HASHES.findall(response)
-    if hashes and hashes[-1].strip():
-        return Extraction(hashes[-1].strip(), "hashes")
-    for prefix in list(_PREFIX.finditer(response))[: -MAX_PHRASES - 1 : -1]:
-        phrase = _phrase(response, prefix.end())
-        if answer := _number(phrase) if numbers else _formula(phrase):
-            return Extraction(answer, "phrase")
-    found = [quantity.group() for quantity in _QUANTITY.finditer(normalise(response))]
-    return Extraction(found[-1], "number") if found else Extraction("", "none")
+        return Extraction(boxed if not numbers or readings(boxed) else _number(boxed) or boxed, "boxed")
+    for how, mark in (("hashes", _HASHES), ("phrase", _PREFIX)):
+        for found in list(mark.finditer(response))[: -MAX_PHRASES - 1 : -1]:
+            if answer := _after(response, found, numbers):
+                return Extraction(answer, how)
+    quantities = [quantity.group() for quantity in _QUANTITY.finditer(plain(response))]
+    return Extraction(quantities[-1], "number") if quantities else Extraction("", "none")
 
 
-def _phrase(response: str, start: int) -> str:
-    """The sentence that begins at `start`; where the line ends there, the next line if it is the last."""
-    line, *more = [part.strip(" \t*_:：") for part in response[start : start + MAX_PHRASE].split("\n")]
-    rest = [part for part in more if part]
-    if not line and len(rest) == 1 and start + MAX_PHRASE >= len(response):
-        line = rest[0]
-    line = line.replace("**", "")
+def _after(response: str, mark: re.Match[str], numbers: bool) -> str:
+    """The answer that follows a mark; empty if none does."""
+    text = response[mark.end() : mark.end() + MAX_PHRASE]
+    body = text.lstrip(_AROUND)
+    start = len(text) - len(body)
+    if label := mark.re is _HASHES and _LABEL.match(body):
+        body = body[label.end() :]
+        start += label.end()
+    if display := _DISPLAY.match(body):
+        content = " ".join(_content(display).split())
+        return _number(content) if numbers else content.rstrip(" .")
+    line = body.partition("\n")[0]
+    is_last = not response[mark.end() + start + len(line) :].strip(_AROUND)
+    is_sentence = mark.lastgroup is not None and "\n" not in text[:start]
+    line = line.replace("**", "").strip(_AROUND)
     end = _SENTENCE_END.search(line)
-    return line[: end.start()].strip() if end else line
+    phrase = line[: end.start()].strip() if end else line
+    if is_sentence or _bare(phrase, numbers) or (is_last and not line[len(phrase) :].strip(" .。")):
+        if mark.re is _HASHES and not numbers and not is_last:
+            return ""
+        return _number(phrase) if numbers else _formula(phrase)
+    return ""
+
+
+def _bare(phrase: str, numbers: bool) -> bool:
+    """Whether a phrase is nothing but an answer: a number with its unit, a formula, a few words."""
+    if numbers:
+        return "=" not in phrase and bool(readings(re.sub(r"\\[()\[\]]", "", phrase)))
+    if _FORMULA.search(phrase):
+        return not _WORDS.search(_FORMULA.sub("", _head(phrase)).replace("and", ""))
+    return len(_WORDS.findall(phrase)) <= MAX_WORDS
 
 
 def _head(phrase: str) -> str:
@@ -121,12 +155,12 @@ def _content(span: re.Match[str]) -> str:
 
 
 def _number(phrase: str) -> str:
-    """The number that a phrase gives, the first or the one after `=`; the phrase itself if it gives none alone."""
+    """The number that a text gives, the first or the one after `=`; the text itself if it gives none alone."""
     for text in (_head(phrase), phrase):
-        plain = _WRAPPER.sub(r" \1 ", re.sub(r"\$|\\[()\[\]]", "", normalise(text))).strip().rstrip(" .")
-        if readings(plain):
-            return plain
-        for part in (plain.rpartition("=")[2], plain.partition("=")[0]):
+        whole = plain(re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)).strip().rstrip(" .。")
+        if readings(whole):
+            return whole
+        for part in (whole.rpartition("=")[2], whole.partition("=")[0]):
             found = _QUANTITY.search(part)
             if found and _alone(part, found):
                 return found.group()

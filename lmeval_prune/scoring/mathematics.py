@@ -44,19 +44,16 @@ class _Worker:
             assert self.process is not None and self.process.stdin is not None
             self.process.stdin.write(json.dumps([gold, answer]) + "\n")
             self.process.stdin.flush()
-            line = self.lines.get(timeout=seconds)
+            return "equal" if json.loads(self.lines.get(timeout=seconds)) else "different"
         except queue.Empty:
             self.stop()
             return "timeout"
-        except OSError:
-            line = ""
+        except (OSError, json.JSONDecodeError):  # gone, perhaps in the middle of its answer
+            self.stop()
+            return "crash"
         except BaseException:  # an interrupt: the answer still to come must not be taken for the next one's
             self.stop()
             raise
-        if not line:
-            self.stop()
-            return "crash"
-        return "equal" if json.loads(line) else "different"
 
     def _running(self, seconds: float) -> bool:
         if self.process is not None and self.process.poll() is None:

@@ -17,18 +17,45 @@ _MAX_DIGITS = 400
 
 _DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 # A minus sign is a sign only where no number or bracket ends before it: 20-7 holds 20 and 7.
-NUMBER = re.compile(rf"(?:(?<![\w)\].])-\s?)?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?(?:\s?/\s?\d+(?:\.\d+)?)?(?:\s?%)?")
+NUMBER = re.compile(
+    rf"(?:(?<![0-9A-Za-z_)\].])-\s?)?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?(?:\s?/\s?\d+(?:\.\d+)?)?(?:\s?%)?"
+)
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 SCALES |= {"万": 10**4, "亿": 10**8}  # not 千, which begins 千米 and 千克
 _SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
-# What may stand around a number: 'about', a unit of two letters or more (one letter only as a common unit after a
-# space), Chinese words. A letter at the digits (2x, 5i), an operator or a function name make it another thing.
-_BEFORE = re.compile(r"(?:(?:about|approximately|exactly|only|roughly|a total of)\s+)?[\u4e00-\u9fff]*", re.IGNORECASE)
-_WORD = r"(?:[A-Za-z\u00b0²³]{2,}\.?|[\u4e00-\u9fff]+)"
-_POWER = r"(?:\^\{?[23]\}?)?"
-_AFTER = re.compile(
-    rf"(?:\s*(?:{_WORD}|°)|\s+[mghslL]){_POWER}(?:\s*/\s*[A-Za-z]+{_POWER}|(?:\s+|-){_WORD}{_POWER})*\s*[.。]?"
+# What may stand around a number: a name and `=`, 'about', a unit of two letters or more (one letter only as a common
+# unit after a space), Chinese words. A letter at the digits (2x, 5i), an operator or a function make it another thing.
+_BEFORE = re.compile(
+    r"(?:(?:[A-Za-z]\w{0,2}|[A-Za-z]{3,}(?:\s[A-Za-z]+){0,3})?\s*=)?\s*"
+    r"(?:(?:about|approximately|exactly|only|roughly|a total of)\s+)?[\u4e00-\u9fff]*:?\s*[$€£¥]?\s*",
+    re.IGNORECASE,
 )
+_WORD = r"(?:[A-Za-z\u00b0²³]{2,}\.?|[\u4e00-\u9fff]+)"
+_AFTER = re.compile(
+    rf"(?:\s*(?:{_WORD}|[°$€£¥])|\s+[mghslL])?(?:\s*/\s*[A-Za-z]+|(?:\s+|-){_WORD})*"
+    r"(?:\s*\((?:[A-Za-z]{2,}[-A-Za-z ./]*|[\u4e00-\u9fff/]+)\))?\s*[.。]?"
+)
+NO_UNIT = re.compile(
+    r"π|(?<![A-Za-z])(?:pi|sqrt|mod|plus|minus|less|times|factorial|negative|half|and|or)(?![A-Za-z])|\d\s*(?:squar|cub)ed",
+    re.IGNORECASE,
+)
+# Words in LaTeX's wrappers stand for themselves.
+WRAPPER = re.compile(r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:bf|rm|it|sf|tt)|mbox|boldsymbol)\s*\{([^{}]*)\}")
+_SHAPES = [
+    (re.compile(r"\^\s?(?:\{\s?\\circ\s?\}|\\circ)|\\degree"), "°"),
+    (re.compile(r"\\(?:approx|simeq)|≈"), "="),
+    (re.compile(r"\\q?quad|[~\u00a0]"), " "),
+    (re.compile(r"(?<=\d)\s?又\s?(?=\d)"), " "),
+    (re.compile(r"\s?\bper\s?cent\b", re.IGNORECASE), "%"),
+    (re.compile(r"(?<=\d)\s?(?:×|\*|[xX]|\\times|\\cdot)\s?10\s?\^\s?(?:\{(-?\d{1,3})\}|(-?\d{1,3}))"), r"e\1\2"),
+    # a unit's exponent: cm^2, m3
+    (
+        re.compile(
+            r"(?<=[A-Za-z])\s?\^\s?(?:\{[23]\}|[23])|(?:(?<=[cdkm]m)|(?<=\dm)|(?<=\d m)|(?<=ft))[23](?!\w|\.\d)"
+        ),
+        "",
+    ),
+]
 _PLAIN = re.compile(rf"([-+]?)\s?({_DIGITS})(?:[eE]([-+]?\d{{1,3}}))?")
 _FRACTION = re.compile(rf"([-+]?)\s?\(?({_DIGITS})\s?/\s?({_DIGITS})\)?")
 _MIXED = re.compile(r"([-+]?)\s?(\d+)\s*(?:[+ ]|\()\s*\(?(\d+)\s?/\s?(\d+)\)?\)?")
@@ -50,6 +77,14 @@ def normalise(text: str) -> str:
     return re.sub(r"\\[,!;: ]", "", text)
 
 
+def plain(text: str) -> str:
+    """`normalise`, and words out of their wrappers, degrees, percentages, powers of ten and units as plain text."""
+    text = re.sub(r"\s{1,3}\^", "^", WRAPPER.sub(r" \1 ", normalise(text)))
+    for pattern, replacement in _SHAPES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
 def _fraction(digits: str) -> Fraction | None:
     digits = digits.replace(",", "")
     return Fraction(digits) if len(digits) <= _MAX_DIGITS else None
@@ -63,21 +98,19 @@ def readings(text: str) -> tuple[Fraction, ...]:
     """
     if len(text) > 2 * _MAX_DIGITS:
         return ()
-    text = normalise(text).strip().strip("$ ").rstrip(".。").strip()
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}", " ", text).strip()
-    text = re.sub(r"^[A-Za-z]\w{0,2}\s*=\s*", "", text)
-    text = text.lstrip("$€£¥ ").replace("$", "").strip()
+    text = plain(text).strip().strip("$ ").rstrip(".。").strip()
+    if NO_UNIT.search(text):
+        return ()
     percent = "%" in text
-    body = text.replace("%", "").strip()
-    value, scale = _value(body), 1
-    if value is None and len(body) <= _MAX_DIGITS:
-        bare = body[len(before.group()) :] if (before := _BEFORE.match(body)) else body
-        units = re.search(r"(?<=[\d)])(?=\s*[^\W\d_]|\s*\u00b0)[^\d]*(?:\^\{?[23]\}?)?[^\d]*$", bare)
-        if units is None:
-            value = _value(bare) if bare != body else None
-        elif _AFTER.fullmatch(units.group()):
-            value = _value(bare[: units.start()])
-            scale = SCALES[word[1].lower()] if (word := _SCALE.match(units.group())) else 1
+    text = text.replace("%", "").replace("$", "").strip()
+    value, scale = _value(text), 1
+    if value is None and len(text) <= _MAX_DIGITS:
+        bare = text[len(before.group()) :] if (before := _BEFORE.match(text)) else text
+        end = max((place for place, letter in enumerate(bare, 1) if letter.isdecimal()), default=0)
+        end += bare[end:].startswith(")")
+        if _AFTER.fullmatch(bare[end:]):
+            value = _value(bare[:end])
+            scale = SCALES[word[1].lower()] if (word := _SCALE.match(bare[end:])) else 1
     if value is None:
         return ()
     return tuple(dict.fromkeys((value, value / 100 if percent else value * scale)))

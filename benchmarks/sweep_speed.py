@@ -1,11 +1,11 @@
 """Time of the decoding engine against lm-eval's `hf`, one mask at a time at its best batch size.
 
-    python benchmarks/sweep_speed.py [--questions 64] [--threads 2] [--parts sweep,router,factors]
+    python benchmarks/sweep_speed.py [--questions 64] [--threads 2] [--parts sweep,router,factors] [--twice]
 
-Parts: `sweep`, each question dense and with 8 heads; `router`, each question with 8 heads of its own;
-`factors`, the sweep on fewer questions with each idea of the engine switched off in turn. Engine and `hf` run
-alternately. Before a ratio is printed, the texts of both are compared: every difference must start where the
-two largest logits are nearly equal.
+Parts: `sweep`, each question dense and with 8 heads; `router`, some questions with 8 heads of their own each;
+`factors`, the sweep on a few questions with each idea of the engine switched off in turn. Before a ratio is
+written, the texts of both are compared: every difference must start where the two largest logits are nearly
+equal. `--twice` runs the engine again after `hf`.
 """
 
 from __future__ import annotations
@@ -86,16 +86,15 @@ class Work:
                 continue
             question, head = key
             prompt = self.lm.tok_encode(self.prompts[question])
-            one, other = (self.lm.tokenizer.encode(t, add_special_tokens=False) for t in (text, ours[key]))
-            common = next(
-                (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-            )
+            own = self.lm.tokenizer.encode(ours[key], add_special_tokens=False)
+            shared = (i for i in range(len(own)) if not text.startswith(self.lm.tok_decode(own[: i + 1])))
+            parting = next(shared, len(own))  # the first token of ours that is not in their text
             with torch.inference_mode(), HeadMask.parse(head).applied_to(self.lm.model) if head else nullcontext():
-                logits = self.lm.model(torch.tensor([prompt + one[:common]]), logits_to_keep=3).logits[0]
-            best = logits.topk(2).values  # texts are compared: a token's border may lie a little before
-            gaps.append(float((best[:, 0] - best[:, 1]).min()))
+                logits = self.lm.model(torch.tensor([prompt + own[:parting]]), logits_to_keep=1).logits[0, 0]
+            best, second = logits.topk(2).values.tolist()
+            gaps.append(best - second)
         report = {"texts": len(theirs), "identical": len(theirs) - len(gaps), "gaps_where_others_part": sorted(gaps)}
-        assert all(gap < 1e-3 for gap in gaps), report
+        assert sum(gap >= 1e-3 for gap in gaps) == 0, report
         return report
 
     def tokens(self, texts: dict) -> int:
@@ -171,22 +170,30 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", default="sweep,router,factors")
+    parser.add_argument("--router-questions", type=int, default=64)
+    parser.add_argument("--factor-questions", type=int, default=16)
+    parser.add_argument("--batches", default="16,32,64")
+    parser.add_argument("--twice", action="store_true", help="run the engine again after hf")
     parser.add_argument("--name", default="sweep_speed")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
     results: dict[str, Any] = {"environment": environment(), "questions": options.questions}
     work = Work(options.questions)
-    results["gemm_peak_gflops"] = round(peak() / 1e9, 1)
+    highest = peak()
+    results["gemm_peak_gflops"] = round(highest / 1e9, 1)
     rng = random.Random(0)
+    # as many questions a head as 64 questions have with the paper's 45 heads: hf's batches are then of that size
+    pool = rng.sample(POOL, max(8, round(len(POOL) * options.router_questions / 64)))
     everything: dict[str, Pairs] = {
         "sweep": [(i, head) for i in range(options.questions) for head in (None, *SWEEP)],
-        "router": [(i, head) for i in range(options.questions) for head in rng.sample(POOL, 8)],
+        "router": [(i, head) for i in range(options.router_questions) for head in rng.sample(pool, 8)],
     }
     dense: Pairs = [(i, None) for i in range(options.questions)]
     rates = {}
     if {"sweep", "router"} & set(options.parts.split(",")):
-        for batch in (16, 32, 64):
+        work.by_hf(dense[:4], 4)  # whatever is slow only once
+        for batch in map(int, options.batches.split(",")):
             _, rates[batch] = timed(lambda batch=batch: work.by_hf(dense, batch))
             print(f"hf, dense, batch {batch}: {rates[batch]:.1f} s", flush=True)
         best = min(rates, key=lambda batch: rates[batch])
@@ -201,24 +208,29 @@ def main() -> None:
         theirs, hf = timed(lambda pairs=pairs: work.by_hf(pairs, best))
         print(f"{part}: hf {hf:.1f} s", flush=True)
         agreement = work.compare(ours, theirs)
-        again, second = timed(lambda pairs=pairs: work.by_engine(pairs, work.engine()))
-        seconds = (first + second) / 2
+        times = [first]
+        same = None
+        if options.twice:
+            again, second = timed(lambda pairs=pairs: work.by_engine(pairs, work.engine()))
+            times.append(second)
+            same = ours == again
+        seconds = sum(times) / len(times)
         results[part] = {
             "texts": agreement,
-            "engine_repeats_itself": ours == again,
-            "engine_seconds": [first, second],
+            "engine_repeats_itself": same,
+            "engine_seconds": times,
             "hf_seconds": hf,
             "hf_batch": best,
             "ratio": round(hf / seconds, 2),
             "engine_answer_tokens_per_second": round(work.tokens(ours) / seconds, 1),
             "hf_answer_tokens_per_second": round(work.tokens(theirs) / hf, 1),
-            "share_of_arithmetic_limit": round(work.least_arithmetic(pairs, ours) / peak() / seconds, 3),
+            "share_of_arithmetic_limit": round(work.least_arithmetic(pairs, ours) / highest / seconds, 3),
             "statistics": asdict(engine.statistics),
         }
         print(part, results[part], flush=True)
         write(options.name, results)
     if "factors" in options.parts.split(","):
-        few = [pair for pair in everything["sweep"] if pair[0] < min(16, options.questions)]
+        few = [pair for pair in everything["sweep"] if pair[0] < options.factor_questions]
         results["factors"] = factors(work, few)
         results["profile"] = profile(work, few)
         print(results["factors"], results["profile"])
@@ -226,20 +238,40 @@ def main() -> None:
 
 
 def factors(work: Work, pairs: Pairs) -> dict[str, Any]:
-    """The same work with one idea switched off each time, on as many rows as the answers of 64 questions fill."""
+    """The same work with one idea switched off each time; the texts must stay the same but for near-ties.
+
+    The fourth idea, keys and values stored in place, cannot be switched off; the profile has its share.
+    """
     one_mask = [[pair for pair in pairs if pair[1] == head] for head in dict.fromkeys(head for _, head in pairs)]
-    runs: dict[str, Callable[[], Any]] = {
+    runs: dict[str, Callable[[], dict]] = {
         "all on": lambda: work.by_engine(pairs, work.engine()),
-        "1 masks a row: one mask at a time": lambda: [work.by_engine(part, work.engine()) for part in one_mask],
-        "2 one prefill a prompt: each request by itself": lambda: work.by_engine(pairs, work.engine(share=False)),
-        "3 no waiting: batches end as a whole": lambda: work.by_engine(pairs, work.engine(refill=False)),
-        "5 lookup drafts: none": lambda: work.by_engine(pairs, work.engine(drafts=0)),
-        "5 lookup drafts: always, whatever the budget": lambda: work.by_engine(pairs, work.engine(budget=100_000)),
-        "6 the leader first: followers start from the prompt": lambda: work.by_engine(pairs, work.engine(follow=0)),
+        "1 off: one mask at a time (nothing is shared either)": lambda: {
+            key: text for part in one_mask for key, text in work.by_engine(part, work.engine()).items()
+        },
+        "2 off: each request by itself (no following either)": lambda: work.by_engine(pairs, work.engine(share=False)),
+        "3 off: batches of 16 rows end as a whole": lambda: work.by_engine(
+            pairs, work.engine(refill=False, max_rows=16)
+        ),
+        "3 on, 16 rows": lambda: work.by_engine(pairs, work.engine(max_rows=16)),
+        "5 off: no lookup drafts": lambda: work.by_engine(pairs, work.engine(drafts=0)),
+        "5 without a budget: drafts for all rows": lambda: work.by_engine(pairs, work.engine(budget=100_000)),
+        "6 off: followers share the prompt, not the answer": lambda: work.by_engine(pairs, work.engine(follow=0)),
     }
-    seconds = {name: min(timed(run)[1] for _ in range(1)) for name, run in runs.items()}
-    base = seconds["all on"]
-    return {name: {"seconds": round(s, 1), "times_all_on": round(s / base, 2)} for name, s in seconds.items()}
+    work.by_engine(pairs[:9], work.engine())  # whatever is slow only once
+    found: dict[str, Any] = {}
+    reference, base = {}, 0.0
+    for name, run in runs.items():
+        texts, seconds = timed(run)
+        if not found:
+            reference, base = texts, seconds
+        different = work.compare(texts, reference)["gaps_where_others_part"]
+        found[name] = {
+            "seconds": round(seconds, 1),
+            "times_all_on": round(seconds / base, 2),
+            "texts_that_part_at_near_ties": len(different),
+        }
+        print(name, found[name], flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def number(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- numbers, times, ratios, words
 
 _TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")
+_COLONS = re.compile(r"\d+(?::\d+)+(?:\s?[ap]\.?\s?m\.?)?", re.IGNORECASE)  # a time or a ratio
 _THEREFORE = re.compile(r"(?:(?:so|thus|hence|therefore)\b,?\s+)?([A-Za-z]+)", re.IGNORECASE)
 
 
@@ -63,8 +64,8 @@ def text_or_number(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     """Scores of a final answer that is one or more numbers (`3; 4`), a time, a ratio or a word.
 
     An answer that nothing marks counts only if it is the last line: prose that merely holds the word may say
-    anything about it. Yes and no may go on ('Therefore, yes, there are 3 left.'), and of times the line's last
-    one counts.
+    anything about it. Yes and no may go on ('Therefore, yes, there are 3 left.'), and of times and
+    ratios the line's last one counts.
     """
     gold = doc["target"]
     answer, how = extract(results[0], numbers=bool(readings(gold)))
@@ -81,8 +82,8 @@ def _says(line: str, gold: str) -> bool:
     if gold.lower() in ("yes", "no"):
         first = _THEREFORE.match(line)
         return bool(first) and first[1].lower() == gold.lower()
-    times = list(_TIME.finditer(line)) if _TIME.fullmatch(gold) else []
-    return same_text(times[-1].group() if times else line, gold)
+    times = _COLONS.findall(line) if _COLONS.fullmatch(gold) else []
+    return same_text(times[-1] if times else line, gold)
 
 
 def same_text(answer: str, gold: str) -> bool:

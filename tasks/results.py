@@ -70,9 +70,11 @@ def text_or_number(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     gold = doc["target"]
     answer, how = extract(results[0], numbers=bool(readings(gold)))
     correct = same_text(answer, gold)
-    if not correct and re.search(r"[A-Za-z:;]", gold):
+    if not correct and (how not in ("boxed", "hashes") or gold.lower() in ("yes", "no")):
         lines = [line for line in results[0].splitlines() if line.strip()]
-        correct = _says(answer if how in MARKED else lines[-1] if lines else "", gold)
+        correct = bool(re.search(r"[A-Za-z:;]", gold)) and _says(
+            answer if how in MARKED else lines[-1] if lines else "", gold
+        )
     return _scores(correct, answer, how) | _parts(doc, correct)
 
 

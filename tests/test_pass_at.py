@@ -346,7 +346,7 @@ def test_answers_that_are_not_one_number(answer: str, gold: str, same: bool) -> 
         ("She leaves at 5:45 p.m. today.", "5:45", 1), ("The answer is The Baker wedding.", "The Baker wedding", 1), ("", "John", 0),
         ("Therefore, yes, there are 3 left.", "Yes", 1), ("Therefore, yes, there are 3 left.", "No", 0), ("The answer is John or Ted.", "John", 0),
         ("You will more likely meet Ted than John.", "John", 0), ("The answer is yes.", "Yes", 1), ("They met at 5:45 and left at 6:15.", "5:45", 0),
-        ("So it is\n3 and 4.", "3; 4", 1), ("So the ratio is 3:4.", "3:4", 1), ("It is 4:3, not 3:4, or 4:3.", "3:4", 0), (r"\boxed{\text{John}}", "John", 1), ("So\n#### **John**", "John", 1),
+        ("So it is\n3 and 4.", "3; 4", 1), ("So the ratio is 3:4.", "3:4", 1), (r"\boxed{4:3 or 3:4}", "3:4", 0), ("It is 4:3, not 3:4, or 4:3.", "3:4", 0), (r"\boxed{\text{John}}", "John", 1), ("So\n#### **John**", "John", 1),
     ],
 )  # fmt: skip
 def test_answers_in_prose(response: str, gold: str, right: int) -> None:

@@ -226,6 +226,10 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"mask_methods": "hook"}, "did you mean 'mask_method'"),
         ({"heads": "L0H1", "mask_method": "cut"}, "use hook or weights"),
         ({"mask": "nowhere.json"}, "no such file: nowhere.json"),
+        ({"mask": "/"}, "is a folder; name a file in it"),
+        ({"heads": ""}, "heads= is empty"),
+        ({"dtype": "floaty"}, "dtype=floaty is not a type"),
+        ({"heads": "encoder.L0H1"}, "this model has one stack; write it without a stack"),
         ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
         ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' is neither true nor false"),
@@ -240,6 +244,19 @@ def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkey
     with pytest.raises(InputError, match=message) as error:
         model(tiny_folder, **arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (None, "name a model"),
+        ("smollm2-135n", "did you mean smollm2-135m"),
+        ("/no/such/one", "there is no such folder"),
+    ],
+)
+def test_a_model_that_is_not_there_is_said_in_one_line(name: str | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        PrunedHFLM(name, device="cpu")
 
 
 def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path, tmp_path: Path) -> None:

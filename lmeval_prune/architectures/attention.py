@@ -133,7 +133,7 @@ def find_attention(
     Args:
         model: a live model (its weights may be on the meta device).
         attention_path: for a family that the table lacks, the dotted name of the attention modules
-            with `{i}` for the layer number, e.g. `model.layers.{i}.self_attn`.
+            with `*` or `{i}` for the layer number, e.g. `model.layers.*.self_attn`.
         attention_output: name of the output projection inside it, e.g. `o_proj`.
         attention_heads: query heads a layer.
 
@@ -151,8 +151,9 @@ def find_attention(
             raise InputError(
                 "describe an architecture with all three of attention_path, attention_output, attention_heads"
             )
+        attention_path = attention_path.replace("*", "{i}")  # braces cannot be typed in lm-eval's --model_args
         if "{i}" not in attention_path:
-            raise InputError(f"attention_path={attention_path} must contain {{i}} where the layer number stands")
+            raise InputError(f"attention_path={attention_path} must contain * or {{i}} where the layer number stands")
         pattern = re.escape(attention_path).replace(re.escape("{i}"), r"(?P<layer>\d+)")
         family = Family(pattern, attention_output)
     elif model_type in FAMILIES:
@@ -160,7 +161,7 @@ def find_attention(
     else:
         raise InputError(
             f"unknown model family {model_type!r}; known: {', '.join(sorted(FAMILIES))}. For another one give "
-            f"attention_path (e.g. model.layers.{{i}}.self_attn), attention_output (e.g. o_proj) and attention_heads"
+            f"attention_path (e.g. model.layers.*.self_attn), attention_output (e.g. o_proj) and attention_heads"
         )
     matcher = re.compile(rf"(?:^|.*\.){family.attention}$")
     layers: dict[tuple[str, int], AttentionLayer] = {}

@@ -48,7 +48,8 @@ class Selector:
         if self.stack not in attention.stacks:
             several = attention.stacks != ("",)
             fix = f"name the stack, e.g. {attention.stacks[0]}.L0H0" if several else "write it without a stack"
-            raise InputError(f"head {self}: this model's stacks are {list(attention.stacks)}; {fix}")
+            has = f"this model's stacks are {', '.join(attention.stacks)}" if several else "this model has one stack"
+            raise InputError(f"head {self}: {has}; {fix}")
         layers = [layer for layer in attention if layer.stack == self.stack]
         wanted = self.layers or (layers[0].index, layers[-1].index)
         chosen = [layer for layer in layers if wanted[0] <= layer.index <= wanted[1]]

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class PrunedHFLM(HFLM):
     @reported
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         heads: Any = None,
         mask: str | None = None,
         mask_method: str = "hook",
@@ -87,8 +88,11 @@ class PrunedHFLM(HFLM):
         self.mask = _mask(heads, mask, mask_method, **allowed)
         if self.mask and kwargs.get("tp_plan"):
             raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU a process")
+        if pretrained is None:
+            raise InputError("name a model: --model_args pretrained=NAME_OR_FOLDER")
         if isinstance(pretrained, str):
             pretrained = embedded.resolve(pretrained)
+            _check_names(pretrained, kwargs.get("dtype"), responses)
         if kwargs.get("device") is None and not torch.cuda.is_available():
             kwargs["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         if engine not in ("generate", "batched"):
@@ -330,6 +334,25 @@ class PrunedHFLM(HFLM):
         return info
 
 
+def _check_names(pretrained: str, dtype: Any, responses: str | None) -> None:
+    """Find mistakes that loading would report late, or by a traceback.
+
+    Raises:
+        InputError: saying what is wrong.
+    """
+    path = Path(pretrained).expanduser()
+    if not path.exists():
+        close = difflib.get_close_matches(pretrained, embedded.MODELS, n=1)
+        if close:
+            raise InputError(f"pretrained={pretrained} is not known; did you mean {close[0]}?")
+        if pretrained.startswith(("/", "./", "../", "~")) or pretrained.count("/") > 1:
+            raise InputError(f"pretrained={pretrained}: there is no such folder")
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise InputError(f"dtype={dtype} is not a type of torch's; use auto, float32, bfloat16 or float16")
+    if responses and Path(responses).is_file():
+        raise InputError(f"responses={responses} is a file; name a folder")
+
+
 def _flags(empty: Any, other: Any) -> tuple[tuple[str, Any], ...]:
     return ("allow_empty_layer", empty), ("allow_other_model", other)
 
@@ -346,6 +369,8 @@ def _mask(
 ) -> HeadMask | None:
     """The union of `heads` and the mask at `path`; None if there is neither."""
     options: dict[str, Any] = {"method": method, "allow_empty_layer": allow_empty_layer}
+    if heads == "":
+        raise InputError("heads= is empty; leave it out for the unpruned model")
     loaded = HeadMask.load(path, allow_other_model=allow_other_model, **options) if path else None
     given = HeadMask.parse(heads, **options) if heads not in (None, "") else None
     if loaded and given:

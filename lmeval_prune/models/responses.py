@@ -12,6 +12,7 @@ number of ranks. A line that a kill cut short is ignored.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 
+logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/responses"
 SCHEMA_VERSION = 1
 Answered = Callable[[str, tuple[Any, ...], Any], None]
@@ -181,6 +183,8 @@ def answer(
         keys.append(key)
         about[key] = where
     missing = [i for i, key in enumerate(keys) if key not in store.known]
+    if len(missing) < len(requests):
+        logger.info("%d of %d responses found in %s", len(requests) - len(missing), len(requests), store.folder)
     pending: dict[str, deque[str]] = defaultdict(deque)
     for i in missing:
         pending[_text(requests[i].args)].append(keys[i])

@@ -16,6 +16,11 @@ CREATED_BY = f"lmeval-prune {__version__}"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file; see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file so that a reader sees the old content or the new one, never a part.
 
     Raises:
@@ -27,8 +32,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())

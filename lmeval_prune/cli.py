@@ -57,6 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     heads.add_argument("--pretrained", required=True, help="model, as for lm_eval")
     heads.add_argument("--revision", default=None)
     heads.set_defaults(function=lambda options: list_heads(options.pretrained, options.revision))
+
+    from lmeval_prune.sprint import commands as sprint
+
+    sprint.add_to(commands)
     return parser
 
 

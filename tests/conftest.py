@@ -1,7 +1,10 @@
 """Tests run on one thread, offline, and keep everything they write in temporary folders."""
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,6 +28,29 @@ def shared_data() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"no data folder at {SHARED}")
     return SHARED
+
+
+def task_manager(metadata: dict[str, Any] | None = None) -> Any:
+    """lm-eval's task manager, made once: it reads 14,000 files."""
+    from lm_eval.tasks import TaskManager
+
+    key = json.dumps(metadata, sort_keys=True)
+    if key not in _MANAGERS:
+        _MANAGERS[key] = TaskManager(metadata=metadata)
+    return _MANAGERS[key]
+
+
+_MANAGERS: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="module")
+def one_task_manager() -> Iterator[None]:
+    """Sweeps share it."""
+    from lmeval_prune.models import sweep
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "TaskManager", task_manager)
+        yield
 
 
 @pytest.fixture(scope="session")

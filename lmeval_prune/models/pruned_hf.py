@@ -7,7 +7,6 @@ import difflib
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +22,7 @@ from lmeval_prune.errors import InputError, reported
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models import batched, embedded
 from lmeval_prune.models.responses import Missing, Recorder, ResponseStore, answer, occurrences
+from lmeval_prune.models.routing import Routing
 
 eval_logger = logging.getLogger(__name__)
 
@@ -49,11 +49,15 @@ class PrunedHFLM(HFLM):
         mask_method: `hook` (default) or `weights`; see `HeadMask`.
         allow_empty_layer: allow a layer to lose all its heads.
         allow_other_model: accept a mask artefact made for another model, if it fits.
-        engine: `generate` (default) or `batched`: answers to generation requests come from our decoding engine,
-            the same texts at a higher rate.
+        engine: `generate` or `batched`: answers to generation requests come from our decoding engine, the same
+            texts at a higher rate. Default `generate`; `batched` with a router, which needs it.
         engine_rows: answers that the engine decodes at once; default: what memory holds.
-        deterministic: the engine decides near-ties alone, so that no answer depends on its neighbours.
+        deterministic: the engine decides near-ties alone, so that no answer depends on its neighbours; default
+            only with a router.
         responses: folder of our resumable response store.
+        router: answer the i-th try of a question greedily, under the i-th head of an order: that of a fitted
+            router's folder, or `random`, `random_top`, `best`, `oracle`.
+        router_store, router_pool, router_seed, router_size, question_field: see `Routing`.
         attention_path, attention_output, attention_heads: describe a family we do not know; see
             `find_attention`.
 
@@ -70,10 +74,16 @@ class PrunedHFLM(HFLM):
         mask_method: str = "hook",
         allow_empty_layer: bool = False,
         allow_other_model: bool = False,
-        engine: str = "generate",
+        engine: str | None = None,
         engine_rows: int | None = None,
-        deterministic: bool = False,
+        deterministic: bool | None = None,
         responses: str | None = None,
+        router: str | None = None,
+        router_store: str | None = None,
+        router_pool: str | None = None,
+        router_seed: int = 0,
+        router_size: int = 16,
+        question_field: str | None = None,
         attention_path: str | None = None,
         attention_output: str | None = None,
         attention_heads: int | None = None,
@@ -95,11 +105,22 @@ class PrunedHFLM(HFLM):
             _check_names(pretrained, kwargs.get("dtype"), responses)
         if kwargs.get("device") is None and not torch.cuda.is_available():
             kwargs["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
+        self.routing: Routing | None = None
+        if router is not None:
+            if engine == "generate":
+                raise InputError("router= answers by the decoding engine; leave out engine=generate")
+            other = allowed["allow_other_model"]
+            self.routing = Routing(router, router_store, router_pool, router_seed, router_size, question_field, other)
+        elif router_store is not None or router_pool is not None:
+            raise InputError(
+                "router_store and router_pool belong to router=; add router=random, random_top, best or oracle"
+            )
+        engine = engine or ("batched" if router else "generate")
         if engine not in ("generate", "batched"):
             raise InputError(f"engine={engine!r} is not known; use generate or batched")
         if engine == "batched" and (kwargs.get("mixed_precision_dtype") or kwargs.get("tp_plan")):
             raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
-        deterministic = _flag("deterministic", deterministic)
+        deterministic = _flag("deterministic", bool(router) if deterministic is None else deterministic)
         if engine == "generate" and (deterministic or engine_rows is not None):
             raise InputError("engine_rows and deterministic are the engine's; add engine=batched")
         if engine_rows is not None and (not isinstance(engine_rows, int) or engine_rows < 1):
@@ -118,6 +139,8 @@ class PrunedHFLM(HFLM):
         self.engine: Engine | None = None
         if engine == "batched":
             self.engine = self._make_engine(engine_rows, deterministic)
+        if self.routing and self.engine:
+            self.routing.fit_to(self.engine.attention, self.weights, self._mask_fingerprint)
         self._store = ResponseStore(responses, self.rank) if responses else None
         _ = self._store and self.identity  # refuses what cannot be told apart, before anything is computed
 
@@ -179,6 +202,10 @@ class PrunedHFLM(HFLM):
         """Fingerprint of the unpruned weights; None where some are offloaded and cannot be read."""
         return weights_fingerprint(self.model)
 
+    @property
+    def _mask_fingerprint(self) -> str:
+        return self.mask.fingerprint(self.attention) if self.mask and self.attention else ""
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """JSON value of everything that an answer depends on beside its request.
@@ -195,8 +222,9 @@ class PrunedHFLM(HFLM):
             "weights": self.weights,
             "tokenizer": _tokenizer_fingerprint(self.tokenizer),
             "generation_config": generation.to_json_string() if generation else "",
-            "mask": self.mask.fingerprint(self.attention) if self.mask and self.attention else "",
+            "mask": self._mask_fingerprint,
             "arguments": {k: str(v) for k, v in sorted(self._arguments.items()) if k not in _NOT_PART_OF_AN_ANSWER},
+            **({"router": self.routing.identity} if self.routing else {}),
         }
 
     # ------------------------------------------------------------------ answering
@@ -215,6 +243,8 @@ class PrunedHFLM(HFLM):
         if database is not None:
             if self._store:
                 raise InputError("--use_cache and responses= both keep answers; give one of them")
+            if self.routing:
+                raise InputError("--use_cache cannot keep the tries of a router apart; use responses=FOLDER instead")
             if not hasattr(database, "tablename") or not hasattr(database, "conn"):
                 raise InputError(
                     "this lm-eval's --use_cache would mix answers of differently pruned models; "
@@ -238,17 +268,28 @@ class PrunedHFLM(HFLM):
                         f"so --use_cache would give every repeat the same answer on the next run; add "
                         f"do_sample=true to --gen_kwargs, or use --model_args responses=FOLDER"
                     )
-        return self._answered("generate_until", requests, disable_tqdm)
+        if self.routing is None:
+            return self._answered("generate_until", requests, disable_tqdm)
+        self.routing.prepare(requests)
+        answers = self._answered("generate_until", requests, disable_tqdm)
+        self.routing.record(requests)
+        return answers
 
     @reported
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As lm-eval's, through the response store if there is one."""
+        self._refuse_routing()
         return self._answered("loglikelihood", requests, disable_tqdm)
 
     @reported
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As lm-eval's, through the response store if there is one."""
+        self._refuse_routing()
         return self._answered("loglikelihood_rolling", requests, disable_tqdm)
+
+    def _refuse_routing(self) -> None:
+        if self.routing:
+            raise InputError("router= answers generative tasks only; leave out tasks that score given texts")
 
     def _answered(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         compute = getattr(super(), kind)
@@ -259,7 +300,7 @@ class PrunedHFLM(HFLM):
                 return self._batched(
                     requests,
                     occurrences(requests),
-                    lambda i, text: hook.add_partial(kind, requests[i].args, text),
+                    lambda i, text, _: hook.add_partial(kind, requests[i].args, text),
                     disable_tqdm,
                 )
             return compute(requests, disable_tqdm=disable_tqdm)
@@ -269,7 +310,7 @@ class PrunedHFLM(HFLM):
                 return self._batched(
                     missing.requests,
                     missing.repeats,
-                    lambda i, text: missing.record(missing.keys[i], text),
+                    lambda i, text, _: missing.record(missing.keys[i], text),
                     disable_tqdm,
                 )
             hook: Any = self.cache_hook
@@ -292,19 +333,23 @@ class PrunedHFLM(HFLM):
             finally:
                 self.cache_hook, self.batch_schedule = hook, schedule
 
-        def context(request: Any) -> dict[str, Any]:
+        def context(request: Any, repeat: int) -> dict[str, Any]:
+            if self.routing:
+                return {**self.identity, "head": self.routing.head(request, repeat)}
             sampled = kind == "generate_until" and _samples(request)
             engine = "batched" if self.engine else "generate"  # their draws differ
             return {**self.identity, **({"seed": self._seed, "engine": engine} if sampled else {})}
 
         return answer(self._store, requests, kind, context, run, self._any_rank)
 
-    def _batched(
-        self, requests: list[Any], repeats: list[int], done: Callable[[int, str], None], disable_tqdm: bool
-    ) -> list[str]:
+    def _batched(self, requests: list[Any], repeats: list[int], done: batched.Done, disable_tqdm: bool) -> list[str]:
         assert self.engine is not None
         self.engine.progress = not disable_tqdm and self.rank == 0
-        return batched.generate_until(self, self.engine, requests, repeats, done, self._seed)
+        if self.routing is None:
+            return batched.generate_until(self, self.engine, requests, repeats, done, self._seed)
+        pairs = zip(requests, repeats, strict=True)
+        masks = [self.routing.masks[self.routing.head(request, repeat)] for request, repeat in pairs]
+        return batched.generate_until(self, self.engine, requests, repeats, done, self._seed, masks, greedy=True)
 
     def _any_rank(self, flag: bool) -> bool:
         if self.world_size <= 1:
@@ -331,6 +376,8 @@ class PrunedHFLM(HFLM):
             }
             if self.mask.source_sha256:
                 info |= {"mask_file": self.mask.source, "mask_file_sha256": self.mask.source_sha256}
+        if self.routing:
+            info["router"] = self.routing.info
         return info
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
+from lmeval_prune.journal import Journal, read_journals
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/responses"
@@ -56,53 +57,25 @@ class ResponseStore:
                 read_artefact(about, SCHEMA, SCHEMA_VERSION)
             else:  # several ranks may do this at once; they write the same
                 write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
-            self.path = self.folder / f"rank-{rank}.jsonl"
-            self._file = self.path.open("a", encoding="utf-8")
+            self._journal = Journal(self.folder, rank)
         except OSError as error:
             raise InputError(
                 f"responses={folder} cannot be used ({error}); give a folder that can be written"
             ) from error
-        self._lock()
-        self.known: dict[str, Any] = {}
-        for path in sorted(self.folder.glob("rank-*.jsonl")):
-            self._read(path)
-        if self.path.stat().st_size and not _ends_with_newline(self.path):
-            self._file.write("\n")  # a line was cut short
-
-    def _lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # not on this system
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"another run is writing to {self.path}; wait for it, or give another folder") from None
-
-    def _read(self, path: Path) -> None:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                    self.known[record["key"]] = record["response"]
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    continue
+        self.known: dict[str, Any] = {
+            record["key"]: record["response"]
+            for record in read_journals(self.folder)
+            if isinstance(record.get("key"), str) and "response" in record
+        }
 
     def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
         """Write one response; it is with the operating system when this returns."""
         self.known[key] = response
-        self._file.write(json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n")
-        self._file.flush()
+        self._journal.add({"key": key, **about, "response": response})
 
     def close(self) -> None:
         """Close the file and let other runs write."""
-        self._file.close()
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+        self._journal.close()
 
 
 class Recorder:
@@ -154,7 +127,7 @@ def answer(
     store: ResponseStore,
     requests: Sequence[Any],
     kind: str,
-    context: Callable[[Any], dict[str, Any]],
+    context: Callable[[Any, int], dict[str, Any]],
     run: Callable[[Missing], list[Any]],
     any_rank: Callable[[bool], bool] = bool,
 ) -> list[Any]:
@@ -164,7 +137,7 @@ def answer(
         store: the store.
         requests: lm-eval Instances; the same Instance stands N times for N repeats.
         kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
-        context: of a request, a JSON value of everything outside it that its response depends on.
+        context: of a request and its repeat, a JSON value of everything outside it that its response depends on.
         run: answers the requests it is given, whose keys are its second argument; calls its third
             argument for each as it is answered.
         any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
@@ -179,7 +152,7 @@ def answer(
     for request, repeat in zip(requests, repeats, strict=True):
         where = {"task": request.task_name, "doc_id": request.doc_id, "idx": request.idx, "repeat": repeat}
         where["kind"] = kind
-        key = digest({**where, "args": list(request.args), "context": context(request)})
+        key = digest({**where, "args": list(request.args), "context": context(request, repeat)})
         keys.append(key)
         about[key] = where
     missing = [i for i, key in enumerate(keys) if key not in store.known]

@@ -1,0 +1,227 @@
+"""SPRINT on real problems: sweep, router, all baselines, report.
+
+    python benchmarks/sprint_result.py [--train 300] [--threads 2] [--work out/sprint_result]
+
+The embedded model answers about 7% of ASDiv-A; a short supervised fine-tune on two of its folds (question →
+formula and answer) makes the 'dense' model. Two other folds train the router, the fifth is the test. Every stage
+is kept under --work and not done again; times of stages are those of the runs that did them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from _record import environment, write
+
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.models import embedded
+from lmeval_prune.tasks import data
+
+PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+STEPS, BATCH, RATE = 90, 8, 1e-4
+TASK, TEST = "prune_asdiv_a", "fold4"
+
+
+def fine_tune(folder: Path) -> None:
+    """Full fine-tune, loss on the answer only."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+    source = embedded.resolve("smollm2-135m")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    rows = [row for fold in ("fold0", "fold1") for row in data.load("asdiv_a", fold)]
+    rows = [row for row in rows if " r" not in row["formula"]]  # no divisions with remainder
+    random.Random(0).shuffle(rows)
+
+    def example(row: dict[str, Any]) -> dict[str, list[int]]:
+        chat = [{"role": "user", "content": PROMPT.format(row["question"])}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        start = tokenizer(prompt)["input_ids"]
+        answer = tokenizer(f"{row['formula']}\n\\boxed{{{row['target']}}}<|im_end|>")["input_ids"]
+        return {"input_ids": start + answer, "labels": [-100] * len(start) + answer}
+
+    def collate(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(item["input_ids"]) for item in batch)
+        filled = {"input_ids": tokenizer.pad_token_id or 0, "labels": -100}
+        out = {
+            name: torch.tensor([item[name] + [fill] * (longest - len(item[name])) for item in batch])
+            for name, fill in filled.items()
+        }
+        lengths = torch.tensor([len(item["input_ids"]) for item in batch])
+        return {**out, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
+
+    arguments = TrainingArguments(
+        output_dir=str(folder.with_name("trainer")), max_steps=STEPS, per_device_train_batch_size=BATCH,
+        learning_rate=RATE, lr_scheduler_type="linear", warmup_steps=5, weight_decay=0.0, logging_steps=10,
+        save_strategy="no", report_to=[], use_cpu=True, seed=0, data_seed=0, remove_unused_columns=False,
+    )  # fmt: skip
+    Trainer(model=model, args=arguments, train_dataset=[example(row) for row in rows], data_collator=collate).train()
+    half = folder.with_name("partial")
+    shutil.rmtree(half, ignore_errors=True)
+    model.save_pretrained(half)
+    tokenizer.save_pretrained(half)
+    half.rename(folder)
+
+
+def against_hf(model: Path, questions: int = 64, heads: str = "L5H0+L15H4+L25H8") -> dict[str, Any]:
+    """Time of a sweep, and of lm-eval's `hf` one head at a time (batch 64), on the same answers."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from lmeval_prune import HeadMask
+    from lmeval_prune.decoding import Engine
+    from lmeval_prune.models import batched
+
+    lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=64)
+    generation = {"until": ["<|im_end|>", "<|endoftext|>"], "max_gen_toks": 48, "do_sample": False}
+    rows = data.load("asdiv_a", TEST).select(range(questions))
+    chats = [[{"role": "user", "content": PROMPT.format(question)}] for question in rows["question"]]
+    prompts = [lm.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats]
+    masks = [None, *(HeadMask.parse(head) for head in heads.split("+"))]
+
+    def asked() -> list[Instance]:
+        return [Instance("generate_until", {}, (p, dict(generation)), 0, ("g", i, 1)) for i, p in enumerate(prompts)]
+
+    lm.generate_until(asked()[:4], disable_tqdm=True)  # whatever is slow only once
+    begin = time.perf_counter()
+    engine = Engine(lm.model, lm.tokenizer, deterministic=True)
+    pairs = [(i, mask) for i in range(questions) for mask in masks]
+    requests = asked()
+    texts = batched.generate_until(
+        lm, engine, [requests[i] for i, _ in pairs], [0] * len(pairs), lambda *_: None, 0, [mask for _, mask in pairs]
+    )
+    ours = time.perf_counter() - begin
+    begin = time.perf_counter()
+    theirs: dict[tuple[int, int], str] = {}
+    for number, mask in enumerate(masks):
+        with mask.applied_to(lm.model) if mask else nullcontext():
+            for i, text in enumerate(lm.generate_until(asked(), disable_tqdm=True)):
+                theirs[i, number] = text
+    hf = time.perf_counter() - begin
+    same = sum(text == theirs[i, masks.index(mask)] for (i, mask), text in zip(pairs, texts, strict=True))
+    assert same >= 0.99 * len(pairs), f"{same} of {len(pairs)} texts are the same"
+    return {
+        "questions": questions,
+        "heads": ["dense", *heads.split("+")],
+        "sweep_seconds": round(ours, 1),
+        "hf_seconds": round(hf, 1),
+        "ratio": round(hf / ours, 2),
+        "texts": len(pairs),
+        "identical": same,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--train", type=int, default=300, help="training questions")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", default="out/sprint_result")
+    parser.add_argument("--output", default="docs/results/sprint")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    work = Path(options.work)
+    work.mkdir(parents=True, exist_ok=True)
+    clock = work / "seconds.json"
+    seconds: dict[str, float] = json.loads(clock.read_text()) if clock.exists() else {}
+
+    def stage(name: str, function: Callable[[], Any], done: Callable[[], bool]) -> None:
+        if done():
+            print(f"{name}: done before", flush=True)
+            return
+        begin = time.perf_counter()
+        try:
+            function()
+        finally:  # an interrupted stage goes on; its time counts (not that of a killed one)
+            seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - begin, 1)
+            write_text(clock, json.dumps(seconds))
+        print(f"{name}: {seconds[name]} s", flush=True)
+
+    from lmeval_prune import plugin
+
+    plugin.register()
+    from lm_eval import simple_evaluate
+
+    from lmeval_prune.models.sweep import Sweep
+    from lmeval_prune.reporting.sprint import SprintReport
+    from lmeval_prune.sprint import FitOptions, OutcomeStore, fit
+
+    model = work / "model"
+    stage("fine-tune", lambda: fine_tune(model), model.is_dir)
+    arguments = {"pretrained": str(model), "dtype": "float32", "device": "cpu"}
+    common: dict[str, Any] = {"apply_chat_template": True, "gen_kwargs": {"max_gen_toks": 48}}
+
+    def sweep(name: str, split: str, limit: int | None) -> None:
+        Sweep(arguments, (TASK,), str(work / name), split=split, limit=limit, **common).run()
+
+    for name, split, limit in (
+        ("test", TEST, None),
+        ("train_a", "fold2", options.train // 2),
+        ("train_b", "fold3", None),
+    ):
+        if name == "train_b":
+            limit = options.train - options.train // 2
+        marker = work / f"{name}.done"
+        folder = "test" if name == "test" else "train"
+
+        def run(folder: str = folder, split: str = split, limit: int | None = limit, marker: Path = marker) -> None:
+            sweep(folder, split, limit)
+            marker.touch()
+
+        stage(f"sweep {name}", run, marker.exists)
+
+    def fit_it() -> None:
+        chosen = FitOptions(sizes=(16, 32, 64), weights=(0.0, 1e-4, 1e-3, 1e-2))
+        fit(OutcomeStore(work / "train").read(), embedded.ENCODER, chosen).save(work / "router")
+
+    stage("fit", fit_it, (work / "router/router.json").exists)
+    samples = []
+    for temperature in (0.1, 0.6, 0.9):
+        path = work / f"samples_{temperature}.jsonl"
+
+        def sample(temperature: float = temperature, path: Path = path) -> None:
+            found = simple_evaluate(
+                model="pruned-hf", model_args={**arguments, "engine": "batched"}, tasks=[f"{TASK}_pass8"],
+                gen_kwargs={"max_gen_toks": 48, "temperature": temperature}, apply_chat_template=True, log_samples=True,
+                metadata={"data_split": TEST}, bootstrap_iters=0,
+            )  # fmt: skip
+            lines = []
+            for item in found["samples"][f"{TASK}_pass8"]:
+                (argument,) = item["arguments"]
+                item["arguments"] = {"gen_args_0": {"arg_0": argument[0], "arg_1": argument[1]}}
+                lines.append(json.dumps(item, default=str) + "\n")
+            write_text(path, "".join(lines))
+
+        stage(f"sampling at {temperature}", sample, path.exists)
+        samples.append((f"sampling, T = {temperature}", str(path)))
+    SprintReport(
+        str(work / "test"), options.output, str(work / "train"), str(work / "router"), samples, by="solution_type"
+    ).write()
+    for name in ("router.json", "router.safetensors"):
+        shutil.copy(work / "router" / name, Path(options.output) / name)
+    cells = {name: OutcomeStore(work / name).cells() for name in ("train", "test")}
+    factor = work / "factor.json"
+    stage("sweep against one run a head", lambda: write_text(factor, json.dumps(against_hf(model))), factor.exists)
+    write(
+        "sprint_result",
+        {
+            "environment": environment(),
+            "seconds": seconds,
+            "sweep_against_hf": json.loads(factor.read_text()),
+            "answers": {name: table.num_rows for name, table in cells.items()},
+            "answer_tokens": {name: sum(map(len, table["tokens"].to_pylist())) for name, table in cells.items()},
+            "report": json.loads((Path(options.output) / "report.json").read_text()),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Which head each try of a question is answered with, for `pruned-hf` (`router=`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmeval_prune.architectures import AttentionMap
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.head_mask import HeadMask
+from lmeval_prune.interventions.heads import parse_selectors
+from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, pool_order
+from lmeval_prune.sprint.policies import POLICIES, Best, Nearest, Oracle, Policy, Random, RandomTop
+from lmeval_prune.sprint.router import Router
+
+
+class Routing:
+    """Orders a pool of heads for each question; the i-th try of a question takes the i-th.
+
+    Args:
+        router: folder of a fitted router, or `random`, `random_top`, `best`, `oracle`.
+        store: outcome store: of training questions for `random_top` and `best` (and the pool of `random`), of
+            the questions that are asked for `oracle`.
+        pool: heads for `random` (as for `heads=`), `dense` among them if wanted.
+        seed: of the random ones.
+        size: of `random_top`'s shortlist.
+        question_field: field of a task's documents that holds the question; default the one that the router or the
+            store was made with.
+        any_model: accept a router or store of another model, if it fits.
+
+    Raises:
+        InputError: something is missing, or does not belong together.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        store: str | None = None,
+        pool: str | None = None,
+        seed: int = 0,
+        size: int = 16,
+        question_field: str | None = None,
+        any_model: bool = False,
+    ) -> None:
+        self.any_model, self.source = any_model, router
+        self.orders: dict[str, list[str]] = {}
+        self.masks: dict[str, HeadMask | None] = {DENSE: None}
+        self.model: dict[str, Any] = {}
+        self._random: tuple[str, int] | None = None
+        made_with: str | None = None
+        self.policy, made_with = self._policy(router, store, pool, int(seed), int(size))
+        self.question_field = question_field or made_with or "question"
+
+    def _policy(
+        self, router: str, store: str | None, pool: str | None, seed: int, size: int
+    ) -> tuple[Policy | None, str | None]:
+        """The policy, and the field that its questions came from."""
+        if router not in POLICIES:
+            if not Path(router).is_dir():
+                raise InputError(f"router={router} is not a folder; name a fitted router or {', '.join(POLICIES)}")
+            if store or pool:
+                raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
+            found = Router.load(router)
+            self.model = found.about.get("model", {})
+            return Nearest(found), Outcomes(np.empty((0, 0)), [], tasks=found.about.get("tasks", {})).question_field
+        if pool and router != "random":
+            raise InputError(f"router_pool is for router=random; router={router} takes its pool from router_store")
+        if pool:
+            self._random = (pool, seed)
+            parse_selectors([part for part in pool.split("+") if part != DENSE] or ["L0H0"])  # refuses nonsense now
+            return None, None  # until the model's heads are known
+        if not store:
+            extra = ", or router_pool=HEADS" if router == "random" else ""
+            raise InputError(f"router={router} needs router_store=FOLDER, an outcome store{extra}")
+        outcomes = OutcomeStore(store).read()
+        self.model = outcomes.model
+        made: dict[str, Any] = {
+            "random": lambda: Random(outcomes.pool, seed),
+            "random_top": lambda: RandomTop.of(outcomes, min(size, len(outcomes.pool)), seed),
+            "best": lambda: Best.of(outcomes),
+            "oracle": lambda: Oracle(outcomes),
+        }
+        return made[router](), outcomes.question_field
+
+    def fit_to(self, attention: AttentionMap, weights: str | None, mask: str) -> None:
+        """Check that this is the model that the router or the outcomes are of.
+
+        Args:
+            attention: of the model.
+            weights, mask: fingerprints of its weights and of the heads that are pruned anyway.
+
+        Raises:
+            InputError: it is another model, or has no such heads.
+        """
+        if (
+            self.model
+            and (self.model.get("weights"), self.model.get("mask", "")) != (weights, mask)
+            and not self.any_model
+        ):
+            raise InputError(
+                f"router={self.source} was made for {self.model.get('name', 'another model')}, and this model's "
+                f"weights or heads differ; fit one for this model, or give allow_other_model=true if it fits"
+            )
+        if self._random:
+            text, seed = self._random
+            parts = text.split("+")
+            heads = [head for s in parse_selectors([p for p in parts if p != DENSE]) for head in s.expand(attention)]
+            self.policy = Random(pool_order([*map(str, heads), *([DENSE] if DENSE in parts else [])]), seed)
+        assert self.policy is not None
+        for name in self.policy.pool:
+            if name != DENSE:
+                self.masks[name] = HeadMask.parse(name)
+                self.masks[name].heads(attention)  # type: ignore[union-attr]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON value that determines which head answers what."""
+        assert self.policy is not None
+        return {**self.policy.identity, "question_field": self.question_field}
+
+    def prepare(self, requests: Sequence[Any]) -> None:
+        """Order the pool for the questions of these requests.
+
+        Raises:
+            InputError: a task has no such field, or more tries than the pool has heads.
+        """
+        assert self.policy is not None
+        questions: dict[str, None] = {}
+        for request in requests:
+            questions[self._question(request)] = None
+            if request.repeats > len(self.policy.pool):
+                raise InputError(
+                    f"task {request.task_name} has {request.repeats} tries, and the pool of router={self.source} only "
+                    f"{len(self.policy.pool)} heads; ask for fewer, or take a larger pool"
+                )
+        new = [question for question in questions if question not in self.orders]
+        if new:
+            self.orders |= dict(zip(new, self.policy.order(new), strict=True))
+
+    def head(self, request: Any, occurrence: int) -> str:
+        """The head of a request's try; copies beyond its tries (padding of ranks) begin again."""
+        return self.orders[self._question(request)][occurrence % request.repeats]
+
+    def record(self, requests: Sequence[Any]) -> None:
+        """Write the heads of each request's tries into its arguments, where `--log_samples` shows them."""
+        for request in {id(request): request for request in requests}.values():
+            context, settings = request.args
+            heads = self.orders[self._question(request)][: request.repeats]
+            request.arguments = (context, {**settings, "heads": heads})
+
+    def _question(self, request: Any) -> str:
+        document = request.doc or {}
+        if self.question_field not in document:
+            raise InputError(
+                f"task {request.task_name} has no field {self.question_field!r} with the question for the router; "
+                f"its documents have {', '.join(document)}: name one with question_field="
+            )
+        return str(document[self.question_field])
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """For the results file."""
+        assert self.policy is not None
+        note = {"note": self.policy.note} if self.policy.note else {}
+        return {"source": self.source, "pool": self.policy.pool, **self.identity, **note}

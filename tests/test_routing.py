@@ -1,0 +1,213 @@
+"""`router=` in `pruned-hf`: each try under its own head, in the router's order, greedily."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune import HeadMask, InputError
+from lmeval_prune.cli import main
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.models.sweep import Sweep
+from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore
+from lmeval_prune.sprint.router import FitOptions, Router, fit
+from tests.conftest import task_manager
+from tests.test_command_line import call
+
+pytestmark = pytest.mark.usefixtures("one_task_manager")
+TASK = "prune_tiny_words_pass4"
+
+
+@pytest.fixture(scope="module")
+def store(tiny_folder: Path, one_task_manager: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Outcomes of six questions under the unpruned model and all heads of one layer."""
+    folder = tmp_path_factory.mktemp("routing") / "store"
+    arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}
+    Sweep(arguments, ("prune_tiny_words",), str(folder), heads="L0H*", gen_kwargs={"max_gen_toks": 8}).run()
+    return folder
+
+
+def taught(store: Path) -> Outcomes:
+    """The store's questions, with outcomes that teach something (a random model solves nothing)."""
+    outcomes = OutcomeStore(store).read()
+    z = np.random.default_rng(0).integers(0, 2, outcomes.z.shape).astype(np.float32)
+    return Outcomes(z, outcomes.pool, outcomes.questions, outcomes.model, outcomes.tasks)
+
+
+@pytest.fixture(scope="module")
+def router(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("routing") / "router"
+    fit(taught(store), "all-minilm-l6-v2", FitOptions(epochs=5)).save(folder)
+    return folder
+
+
+def evaluate(folder: Path, task: str = TASK, **arguments: Any) -> tuple[dict, dict]:
+    """Run it through lm-eval: the results, and by document the tries' texts and heads."""
+    given = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **arguments}
+    found = simple_evaluate(
+        task_manager=task_manager(),
+        model="pruned-hf", model_args=given, tasks=[task], limit=3, gen_kwargs={"max_gen_toks": 8}, log_samples=True,
+        random_seed=None, numpy_random_seed=None, torch_random_seed=None,
+    )  # fmt: skip
+    samples = {
+        s["doc_id"]: (s["doc"], s["resps"][0], s["arguments"][0][1].get("heads")) for s in found["samples"][task]
+    }
+    return found, samples
+
+
+def test_each_try_is_the_greedy_answer_under_its_head(tiny_folder: Path, router: Path) -> None:
+    results, samples = evaluate(tiny_folder, router=str(router))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    expected = Router.load(router).order([doc["question"] for doc, _, _ in samples.values()])
+    for (doc, texts, heads), order in zip(samples.values(), expected, strict=True):
+        assert heads == order[:4] and len(set(heads)) == 4
+        prompt = tokenizer(
+            f"{doc['question']}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+            return_tensors="pt",
+        )
+        for head, text in zip(heads, texts, strict=True):
+            with (HeadMask() if head == DENSE else HeadMask.parse(head)).applied_to(plain):
+                out = plain.generate(**prompt, max_new_tokens=8, do_sample=False)
+            assert text == tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    info = results["config"]["pruning"]["router"]
+    assert info["policy"] == "router" and info["question_field"] == "question" and len(info["pool"]) == 5
+
+
+def test_a_routed_run_answers_as_the_sweep_did(tiny_folder: Path, store: Path, router: Path) -> None:
+    _, samples = evaluate(tiny_folder, router=str(router))
+    cells = {(c["doc_id"], c["head"]): c["text"] for c in OutcomeStore(store).cells().to_pylist()}
+    for number, (_, texts, heads) in samples.items():
+        assert texts == [cells[number, head] for head in heads]
+
+
+def test_with_one_repeat_it_is_the_first_choice(tiny_folder: Path, router: Path) -> None:
+    _, single = evaluate(tiny_folder, "prune_tiny_words", router=str(router))
+    _, four = evaluate(tiny_folder, router=str(router))
+    assert {n: (texts[0], heads) for n, (_, texts, heads) in single.items()} == {
+        n: (texts[0], heads[:1]) for n, (_, texts, heads) in four.items()
+    }
+
+
+@pytest.mark.parametrize("policy", ["random", "random_top", "best", "oracle"])
+def test_baselines_order_the_pool(tiny_folder: Path, store: Path, policy: str) -> None:
+    results, samples = evaluate(tiny_folder, router=policy, router_store=str(store), router_seed=3)
+    assert all(len(set(heads)) == 4 for _, _, heads in samples.values())
+    info = results["config"]["pruning"]["router"]
+    assert info["policy"] == policy and ("not a method" in info.get("note", "")) == (policy == "oracle")
+    if policy == "random":
+        assert len({tuple(heads) for _, _, heads in samples.values()}) > 1
+        again = evaluate(tiny_folder, router=policy, router_store=str(store), router_seed=3)[1]
+        other = evaluate(tiny_folder, router=policy, router_pool="L0H*+dense", router_seed=4)[1]
+        assert again == samples != other
+
+
+def test_a_killed_routed_run_goes_on(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
+    whole, samples = evaluate(tiny_folder, router=str(router))
+    responses = tmp_path / "responses"
+    evaluate(tiny_folder, router=str(router), responses=str(responses))
+    (journal,) = responses.glob("rank-*.jsonl")
+    lines = journal.read_text().splitlines(keepends=True)
+    assert len(lines) == 12
+    journal.write_text("".join(lines[:5]))
+    again, resumed = evaluate(tiny_folder, router=str(router), responses=str(responses))
+    assert resumed == samples and again["results"] == whole["results"]
+    assert len(journal.read_text().splitlines()) == 12
+    evaluate(tiny_folder, router="random", router_pool="L0H*", responses=str(responses))
+    assert len(journal.read_text().splitlines()) > 12  # another policy's answers are its own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"router": "nowhere"}, "is not a folder"),
+        ({"router": "best"}, "needs router_store"),
+        ({"router": "random"}, "or router_pool"),
+        ({"router": "random", "router_pool": "L0H0+L0H1"}, "4 tries, and the pool"),
+        ({"router": "random", "router_pool": "L9H0"}, "no attention in layer 9"),
+        ({"router": "random", "router_pool": "L0H*+dense", "question_field": "problem"}, "no field 'problem'"),
+        ({"router": "random", "router_pool": "L0H*", "engine": "generate"}, "leave out engine=generate"),
+        ({"router_pool": "L0H*"}, "belong to router="),
+    ],
+)
+def test_senseless_routing_is_refused(tiny_folder: Path, arguments: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        evaluate(tiny_folder, **arguments)
+
+
+def test_what_cannot_be_routed_is_refused(tiny_folder: Path, router: Path, store: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="generative tasks only"):
+        evaluate(tiny_folder, "prune_tiny_choice", router=str(router))
+    other = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "other")
+    for arguments in ({"router": str(router)}, {"router": "best", "router_store": str(store)}):
+        with pytest.raises(InputError, match="weights or heads differ"):
+            PrunedHFLM(str(tmp_path / "other"), dtype="float64", device="cpu", **arguments)
+    PrunedHFLM(str(tmp_path / "other"), dtype="float64", device="cpu", router=str(router), allow_other_model=True)
+    with pytest.raises(InputError, match="does not hold the question"):
+        PrunedHFLM(
+            str(tiny_folder), dtype="float64", device="cpu", router="oracle", router_store=str(store)
+        ).routing.policy.order(["never asked"])
+
+
+def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="use responses="):
+        simple_evaluate(
+            model="pruned-hf", model_args={"pretrained": str(tiny_folder), "dtype": "float64", "router": str(router)},
+            tasks=[TASK], limit=1, use_cache=str(tmp_path / "cache"),
+        )  # fmt: skip
+
+
+@pytest.mark.real
+def test_on_the_real_model_through_the_real_commands(tmp_path: Path) -> None:
+    """Sweep, fit, routed run, report: as a user types them."""
+    arguments = "pretrained=smollm2-135m,dtype=float32"
+    common = [
+        "--model_args",
+        arguments,
+        "--tasks",
+        "prune_tiny_words",
+        "--heads",
+        "L5H0-2+L20H1",
+        "--apply_chat_template",
+    ]
+    sweep = ["-m", "lmeval_prune", "sweep", *common, "--limit", "4", "--gen_kwargs", "max_gen_toks=12"]
+    done = call(*sweep, "--output", "train", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes = OutcomeStore(tmp_path / "train").read()
+    assert outcomes.z.shape == (4, 5)
+    # at 12 tokens nothing is solved; outcomes that teach something stand in for a longer sweep
+    z = np.eye(4, 5, dtype=np.float32)
+    fit(Outcomes(z, outcomes.pool, outcomes.questions, outcomes.model), "all-minilm-l6-v2", FitOptions(epochs=2)).save(
+        tmp_path / "router"
+    )
+    run = ["-m", "lm_eval", "--model", "pruned-hf", "--model_args", f"{arguments},router=router", "--tasks", TASK]
+    run += [
+        "--limit",
+        "2",
+        "--apply_chat_template",
+        "--gen_kwargs",
+        "max_gen_toks=12",
+        "--log_samples",
+        "--output_path",
+        "out",
+    ]
+    done = call(*run, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    order = Router.load(tmp_path / "router").order
+    for line in path.read_text().splitlines():
+        sample = json.loads(line)
+        heads = sample["arguments"]["gen_args_0"]["arg_1"]["heads"]
+        assert heads == order([sample["doc"]["question"]])[0][:4]
+    assert main(["fit", "--outcomes", str(tmp_path / "nowhere"), "--output", str(tmp_path / "r")]) == 2

@@ -1,0 +1,478 @@
+"""SPRINT: the loss against a literal reference, the router in worlds whose structure is known, policies, store."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lmeval_prune import InputError
+from lmeval_prune.scoring.passes import pass_ordered
+from lmeval_prune.sprint import loss as losses
+from lmeval_prune.sprint import policies
+from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question, pool_order
+from lmeval_prune.sprint.router import FitOptions, Router, _by_text, _split, fit, fit_embeddings
+
+POOL = [DENSE, *(f"L{layer}H{head}" for layer in (5, 10) for head in range(3))]
+
+
+def random_z(generator: torch.Generator, questions: int, heads: int, unknown: bool) -> torch.Tensor:
+    z = torch.randint(0, 2, (questions, heads), generator=generator).double()
+    z[0], z[1] = 0, 1  # solved by none, by all
+    if unknown:
+        z[torch.rand(z.shape, generator=generator) < 0.2] = math.nan
+    return z
+
+
+# --------------------------------------------------------------------------- the loss
+
+
+def literal_loss(q: list, v: list, z: list, weight: float) -> float:
+    """Eq. 1, number by number."""
+
+    def distance(a: list, b: list) -> float:
+        return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
+
+    terms = []
+    for place, row in zip(q, z, strict=True):
+        every = positive = 0.0
+        for head, outcome in zip(v, row, strict=True):
+            if math.isnan(outcome):
+                continue
+            weight_of = math.exp(-distance(place, head))
+            every += weight_of
+            positive += weight_of if outcome == 1 else 0.0
+        if positive:
+            terms.append(-math.log(positive / every))
+    total = sum(terms) / len(terms)
+    for j, k in itertools.combinations(range(len(v)), 2):
+        both = [row for row in z if not math.isnan(row[j]) and not math.isnan(row[k])]
+        s = sum(row[j] == row[k] for row in both) / len(both) if both else 0.0
+        total -= weight * s * distance(v[j], v[k])
+    return total
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+@pytest.mark.parametrize("diversity", losses.DIVERSITIES)
+def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diversity: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    z = random_z(generator, 9, 5, unknown)
+    x = torch.randn(9, 6, dtype=torch.float64, generator=generator)
+    theta = torch.randn(3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    raw = torch.randn(5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    def ours(theta: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+        heads = losses.placed(raw, diversity, 0.8)
+        return losses.contrastive_loss(x @ theta.T, heads, z, losses.agreement(z), weight)
+
+    def placed(row: list) -> list:
+        length = math.sqrt(sum(value**2 for value in row))
+        if diversity == "unbounded" or (diversity == "ball" and length <= 0.8):
+            return row
+        return [value * 0.8 / length for value in row]
+
+    def literal() -> float:
+        q = [[sum(a * b for a, b in zip(t, row, strict=True)) for t in theta.tolist()] for row in x.tolist()]
+        return literal_loss(q, [placed(row) for row in raw.tolist()], z.tolist(), weight)
+
+    found = ours(theta, raw)
+    assert float(found) == pytest.approx(literal(), rel=1e-10)
+    found.backward()
+    for parameter in (theta, raw):  # the gradient, against the literal's finite differences
+        for place in [(0, 0), (2, 1), (1, 2)]:
+            with torch.no_grad():
+                parameter[place] += 1e-6
+                above = literal()
+                parameter[place] -= 2e-6
+                below = literal()
+                parameter[place] += 1e-6
+            assert float(parameter.grad[place]) == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-7)
+
+
+def test_a_question_that_no_head_solves_is_left_out_and_one_that_all_solve_adds_nothing() -> None:
+    q, v = torch.randn(3, 2), torch.randn(4, 2)
+    z = torch.tensor([[0.0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]])
+    found, ranked = losses.ranking_term(q, v, z)
+    assert ranked.tolist() == [False, True, True]
+    assert float(found[0]) == 0 and float(found[1]) > 0
+    none = losses.contrastive_loss(q[:1].requires_grad_(), v, z[:1], losses.agreement(z), 0.0)
+    assert float(none) == 0 and none.requires_grad
+
+
+def test_the_printed_loss_has_no_minimum_and_the_default_has() -> None:
+    z = random_z(torch.Generator().manual_seed(2), 20, 6, False)
+    s, q, start = losses.agreement(z), torch.randn(20, 4).double(), torch.randn(6, 4).double()
+    found = {}
+    for diversity in losses.DIVERSITIES:
+        heads = [losses.placed(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
+        found[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
+    assert found["unbounded"][3] < -1e5
+    assert all(b < a for a, b in itertools.pairwise(found["unbounded"][1:]))
+    pairs = 6 * 5 / 2
+    for bounded in ("ball", "sphere"):
+        assert min(found[bounded]) >= -0.1 * pairs * 4  # no two points of the unit ball are further apart than 2
+
+
+def test_large_distances_stay_finite_in_float32() -> None:
+    q, v = torch.full((1, 8), 100.0), torch.stack([torch.full((8,), -100.0), torch.full((8,), -99.0)])
+    found, _ = losses.ranking_term(q, v, torch.tensor([[1.0, 0.0]]))
+    assert torch.isfinite(found).all() and float(found) > 1000
+
+
+# --------------------------------------------------------------------------- worlds of known structure
+
+
+def world(questions: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three kinds of questions; kind i is solved by heads 2i and 2i+1 nearly always, by others hardly ever."""
+    generator = np.random.default_rng(seed)
+    centres = np.random.default_rng(0).normal(size=(3, 24))
+    kind = generator.integers(0, 3, questions)
+    x = centres[kind] + 0.3 * generator.normal(size=(questions, 24))
+    chance = np.where(np.arange(6)[None, :] // 2 == kind[:, None], 0.95, 0.05)
+    z = (generator.random((questions, 6)) < chance).astype(np.float32)
+    return torch.from_numpy(x).float(), torch.from_numpy(z)
+
+
+def pass_at(router: Router, x: torch.Tensor, z: torch.Tensor, k: int) -> float:
+    rows = zip(router.ranking(x), z.tolist(), strict=True)
+    return sum(pass_ordered([bool(row[j]) for j in order], k) for order, row in rows) / len(z)
+
+
+OPTIONS = FitOptions(sizes=(8,), weights=(1e-3,), epochs=60)
+
+
+@pytest.mark.parametrize("diversity", ["ball", "sphere"])
+def test_the_router_recovers_a_known_structure(diversity: str) -> None:
+    options = FitOptions(sizes=(8,), weights=(1e-3,), epochs=60, diversity=diversity)
+    router = fit_embeddings(*world(400, 1), POOL[:6], "none", options)
+    x, z = world(300, 2)
+    assert pass_at(router, x, z, 1) > 0.9 * float(z.max(1).values.mean())
+    assert float(z.mean()) < 0.4  # what a random head solves
+    assert pass_at(router, x, z, 2) > 0.97 * float(z.max(1).values.mean())
+
+
+def test_with_shuffled_outcomes_there_is_nothing_to_learn() -> None:
+    """Whole rows of Z given to other questions; heads differ in accuracy, so `best` is one that can be missed."""
+    found = []
+    for seed in (1, 2):
+        x, z = world(1000, seed)
+        z[:, 3] = torch.from_numpy((np.random.default_rng(seed).random(1000) < 0.6).astype(np.float32))
+        found.append((x, z[torch.from_numpy(np.random.default_rng(seed).permutation(1000))]))
+    router = fit_embeddings(*found[0], POOL[:6], "none", OPTIONS)
+    best = float(found[1][1][:, int(found[0][1].mean(0).argmax())].mean())
+    assert best - 0.1 < pass_at(router, *found[1], 1) < best + 0.04
+
+
+def test_rows_of_one_question_are_not_torn_apart() -> None:
+    texts = [f"question {i // 2}" for i in range(60)]  # two tasks that ask the same
+    kept, rest = _split(_by_text(texts), 0.3, 0)
+    assert len(kept) == 18 and sorted(kept + rest) == list(range(60))
+    assert not {texts[i] for i in kept} & {texts[i] for i in rest}
+
+
+def test_fitting_repeats_itself_and_chooses_on_validation() -> None:
+    x, z = world(200, 3)
+    options = FitOptions(sizes=(1, 8), weights=(0.0, 1e-3), epochs=20)
+    first, again = (fit_embeddings(x, z, POOL[:6], "none", options) for _ in range(2))
+    assert torch.equal(first.theta, again.theta) and torch.equal(first.heads, again.heads)
+    tried = {(t["p"], t["lambda"]): sum(t["validation_pass"].values()) for t in first.about["tried"]}
+    assert len(tried) == 4
+    assert tried[first.about["p"], first.about["lambda"]] == max(tried.values())
+    other = fit_embeddings(x, z, POOL[:6], "none", FitOptions(sizes=(8,), weights=(1e-3,), epochs=20, seed=1))
+    assert not torch.equal(other.heads, first.heads)
+
+
+def test_ties_are_broken_by_pool_order() -> None:
+    router = Router(torch.eye(2), torch.tensor([[1.0, 0], [0, 1], [1, 0], [5, 5]]), POOL[:4], "none")
+    assert router.ranking(torch.tensor([[1.0, 0.0], [0.5, 0.5]])) == [[0, 2, 1, 3], [0, 1, 2, 3]]
+
+
+# --------------------------------------------------------------------------- policies
+
+
+def outcomes(z: list, texts: list[str] | None = None, pool: list[str] | None = None) -> Outcomes:
+    array = np.array(z, np.float32)
+    names = texts or [f"question {i}" for i in range(len(array))]
+    rows = [
+        {
+            "task": "toy",
+            "split": "test",
+            "doc_id": i,
+            "question": text,
+            "prompt": "",
+            "attributes": {"subject": "ab"[i % 2]},
+        }
+        for i, text in enumerate(names)
+    ]
+    return Outcomes(array, pool or POOL[: array.shape[1]], rows, {"weights": "w", "name": "toy"}, {"toy": {}})
+
+
+def test_policies_give_every_head_once_and_in_their_order() -> None:
+    known = outcomes([[0, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1], [1, 0, 0, 1]])
+    questions = known.texts
+    assert policies.Best.of(known).order(questions)[0] == ["L5H2", "L5H0", "dense", "L5H1"]
+    oracle = policies.Oracle(known)
+    assert [row[0] for row in oracle.order(questions)] == ["L5H0", "L5H0", "L5H2", "dense"]
+    assert oracle.note
+    one, two = policies.Random(known.pool, 0), policies.Random(known.pool, 1)
+    assert one.order(questions) == one.order(questions) != two.order(questions)
+    assert one.order(questions[2:]) == one.order(questions)[2:]  # a question's order is its own
+    for policy in (one, oracle, policies.Best.of(known)):
+        assert all(sorted(row) == sorted(known.pool) for row in policy.order(questions))
+
+
+def test_the_shortlist_covers_greedily() -> None:
+    z = np.array([[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, math.nan]])
+    assert policies.greedy_cover(z, 4) == [0, 2, 1, 3]  # most; then the only one that adds; then by accuracy
+    assert policies.RandomTop.of(outcomes(z[:, :4]), 2).pool == ["dense", "L5H1"]
+    with pytest.raises(InputError, match="cannot be taken"):
+        policies.greedy_cover(z, 5)
+
+
+# --------------------------------------------------------------------------- the store
+
+
+MODEL = {"name": "toy", "weights": "w"}
+TASKS = {"toy": {"metric": "exact_match,none"}}
+
+
+def row(number: int, prompt: str = "p") -> dict:
+    return {
+        "task": "toy",
+        "split": "test",
+        "doc_id": number,
+        "question": f"q{number}",
+        "prompt": prompt,
+        "attributes": {},
+    }
+
+
+def score(answers: list) -> list[tuple[bool, str]]:
+    return [(cell["text"] == "yes", cell["text"]) for _, cell in answers]
+
+
+def filled(
+    folder: Path, answers: list[tuple[int, str, str]], questions: int = 3, pool: tuple = ("dense", "L5H1")
+) -> None:
+    store = OutcomeStore(folder)
+    store.begin(MODEL, TASKS, [row(i) for i in range(questions)], pool)
+    store.open(0)
+    for number, head, text in answers:
+        store.add(Question("toy", "test", number), head, text, [1, 2, number])
+    store.end_journal()
+    store.merge()
+    store.score(score)
+    store.close()
+
+
+CELLS = [(i, head, "yes" if (i + len(head)) % 2 else "no") for i in range(3) for head in ("dense", "L5H1")]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def test_a_store_keeps_what_was_answered(tmp_path: Path) -> None:
+    filled(tmp_path / "a", CELLS[:-1])
+    found = OutcomeStore(tmp_path / "a").read()
+    assert found.pool == ["dense", "L5H1"] and found.texts == ["q0", "q1", "q2"]
+    expected = [[1, 0], [0, 1], [1, math.nan]]
+    assert np.array_equal(found.z, np.array(expected, np.float32), equal_nan=True)
+    cells = OutcomeStore(tmp_path / "a").cells().to_pylist()
+    assert cells[0]["text"] == "yes" and cells[0]["tokens"] == [1, 2, 0]
+    assert found.accuracy().tolist() == pytest.approx([2 / 3, 1 / 2])
+
+
+def test_a_store_is_the_same_whatever_the_order_and_the_interruptions(tmp_path: Path) -> None:
+    filled(tmp_path / "a", CELLS)
+    filled(tmp_path / "b", CELLS[4:])  # a run that was stopped, then one that went on
+    filled(tmp_path / "b", CELLS[:4])
+    filled(tmp_path / "c", [c for c in CELLS if c[0] == 2 and c[1] == "dense"], pool=("dense",))  # extended by a head
+    filled(tmp_path / "c", [c for c in CELLS if c[:2] != (2, "dense")])
+    filled(tmp_path / "d", [], questions=0)  # and by questions
+    filled(tmp_path / "d", CELLS)
+    first = content(tmp_path / "a")
+    assert set(first) == {"store.json", "questions.parquet", "cells.parquet"}
+    assert all(content(tmp_path / other) == first for other in "bcd")
+
+
+def test_a_model_folder_may_be_renamed(tmp_path: Path) -> None:
+    filled(tmp_path, CELLS)
+    before = content(tmp_path)
+    store = OutcomeStore(tmp_path)
+    store.begin({**MODEL, "name": "renamed"}, TASKS, [row(0)], ["dense"])
+    store.close()
+    assert content(tmp_path) == before
+
+
+def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
+    filled(tmp_path / "whole", CELLS)
+    store = OutcomeStore(tmp_path / "killed")
+    store.begin(MODEL, TASKS, [row(i) for i in range(3)], ["dense", "L5H1"])
+    for rank in (0, 1):  # two ranks, none of which ends
+        store.open(rank)
+        for number, head, text in CELLS[rank:-1:2]:
+            store.add(Question("toy", "test", number), head, text, [1, 2, number])
+        store.end_journal()
+    with (tmp_path / "killed/rank-0.jsonl").open("a") as file:
+        file.write('{"place": ["toy", "test", 2], "head": "L5H1", "te')  # cut short
+    store.close()
+    with pytest.raises(InputError, match="no outcomes yet"):
+        OutcomeStore(tmp_path / "killed").read()
+    filled(tmp_path / "killed", CELLS[-1:])
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+
+
+def test_a_store_refuses_what_does_not_belong_to_it(tmp_path: Path) -> None:
+    filled(tmp_path / "a", CELLS)
+    before = content(tmp_path / "a")
+
+    def begin(model: dict = MODEL, tasks: dict = TASKS, prompt: str = "p", folder: str = "a") -> None:
+        store = OutcomeStore(tmp_path / folder)
+        try:
+            store.begin(model, tasks, [row(0, prompt)], ["dense"])
+        finally:
+            store.close()
+
+    with pytest.raises(InputError, match="another model"):
+        begin(model={**MODEL, "weights": "others"})
+    with pytest.raises(InputError, match="another task toy"):
+        begin(tasks={"toy": {"metric": "acc,none"}})
+    with pytest.raises(InputError, match="prompt of document 0"):
+        begin(prompt="another")
+    assert content(tmp_path / "a") == before
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "letter.txt").write_text("x")
+    with pytest.raises(InputError, match="not an outcome store"):
+        begin(folder="b")
+    running = OutcomeStore(tmp_path / "a")
+    running.begin(MODEL, TASKS, [row(0)], ["dense"])
+    with pytest.raises(InputError, match="another run"):
+        begin()
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda f: None, "not an outcome store"),
+        (lambda f: f.write_text("x"), "is a file"),
+        (lambda f: filled(f, []), "no outcomes yet"),
+        (lambda f: (filled(f, CELLS), (f / "cells.parquet").write_bytes(b"PAR1")), "damaged"),
+        (lambda f: (filled(f, CELLS), (f / "store.json").write_text("{}")), "not a lmeval-prune/outcomes"),
+    ],
+)
+def test_a_store_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, make, message: str) -> None:
+    make(tmp_path / "s")
+    with pytest.raises(InputError, match=message):
+        OutcomeStore(tmp_path / "s").read()
+
+
+def test_a_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
+    """1,500 questions and 46 columns stay under 200 MB: here a tenth of the questions, every answer its own."""
+    generator = np.random.default_rng(0)
+    pool = pool_order([DENSE, *(f"L{layer}H{head}" for layer in (5, 10, 15, 20, 25) for head in range(9))])
+    words = np.array(["".join(map(chr, generator.integers(97, 123, 5))) for _ in range(2000)])
+    store = OutcomeStore(tmp_path)
+    store.begin(MODEL, TASKS, [row(i) for i in range(150)], pool)
+    cells = []
+    for number in range(150):
+        texts = words[generator.integers(0, len(words), (len(pool), 160))]
+        tokens = generator.integers(0, 49152, (len(pool), 216)).tolist()
+        where = Question("toy", "test", number)._asdict()
+        for column, head in enumerate(pool):
+            answer = {"text": " ".join(texts[column]), "tokens": tokens[column], "outcome": True, "extracted": "1"}
+            cells.append({**where, "head": head, **answer})
+    store._write_cells(cells)
+    store.close()
+    assert 1e6 < sum(path.stat().st_size for path in tmp_path.iterdir()) < 20e6
+    assert OutcomeStore(tmp_path).read().z.shape == (150, 46)
+
+
+def test_the_pool_has_one_order() -> None:
+    assert pool_order(["L10H2", "dense", "L5H10", "L5H9", "dense"]) == ["dense", "L5H9", "L5H10", "L10H2"]
+
+
+# --------------------------------------------------------------------------- fitting and the artefact
+
+
+def test_a_router_survives_its_file(tmp_path: Path) -> None:
+    x, z = world(100, 4)
+    router = fit_embeddings(x, z, POOL[:6], "all-minilm-l6-v2", OPTIONS, {"model": MODEL})
+    router.save(tmp_path / "r")
+    again = Router.load(tmp_path / "r")
+    assert torch.equal(again.theta, router.theta) and torch.equal(again.heads, router.heads)
+    assert again.pool == router.pool and again.about["lambda"] == 1e-3 and again.about["model"] == MODEL
+    assert again.about["curve"] and again.ranking(x) == router.ranking(x)
+    (tmp_path / "r/router.safetensors").write_bytes(b"broken")
+    with pytest.raises(InputError, match="incomplete"):
+        Router.load(tmp_path / "r")
+    other = fit_embeddings(x, z, POOL[:6], "none", FitOptions(sizes=(8,), weights=(0.0,), epochs=2, seed=5))
+    other.save(tmp_path / "o")
+    (tmp_path / "r/router.safetensors").write_bytes((tmp_path / "o/router.safetensors").read_bytes())
+    with pytest.raises(InputError, match="do not belong together"):
+        Router.load(tmp_path / "r")
+    with pytest.raises(InputError, match="not a router"):
+        Router.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (outcomes([[0, 0], [0, 0], [math.nan, 0]]), "all zero"),
+        (outcomes([[1, 1], [1, 1], [1, math.nan]]), "all one"),
+        (outcomes([[1], [0]]), "at least two heads"),
+        (outcomes([[1, 0], [0, 1]], ["same", "same"]), "two different questions"),
+    ],
+)
+def test_outcomes_that_teach_nothing_are_refused(found: Outcomes, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fit(found, "all-minilm-l6-v2")
+
+
+def test_a_missing_encoder_is_said_in_one_line() -> None:
+    with pytest.raises(InputError, match=r"encoder /nowhere cannot be loaded"):
+        fit(outcomes([[0, 1], [1, 0], [1, 0]]), "/nowhere")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sizes": (0,)},
+        {"weights": (-1.0,)},
+        {"diversity": "x"},
+        {"validation": 1.0},
+        {"validation": 0.0},
+        {"epochs": 0},
+    ],
+)
+def test_senseless_options_are_refused(options: dict) -> None:
+    with pytest.raises(InputError):
+        FitOptions(**options)
+
+
+def test_fitting_from_a_store_counts_what_it_leaves_out(tmp_path: Path) -> None:
+    texts = [
+        "How many apples?",
+        "What is two plus two?",
+        "A train goes 60 miles.",
+        "Ten birds fly.",
+        "Six by seven?",
+    ] * 2
+    texts = [f"{text} ({i})" for i, text in enumerate(texts)]
+    z = [[0, 0, 0], [1, 1, 1], *([[0, 1, 0], [1, 0, 0]] * 4)]
+    router = fit(outcomes(z, texts), "all-minilm-l6-v2", FitOptions(epochs=3))
+    about = router.about
+    assert (about["questions"], about["questions_no_head_solves"], about["questions_all_heads_solve"]) == (10, 1, 1)
+    assert about["training_questions"] + about["validation_questions"] == 10
+    assert json.dumps(about)
+    router.save(tmp_path)
+    order = Router.load(tmp_path).order(texts[:3])
+    assert order == router.order(texts[:3])
+    assert router.order(texts[2:3])[0] == order[2]  # not changed by neighbours
+    without = fit(outcomes(z, texts), "all-minilm-l6-v2", FitOptions(epochs=1, dense=False))
+    assert DENSE not in without.pool

@@ -1,0 +1,272 @@
+"""`lmeval-prune sweep` on tiny models: any order, any interruption, several ranks; and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune import HeadMask, InputError
+from lmeval_prune.artefacts import digest
+from lmeval_prune.cli import main
+from lmeval_prune.models.sweep import Sweep
+from lmeval_prune.sprint import outcomes as outcomes_module
+from lmeval_prune.sprint.outcomes import OutcomeStore
+from tests.conftest import task_manager
+from tests.test_command_line import call
+
+pytestmark = pytest.mark.usefixtures("one_task_manager")
+POOL = ["dense", "L0H0", "L0H1", "L0H2", "L0H3", "L1H2"]
+
+
+def sweep(folder: Path, output: Path, **options: Any) -> Any:
+    arguments = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **options.pop("model_args", {})}
+    given = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
+    return Sweep(arguments, given.pop("tasks", ("prune_tiny_words",)), str(output), **given).run()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_folder: Path, one_task_manager: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweeps") / "whole"
+    sweep(tiny_folder, folder)
+    return folder
+
+
+def test_every_cell_is_generate_alone_with_that_head_pruned(tiny_folder: Path, whole: Path) -> None:
+    outcomes = OutcomeStore(whole).read()
+    assert outcomes.pool == POOL and outcomes.z.shape == (5, 6) and outcomes.known.all()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    rows = {row["doc_id"]: row for row in outcomes.questions}
+    task = task_manager().load(["prune_tiny_words"])["tasks"]["prune_tiny_words"]
+    for cell in OutcomeStore(whole).cells().to_pylist():
+        doc = task.eval_docs[cell["doc_id"]]
+        assert rows[cell["doc_id"]]["question"] == doc["question"]
+        prompt = tokenizer(task.doc_to_text(doc), return_tensors="pt")
+        mask = HeadMask() if cell["head"] == "dense" else HeadMask.parse(cell["head"])
+        with mask.applied_to(plain):
+            out = plain.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert cell["tokens"] == out.tolist()
+        assert cell["outcome"] == bool(task.process_results(doc, [cell["text"]])["exact_match"])
+
+
+def kill_after(count: int) -> None:
+    """Let this process kill itself at the count-th answer stored, file written or file removed."""
+    left = [count]
+
+    def watched(function: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    OutcomeStore.add = watched(OutcomeStore.add)
+    for name in ("_write", "write_artefact"):
+        setattr(outcomes_module, name, watched(getattr(outcomes_module, name)))
+    Path.unlink = watched(Path.unlink)
+
+
+def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL at ten random moments; what is there in the end is what an undisturbed run leaves."""
+    output, moments = tmp_path / "killed", random.Random(0)
+    states = []
+    killed = 0
+    for _ in range(10):
+        moment = moments.randint(0, 12)
+        child = os.fork()
+        if child == 0:
+            try:
+                kill_after(moment)
+                sweep(tiny_folder, output)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        states.append(len(OutcomeStore(output).answered()) if (output / "store.json").exists() else 0)
+    assert killed >= 8 and len(set(states)) > 3  # runs went on from where others were killed
+    sweep(tiny_folder, output)
+    assert content(output) == content(whole)
+
+
+def test_answers_that_this_run_does_not_ask_for_wait_unscored(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    """A run of five questions was killed before it scored; one of two questions comes, then one of five."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OutcomeStore, "merge", lambda self: None)
+        with pytest.raises(InputError, match="no outcomes yet"):
+            sweep(tiny_folder, tmp_path / "s")
+    some = sweep(tiny_folder, tmp_path / "s", limit=2)
+    assert some.known.sum() == 2 * len(POOL) and len(some.questions) == 5
+    sweep(tiny_folder, tmp_path / "s")
+    assert content(tmp_path / "s") == content(whole)
+
+
+def test_it_is_extended_without_running_anything_twice(
+    tiny_folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = []
+    add = OutcomeStore.add
+    monkeypatch.setattr(OutcomeStore, "add", lambda self, *args: (run.append(args[:2]), add(self, *args)))
+    sweep(tiny_folder, tmp_path / "s", heads="L0H1", limit=3)
+    sweep(tiny_folder, tmp_path / "s", heads="L0H*+L1H2", limit=3)
+    sweep(tiny_folder, tmp_path / "s")
+    assert content(tmp_path / "s") == content(whole)
+    assert len(run) == len(set(run)) == 30
+    sweep(tiny_folder, tmp_path / "s")
+    assert len(run) == 30
+
+
+def test_two_ranks_leave_what_one_leaves(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lmeval_prune", "sweep"]
+    command += ["--model_args", f"pretrained={tiny_folder},dtype=float64", "--tasks", "prune_tiny_words"]
+    command += ["--heads", "L0H*+L1H2", "--limit", "5", "--gen_kwargs", "max_gen_toks=10"]
+    done = call(*command, "--output", str(tmp_path / "two"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert content(tmp_path / "two") == content(whole)
+
+
+def test_few_shot_prompts_are_lm_evals_own(tiny_folder: Path, tmp_path: Path) -> None:
+    task = few_shot(tmp_path)
+    arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}
+    for chat in (False, True):
+        theirs = simple_evaluate(
+            task_manager=task_manager(),
+            model="pruned-hf",
+            model_args=arguments,
+            tasks=[task],
+            num_fewshot=2,
+            apply_chat_template=chat,
+            log_samples=True,
+        )
+        prompts = {sample["doc_id"]: sample["arguments"][0][0] for sample in theirs["samples"]["mine"]}
+        options = {"tasks": (task,), "num_fewshot": 2, "heads": "L0H0", "gen_kwargs": {}, "apply_chat_template": chat}
+        ours = sweep(tiny_folder, tmp_path / f"s{chat}", limit=2, **options)
+        assert {row["doc_id"]: row["prompt"] for row in ours.questions} == {
+            row["doc_id"]: digest(prompts[row["doc_id"]]) for row in ours.questions
+        }
+        assert len(sweep(tiny_folder, tmp_path / f"s{chat}", limit=4, **options).questions) == 4
+
+
+def few_shot(folder: Path) -> str:
+    """A user's own YAML: two filters, another name for the question, two splits."""
+    for name in ("train", "held"):
+        lines = [f'{{"ask": "{name} {i}+{i}?", "gold": "{2 * i}"}}\n' for i in range(4)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    (folder / "mine.yaml").write_text(
+        f"""
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{train: {folder}/train.jsonl, held: {folder}/held.jsonl}}}}
+output_type: generate_until
+test_split: held
+fewshot_split: train
+doc_to_text: "{{{{ask}}}}"
+doc_to_target: "{{{{gold}}}}"
+generation_kwargs: {{until: ["\n"], max_gen_toks: 4, do_sample: false}}
+metadata: {{version: 1, question_field: ask}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+filter_list:
+  - {{name: first, filter: [{{function: regex, regex_pattern: '(\\d)'}}, {{function: take_first}}]}}
+  - {{name: all, filter: [{{function: take_first}}]}}
+"""
+    )
+    return str(folder / "mine.yaml")
+
+
+def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "other")
+    before = content(whole)
+    with pytest.raises(InputError, match="another model"):
+        sweep(tmp_path / "other", whole)
+    with pytest.raises(InputError, match="generation"):
+        sweep(tiny_folder, whole, gen_kwargs={"max_gen_toks": 11})
+    with pytest.raises(InputError, match="system_instruction"):
+        sweep(tiny_folder, whole, system_instruction="Be brief.")
+    assert content(whole) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("prune_tiny_choice",)}, "not generative"),
+        ({"tasks": ("prune_tiny_words_pass4",)}, "repeats"),
+        ({"tasks": ("nonsense",)}, "no task nonsense"),
+        ({"gen_kwargs": {"temperature": 0.7}}, "samples"),
+        ({"question_field": "problem"}, "no field 'problem'"),
+        ({"limit": 0}, "limit must be"),
+        ({"metric": "acc"}, "acc is not a metric"),
+        ({"split": "held"}, "no split"),
+        ({"metric": "exact_match,strict"}, "no filter 'strict'"),
+        ({"heads": "L9H0"}, "no attention in layer 9"),
+        ({"model_args": {"responses": "x"}}, "does not take the model argument"),
+    ],
+)
+def test_senseless_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sweep(tiny_folder, tmp_path / "s", **options)
+
+
+def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path: Path) -> None:
+    options = {"tasks": (few_shot(tmp_path),), "heads": "L0H0", "gen_kwargs": {}, "limit": None}
+    found = sweep(tiny_folder, tmp_path / "s", **options)
+    assert found.texts == [f"held {i}+{i}?" for i in range(4)]
+    assert found.tasks["mine"]["metric"] == "exact_match,first" and found.question_field == "ask"
+    assert np.isin(found.z, [0, 1]).all()
+    more = sweep(tiny_folder, tmp_path / "s", split="train", **options)
+    assert more.texts == [*found.texts, *(f"train {i}+{i}?" for i in range(4))] and more.known.all()
+    with pytest.raises(InputError, match="no split 'test'"):
+        sweep(tiny_folder, tmp_path / "s", split="test", **options)
+
+
+def test_several_tasks_share_a_store(tiny_folder: Path, tmp_path: Path) -> None:
+    options = {"heads": "L0H0", "gen_kwargs": {"max_gen_toks": 4}}
+    sweep(tiny_folder, tmp_path / "s", limit=2, **options)
+    both = sweep(tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", few_shot(tmp_path)), limit=1, **options)
+    assert both.known.all() and set(both.tasks) == {"mine", "prune_tiny_words"}
+    whole = sweep(
+        tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", str(tmp_path / "mine.yaml")), limit=None, **options
+    )
+    assert whole.z.shape == (28, 2) and whole.known.all()
+
+
+def test_the_command_reads_a_recipe(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""
+sweep:
+  model_args: {{pretrained: {tiny_folder}, dtype: float64, device: cpu}}
+  tasks: prune_tiny_words
+  layers: [5, 10]
+  limit: 2
+  gen_kwargs: {{max_gen_toks: 4}}
+"""
+    )
+    output = ["--output", str(tmp_path / "s")]
+    assert main(["sweep", "--config", str(recipe), "--layers", "1", *output]) == 0
+    assert "2 questions, pool of 5" in capsys.readouterr().out
+    assert main(["sweep", "--config", str(recipe), *output]) == 2  # this model has no layer 5
+    assert "no attention in layer 5" in capsys.readouterr().err
+    recipe.write_text("sweep: {limits: 2}")
+    assert main(["sweep", "--config", str(recipe), *output]) == 2
+    assert "did you mean 'limit'" in capsys.readouterr().err
+    assert main(["sweep", *output]) == 2
+    assert "sweep needs --model_args, --tasks" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def violins(measured: dict[str, list[float]], lucky: dict[str, list[float]], ste
     for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, lucky, COLOURS[7])):
         for i, layer in enumerate(layers):
             points = np.asarray(values[layer])
-            if len(points) > 1 and np.ptp(points) > 0:
+            if len(points) > 4 and np.ptp(points) > 0:
                 (body,) = axes.violinplot([points], [i + offset], widths=0.36, showmedians=False, showextrema=False)[
                     "bodies"
                 ]
@@ -98,7 +98,7 @@ def head_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
     axes.set_xticks(range(len(ordered)), [name for name, _ in ordered], rotation=90, fontsize=7)
     axes.margins(x=0.01)
     axes.set(ylabel="change in accuracy")
-    axes.set_title("Accuracy with one head pruned − unpruned (bars: two standard errors)", fontsize=10)
+    axes.set_title("Accuracy with one head pruned − unpruned (lines: two standard errors)", fontsize=10)
     _write(figure, stem)
 
 

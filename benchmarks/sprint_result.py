@@ -123,6 +123,7 @@ def against_hf(model: Path, questions: int = 64, heads: str = "L5H0+L15H4+L25H8"
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--train", type=int, default=300, help="training questions")
+    parser.add_argument("--test", type=int, default=200, help="test questions")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", default="out/sprint_result")
     parser.add_argument("--output", default="docs/results/sprint")
@@ -163,7 +164,7 @@ def main() -> None:
         Sweep(arguments, (TASK,), str(work / name), split=split, limit=limit, **common).run()
 
     for name, split, limit in (
-        ("test", TEST, None),
+        ("test", TEST, options.test),
         ("train_a", "fold2", options.train // 2),
         ("train_b", "fold3", None),
     ):
@@ -188,7 +189,9 @@ def main() -> None:
         path = work / f"samples_{temperature}.jsonl"
 
         def sample(temperature: float = temperature, path: Path = path) -> None:
+            asked = [row["doc_id"] for row in OutcomeStore(work / "test").read().questions]
             found = simple_evaluate(
+                samples={f"{TASK}_pass8": asked},
                 model="pruned-hf", model_args={**arguments, "engine": "batched"}, tasks=[f"{TASK}_pass8"],
                 gen_kwargs={"max_gen_toks": 48, "temperature": temperature}, apply_chat_template=True, log_samples=True,
                 metadata={"data_split": TEST}, bootstrap_iters=0,
@@ -203,7 +206,7 @@ def main() -> None:
         stage(f"sampling at {temperature}", sample, path.exists)
         samples.append((f"sampling, T = {temperature}", str(path)))
     SprintReport(
-        str(work / "test"), options.output, str(work / "train"), str(work / "router"), samples, by="solution_type"
+        str(work / "test"), options.output, str(work / "train"), str(work / "router"), samples, by="grade"
     ).write()
     for name in ("router.json", "router.safetensors"):
         shutil.copy(work / "router" / name, Path(options.output) / name)

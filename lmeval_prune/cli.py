@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune import __version__
+from lmeval_prune.commands import add_to
 from lmeval_prune.errors import InputError, first_line
 
 
@@ -58,9 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     heads.add_argument("--revision", default=None)
     heads.set_defaults(function=lambda options: list_heads(options.pretrained, options.revision))
 
-    from lmeval_prune.sprint import commands as sprint
-
-    sprint.add_to(commands)
+    add_to(commands)
     return parser
 
 

@@ -43,9 +43,9 @@ def pass_at_n(curves: Sequence[Curve], dense: float | None, stem: Path, seed: in
         there = ~np.isnan(curve.mean)
         low, high = band(curve, seed)
         dashed = curve.kind != "ordered"
-        axes.plot(
-            ks[there], curve.mean[there], "--" if dashed else "-", marker="o", ms=4, color=colour, label=curve.name
-        )
+        # the first curve is what the report is about: it lies above the others
+        style = {"color": colour, "marker": "o", "ms": 4, "zorder": len(curves) - number + 2, "label": curve.name}
+        axes.plot(ks[there], curve.mean[there], "--" if dashed else "-", **style)
         axes.fill_between(ks[there], low[there], high[there], color=colour, alpha=0.08, lw=0)
     if dense is not None:
         axes.axhline(dense, color="0.4", lw=1, ls=":", label="unpruned, greedy (one try)")

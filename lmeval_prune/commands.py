@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ def add_to(commands: Any) -> None:
     _add(fit, "decay", "weight decay of θ (default 0.01)", float)
     _add(fit, "seed", "of the split, the start and the order (default 0)", int)
     _flag(fit, "without_dense", "the unpruned model is no candidate")
+
+    questions = _command(commands, "questions", "the questions of a store, for lm_eval --samples", run_questions)
+    _add(questions, "outcomes", "folder of the outcome store")
+    _add(questions, "task", "name of the task that is to be asked, e.g. prune_asdiv_a_pass8")
+    _add(questions, "router", "folder of a fitted router: only questions that it was not fitted on")
 
     report = _command(commands, "report", "tables and figures", run_report)
     report.add_argument("kind", choices=["sprint"], help="of which method")
@@ -109,6 +115,8 @@ def run_fit(given: dict[str, Any]) -> int:
 
     _need(given, "fit", "outcomes", "output")
     source, target = given.pop("outcomes"), given.pop("output")
+    if Path(target).is_file():
+        raise InputError(f"{target} is a file; name a folder for the router")
     encoder = given.pop("encoder", ENCODER)
     for name, field, kind in (("p", "sizes", int), ("lambda", "weights", float)):
         if name in given:
@@ -123,10 +131,30 @@ def run_fit(given: dict[str, Any]) -> int:
         f"{about['questions']} questions: {about['questions_no_head_solves']} solved by no head (left out), "
         f"{about['questions_all_heads_solve']} by all; {about['validation_questions']} for validation"
     )
+    useful = about["questions"] - about["questions_no_head_solves"] - about["questions_all_heads_solve"]
+    if useful < 30:
+        print(f"only {useful} questions tell heads apart: expect nothing of this router; sweep more questions")
     if about["held_out"]:
         print(f"{about['held_out']} questions held out, for `lmeval-prune report sprint --test {source}`")
     if about["validation_pass"]:
         print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in about["validation_pass"].items()))
+    return 0
+
+
+def run_questions(given: dict[str, Any]) -> int:
+    """`lmeval-prune questions`."""
+    from lmeval_prune.sprint.outcomes import OutcomeStore
+    from lmeval_prune.sprint.router import Router, text_key
+
+    _need(given, "questions", "outcomes", "task")
+    outcomes = OutcomeStore(given["outcomes"]).read()
+    seen = set(Router.load(given["router"]).about.get("seen", [])) if "router" in given else set()
+    rows = [row for row in outcomes.questions if text_key(row["question"]) not in seen]
+    places = {(row["task"], row["split"]) for row in rows}
+    if len(places) != 1:
+        found = ", ".join(" ".join(place) for place in sorted(places)) or "none"
+        raise InputError(f"the questions must be of one task and split; these are of: {found}")
+    print(json.dumps({given["task"]: [row["doc_id"] for row in rows]}))
     return 0
 
 

@@ -215,6 +215,24 @@ def test_one_store_serves_for_training_and_test(tmp_path: Path) -> None:
     assert "Test: 30 questions" in text and "Training: 40 questions" in text
 
 
+def test_the_test_questions_can_be_asked_of_lm_eval(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write(tmp_path / "s", 0, 40)
+    fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=1, holdout=0.25)).save(
+        tmp_path / "r"
+    )
+    command = ["questions", "--outcomes", str(tmp_path / "s"), "--task", "toy_pass8"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out) == {"toy_pass8": list(range(40))}
+    assert main([*command, "--router", str(tmp_path / "r")]) == 0
+    held = json.loads(capsys.readouterr().out)["toy_pass8"]
+    assert len(held) == 10
+    SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=2).write()
+    assert "Test: 10 questions" in (tmp_path / "out/report.md").read_text()
+    (tmp_path / "file").write_text("")
+    assert main(["fit", "--outcomes", str(tmp_path / "s"), "--output", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
 def test_questions_that_a_router_was_fitted_on_are_no_test(tmp_path: Path) -> None:
     write(tmp_path / "s", 0, 60)
     write(tmp_path / "elsewhere", 100, 30)
@@ -258,7 +276,7 @@ def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_pa
     report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
     report("training questions too", train=str(tmp_path / "overlap"))
     report("which the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
-    report("as many heads", n=6)
+    report("the pool has 5", n=6)
     report("n must be at least 1", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
     report("not a samples file", samples=[("T", str(tmp_path / "not.jsonl"))])
@@ -267,7 +285,7 @@ def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_pa
         report("cannot be compared", samples=[("T", str(tmp_path / "w.jsonl"))])
     write(tmp_path / "unlike", 200, 30, tasks={"toy": {**TASKS["toy"], "chat_template": "other"}})
     report("different settings of toy", train=str(tmp_path / "unlike"))
-    report("only 1", shortlist=1)
+    report("shortlist .* has 1", shortlist=1)
     report("no such file", samples=[("T", str(tmp_path / "gone.jsonl"))])
     report("not all questions have 'colour'", by="colour")
     report("not an outcome store", test=str(tmp_path / "router"))

@@ -18,6 +18,11 @@ Done = Callable[[int, str, list[int]], None]
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
+def greedily(settings: dict[str, Any]) -> dict[str, Any]:
+    """lm-eval's generation settings without those that sample."""
+    return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
+
+
 def generate_until(
     lm: HFLM,
     engine: Engine,
@@ -48,7 +53,7 @@ def generate_until(
     for place, request in enumerate(requests):
         context, given = request.args
         if greedy:
-            given = {name: value for name, value in given.items() if name not in _SAMPLING} | {"do_sample": False}
+            given = greedily(given)
         key = digest(given)
         if key not in prepared:
             prepared[key] = _settings(lm, given)

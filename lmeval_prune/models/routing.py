@@ -12,6 +12,7 @@ from lmeval_prune.architectures import AttentionMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.heads import parse_selectors
+from lmeval_prune.models.batched import greedily
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, pool_order
 from lmeval_prune.sprint.policies import POLICIES, Best, Nearest, Oracle, Policy, Random, RandomTop
 from lmeval_prune.sprint.router import Router
@@ -145,11 +146,11 @@ class Routing:
         return self.orders[self._question(request)][occurrence % request.repeats]
 
     def record(self, requests: Sequence[Any]) -> None:
-        """Write the heads of each request's tries into its arguments, where `--log_samples` shows them."""
+        """Write what was done into each request's arguments, where `--log_samples` shows it: heads, and no sampling."""
         for request in {id(request): request for request in requests}.values():
             context, settings = request.args
             heads = self.orders[self._question(request)][: request.repeats]
-            request.arguments = (context, {**settings, "heads": heads})
+            request.arguments = (context, {**greedily(settings), "heads": heads})
 
     def _question(self, request: Any) -> str:
         document = request.doc or {}
@@ -165,4 +166,4 @@ class Routing:
         """For the results file."""
         assert self.policy is not None
         note = {"note": self.policy.note} if self.policy.note else {}
-        return {"source": self.source, "pool": self.policy.pool, **self.identity, **note}
+        return {"source": self.source, "decoding": "greedy", "pool": self.policy.pool, **self.identity, **note}

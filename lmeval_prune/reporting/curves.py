@@ -115,7 +115,7 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     if missing:
         raise InputError(
             f"{path} lacks {len(missing)} of the test store's {len(outcomes.texts)} questions, "
-            f"e.g. {missing[0][:60]!r}; run the task on the same questions"
+            f"e.g. {missing[0][:60]!r}; `lmeval-prune questions` prints what lm_eval's --samples needs to ask them"
         )
     return Curve(name, "ordered" if routed else "unbiased", np.array([rows[text] for text in outcomes.texts]))
 

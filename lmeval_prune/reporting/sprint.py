@@ -56,6 +56,8 @@ class SprintReport:
         Raises:
             InputError: something is missing or does not belong together.
         """
+        if Path(self.output).is_file():
+            raise InputError(f"{self.output} is a file; name a folder for the report")
         if self.n < 1:
             raise InputError(f"n must be at least 1, not {self.n}")
         test = OutcomeStore(self.test).read()
@@ -105,9 +107,14 @@ class SprintReport:
         if missing:
             raise InputError(f"the router's pool holds {missing[0]}, which the test store lacks; sweep it too")
         pool = router.pool if router else test.pool
-        smallest = min(len(pool), self.shortlist, *([len(set(train.pool) & set(pool))] if train else []))
-        if self.n > smallest:
-            raise InputError(f"n={self.n} tries need as many heads, and a pool or the shortlist has only {smallest}")
+        sizes = {"pool": len(pool), "shortlist (--shortlist)": self.shortlist}
+        if train:
+            sizes["training store's pool"] = len(set(train.pool) & set(pool))
+        for name, size in sizes.items():
+            if self.n > size:
+                raise InputError(
+                    f"n={self.n} tries need as many heads, and the {name} has {size}; give --n {size} or less"
+                )
         others = train.tasks if train else {}
         for task in test.tasks.keys() & others.keys():
             for key in sorted(test.tasks[task].keys() | others[task].keys()):

@@ -15,19 +15,19 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from _record import environment, write
+from sweep_speed import PROMPT, Pairs, Work, timed
 
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.models import embedded
 from lmeval_prune.tasks import data
 
-PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 STEPS, BATCH, RATE = 90, 8, 1e-4
+LONGEST = 48  # new tokens
 TASK, TEST = "prune_asdiv_a", "fold4"
 
 
@@ -43,7 +43,7 @@ def fine_tune(folder: Path) -> None:
     random.Random(0).shuffle(rows)
 
     def example(row: dict[str, Any]) -> dict[str, list[int]]:
-        chat = [{"role": "user", "content": PROMPT.format(row["question"])}]
+        chat = [{"role": "user", "content": row["question"] + PROMPT}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         start = tokenizer(prompt)["input_ids"]
         answer = tokenizer(f"{row['formula']}\n\\boxed{{{row['target']}}}<|im_end|>")["input_ids"]
@@ -74,49 +74,19 @@ def fine_tune(folder: Path) -> None:
 
 def against_hf(model: Path, questions: int = 64, heads: str = "L5H0+L15H4+L25H8") -> dict[str, Any]:
     """Time of a sweep, and of lm-eval's `hf` one head at a time (batch 64), on the same answers."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    from lmeval_prune import HeadMask
-    from lmeval_prune.decoding import Engine
-    from lmeval_prune.models import batched
-
-    lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=64)
-    generation = {"until": ["<|im_end|>", "<|endoftext|>"], "max_gen_toks": 48, "do_sample": False}
-    rows = data.load("asdiv_a", TEST).select(range(questions))
-    chats = [[{"role": "user", "content": PROMPT.format(question)}] for question in rows["question"]]
-    prompts = [lm.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats]
-    masks = [None, *(HeadMask.parse(head) for head in heads.split("+"))]
-
-    def asked() -> list[Instance]:
-        return [Instance("generate_until", {}, (p, dict(generation)), 0, ("g", i, 1)) for i, p in enumerate(prompts)]
-
-    lm.generate_until(asked()[:4], disable_tqdm=True)  # whatever is slow only once
-    begin = time.perf_counter()
-    engine = Engine(lm.model, lm.tokenizer, deterministic=True)
-    pairs = [(i, mask) for i in range(questions) for mask in masks]
-    requests = asked()
-    texts = batched.generate_until(
-        lm, engine, [requests[i] for i, _ in pairs], [0] * len(pairs), lambda *_: None, 0, [mask for _, mask in pairs]
-    )
-    ours = time.perf_counter() - begin
-    begin = time.perf_counter()
-    theirs: dict[tuple[int, int], str] = {}
-    for number, mask in enumerate(masks):
-        with mask.applied_to(lm.model) if mask else nullcontext():
-            for i, text in enumerate(lm.generate_until(asked(), disable_tqdm=True)):
-                theirs[i, number] = text
-    hf = time.perf_counter() - begin
-    same = sum(text == theirs[i, masks.index(mask)] for (i, mask), text in zip(pairs, texts, strict=True))
-    assert same >= 0.99 * len(pairs), f"{same} of {len(pairs)} texts are the same"
+    work = Work(str(model), data.load("asdiv_a", TEST)["question"][:questions], LONGEST)
+    pairs: Pairs = [(i, head) for i in range(questions) for head in (None, *heads.split("+"))]
+    work.by_hf([(i, None) for i in range(4)], 4)  # whatever is slow only once
+    engine = work.engine(deterministic=True)
+    ours, sweep = timed(lambda: work.by_engine(pairs, engine))
+    theirs, hf = timed(lambda: work.by_hf(pairs, 64))
     return {
         "questions": questions,
         "heads": ["dense", *heads.split("+")],
-        "sweep_seconds": round(ours, 1),
+        "texts": work.compare(ours, theirs),
+        "sweep_seconds": round(sweep, 1),
         "hf_seconds": round(hf, 1),
-        "ratio": round(hf / ours, 2),
-        "texts": len(pairs),
-        "identical": same,
+        "ratio": round(hf / sweep, 2),
     }
 
 
@@ -158,7 +128,7 @@ def main() -> None:
     model = work / "model"
     stage("fine-tune", lambda: fine_tune(model), model.is_dir)
     arguments = {"pretrained": str(model), "dtype": "float32", "device": "cpu"}
-    common: dict[str, Any] = {"apply_chat_template": True, "gen_kwargs": {"max_gen_toks": 48}}
+    common: dict[str, Any] = {"apply_chat_template": True, "gen_kwargs": {"max_gen_toks": LONGEST}}
 
     def sweep(name: str, split: str, limit: int | None) -> None:
         Sweep(arguments, (TASK,), str(work / name), split=split, limit=limit, **common).run()
@@ -193,7 +163,8 @@ def main() -> None:
             found = simple_evaluate(
                 samples={f"{TASK}_pass8": asked},
                 model="pruned-hf", model_args={**arguments, "engine": "batched"}, tasks=[f"{TASK}_pass8"],
-                gen_kwargs={"max_gen_toks": 48, "temperature": temperature}, apply_chat_template=True, log_samples=True,
+                gen_kwargs={"max_gen_toks": LONGEST, "temperature": temperature}, apply_chat_template=True,
+                log_samples=True,
                 metadata={"data_split": TEST}, bootstrap_iters=0,
             )  # fmt: skip
             lines = []

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -33,25 +33,24 @@ from lmeval_prune.tasks import data
 
 SWEEP = ["L5H0", "L5H4", "L10H1", "L10H6", "L15H2", "L15H7", "L20H3", "L25H5"]
 POOL = [f"L{layer}H{head}" for layer in (5, 10, 15, 20, 25) for head in range(9)]
-GENERATE = {"until": ["<|im_end|>", "<|endoftext|>"], "max_gen_toks": 256, "do_sample": False}
 PROMPT = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 Pairs = list[tuple[int, str | None]]  # question, head (None: dense)
 
 
 class Work:
-    """The questions as lm-eval requests, and the ways to answer them."""
+    """Questions as lm-eval requests, and the ways to answer them."""
 
-    def __init__(self, questions: int) -> None:
-        self.lm = HFLM(embedded.resolve("smollm2-135m"), device="cpu", dtype="float32", batch_size=16)
+    def __init__(self, model: str, questions: Sequence[str], longest: int) -> None:
+        self.lm = HFLM(model, device="cpu", dtype="float32", batch_size=16)
         self.attention = find_attention(self.lm.model)
-        rows = data.load("gsm8k", "test").select(range(questions))
-        chats = [[{"role": "user", "content": question + PROMPT}] for question in rows["question"]]
+        self.generate = {"until": ["<|im_end|>", "<|endoftext|>"], "max_gen_toks": longest, "do_sample": False}
+        chats = [[{"role": "user", "content": question + PROMPT}] for question in questions]
         self.prompts = [
             self.lm.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats
         ]
 
     def instances(self, places: list[int]) -> list[Instance]:
-        return [Instance("generate_until", {}, (self.prompts[i], dict(GENERATE)), 0, ("g", i, 1)) for i in places]
+        return [Instance("generate_until", {}, (self.prompts[i], dict(self.generate)), 0, ("g", i, 1)) for i in places]
 
     def by_hf(self, pairs: Pairs, batch: int) -> dict[tuple[int, str | None], str]:
         """lm-eval's `hf`, one mask at a time."""
@@ -181,7 +180,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
     results: dict[str, Any] = {"environment": environment(), "questions": options.questions}
-    work = Work(options.questions)
+    asked = data.load("gsm8k", "test")["question"][: options.questions]
+    work = Work(embedded.resolve("smollm2-135m"), asked, 256)
     highest = peak()
     results["gemm_peak_gflops"] = round(highest / 1e9, 1)
     rng = random.Random(0)
@@ -233,7 +233,7 @@ def main() -> None:
         write(options.name, results)
     if "factors" in options.parts.split(","):
         few = [pair for pair in everything["sweep"] if pair[0] < options.factor_questions]
-        GENERATE["max_gen_toks"] = options.factor_tokens
+        work.generate["max_gen_toks"] = options.factor_tokens
         results["factors"] = factors(work, few, options.factor_repeats)
         results["profile"] = profile(work, few)
         print(results["factors"], results["profile"])

@@ -45,10 +45,6 @@ class Journal:
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self._file.flush()
 
-    def clear(self) -> None:
-        """Drop what was written."""
-        self._file.truncate(0)
-
     def close(self) -> None:
         """Close the file and let other runs write."""
         self._file.close()

@@ -151,7 +151,7 @@ def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:
     rows = [i for i, row in enumerate(test.questions) if row["attributes"]["subject"] == "algebra"]
     assert table.accuracy["algebra", "L5H1"] == pytest.approx(test.z[rows, 2].mean())
     gain = max(test.z[rows, 1].mean(), test.z[rows, 2].mean()) - test.z[rows, 0].mean()
-    assert heads.gains(test, table)["L5"][0] == pytest.approx(gain)
+    assert heads.gains(table)["L5"][0] == pytest.approx(gain)
     assert list(heads.groups(test, "level")) == ["0", "1", "2"]
     bold = [line for line in table.markdown().splitlines() if "**" in line and line.startswith("|")]
     assert bold and "| none |" in table.markdown()
@@ -169,7 +169,7 @@ def test_luck_alone_gains_too() -> None:
     table = heads.HeadTable.of(outcomes)
     luck = heads.gains_by_luck(outcomes, table, draws=2000)["L0"]
     assert 0.03 < np.mean(luck) < 0.15
-    assert abs(heads.gains(outcomes, table)["L0"][0] - np.mean(luck)) < 3 * np.std(luck)
+    assert abs(heads.gains(table)["L0"][0] - np.mean(luck)) < 3 * np.std(luck)
 
 
 def test_the_whole_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

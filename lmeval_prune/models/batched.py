@@ -18,6 +18,11 @@ Done = Callable[[int, str, list[int]], None]
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
+def samples(settings: dict[str, Any]) -> bool:
+    """Whether lm-eval's generation settings draw tokens."""
+    return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
+
+
 def greedily(settings: dict[str, Any]) -> dict[str, Any]:
     """lm-eval's generation settings without those that sample."""
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}

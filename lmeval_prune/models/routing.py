@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lmeval_prune.architectures import AttentionMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.heads import parse_selectors
 from lmeval_prune.models.batched import greedily
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, pool_order
+from lmeval_prune.sprint.outcomes import DENSE, OutcomeStore, pool_order, question_field
 from lmeval_prune.sprint.policies import POLICIES, Best, Nearest, Oracle, Policy, Random, RandomTop
 from lmeval_prune.sprint.router import Router
 
@@ -51,7 +49,6 @@ class Routing:
         self.masks: dict[str, HeadMask | None] = {DENSE: None}
         self.model: dict[str, Any] = {}
         self._random: tuple[str, int] | None = None
-        made_with: str | None = None
         self.policy, made_with = self._policy(router, store, pool, int(seed), int(size))
         self.question_field = question_field or made_with or "question"
 
@@ -66,7 +63,7 @@ class Routing:
                 raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
             found = Router.load(router)
             self.model = found.about.get("model", {})
-            return Nearest(found), Outcomes(np.empty((0, 0)), [], tasks=found.about.get("tasks", {})).question_field
+            return Nearest(found), question_field(found.about.get("tasks", {}))
         if pool and router != "random":
             raise InputError(f"router_pool is for router=random; router={router} takes its pool from router_store")
         if pool:

@@ -166,8 +166,7 @@ class Sweep:
             raise InputError(f"task {name} is not generative; a sweep needs answers that are generated")
         if (task.get_config("repeats") or 1) > 1:
             raise InputError(f"task {name} has repeats; sweep the greedy task it is made of")
-        settings = {**generation, **self.gen_kwargs}
-        if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
+        if batched.samples({**generation, **self.gen_kwargs}):
             raise InputError(f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs")
 
     def _field(self, task: Task) -> str:

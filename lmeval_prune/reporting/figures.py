@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lmeval_prune.artefacts import write_bytes
-from lmeval_prune.reporting.curves import Curve, band
+from lmeval_prune.reporting.curves import Curve
 from lmeval_prune.reporting.heads import HeadTable, layer_and_head
 
 # Okabe and Ito's colours, told apart with any colour vision
@@ -34,14 +34,15 @@ def _write(figure: Any, stem: Path) -> None:
         write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
 
 
-def pass_at_n(curves: Sequence[Curve], dense: float | None, stem: Path, seed: int = 0) -> None:
+def pass_at_n(
+    curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float | None, stem: Path
+) -> None:
     """Figure 4: pass@N of every policy with 95% bootstrap bands over questions."""
     figure, axes = _figure(7.5, 4.6)
-    for number, curve in enumerate(curves):
+    for number, (curve, (low, high)) in enumerate(zip(curves, bands, strict=True)):
         colour = COLOURS[number % len(COLOURS)]
         ks = np.arange(1, curve.values.shape[1] + 1)
         there = ~np.isnan(curve.mean)
-        low, high = band(curve, seed)
         dashed = curve.kind != "ordered"
         # the first curve is what the report is about: it lies above the others
         style = {"color": colour, "marker": "o", "ms": 4, "zorder": len(curves) - number + 2, "label": curve.name}

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.heads import parse_selectors
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes
+from lmeval_prune.sprint.outcomes import DENSE, Outcomes, head_of
 
 GROUPINGS = ("subject", "complexity", "grade", "solution_type", "level", "type", "task")
 
 
 def layer_and_head(column: str) -> tuple[str, int]:
     """`("L5", 3)` of `L5H3`."""
-    (selector,) = parse_selectors(column)
-    assert selector.layers and selector.heads
-    return f"{selector.stack + '.' if selector.stack else ''}L{selector.layers[0]}", selector.heads[0]
+    found = head_of(column)
+    return f"{found.stack + '.' if found.stack else ''}L{found.layer}", found.head
 
 
 def groups(outcomes: Outcomes, by: str | None = None) -> dict[str, list[int]]:
@@ -123,17 +122,14 @@ class HeadTable:
         return "\n".join(lines) + "\n"
 
 
-def gains(outcomes: Outcomes, table: HeadTable) -> dict[str, list[float]]:
+def gains(table: HeadTable) -> dict[str, list[float]]:
     """Figure 2: of each layer, for every group, the best head's accuracy minus the unpruned model's."""
-    found = {}
-    for layer, numbers in table.layers.items():
-        found[layer] = [_gain(outcomes, rows, list(numbers.values())) for rows in table.groups.values()]
-    return found
 
+    def gain(group: str, columns: Iterable[str]) -> float:
+        best = np.nanmax([table.accuracy[group, column] for column in columns])
+        return float(best - table.accuracy[group, DENSE])
 
-def _gain(outcomes: Outcomes, rows: list[int], columns: list[str]) -> float:
-    part = outcomes.rows(rows).columns([DENSE, *columns]).accuracy()
-    return float(np.nanmax(part[1:]) - part[0])
+    return {layer: [gain(group, numbers.values()) for group in table.groups] for layer, numbers in table.layers.items()}
 
 
 def gains_by_luck(outcomes: Outcomes, table: HeadTable, draws: int = 200, seed: int = 0) -> dict[str, list[float]]:

@@ -73,14 +73,15 @@ class SprintReport:
 
         drawn = self._curves(test, train, router)
         dense = float(test.accuracy()[test.pool.index(DENSE)])
-        figures.pass_at_n(drawn, dense, folder / "pass_at_n", self.seed)
+        bands = [curve.band(c, self.seed) for c in drawn]
+        figures.pass_at_n(drawn, bands, dense, folder / "pass_at_n")
         text.append(self._passes(drawn, dense, found))
-        write_text(folder / "pass_at_n.csv", self._csv(drawn))
+        write_text(folder / "pass_at_n.csv", _csv(drawn, bands))
 
         moved = changes(test)
         figures.head_changes(moved, folder / "head_changes")
         figures.head_map(moved, table, folder / "head_map")
-        measured, lucky = gains(test, table), gains_by_luck(test, table, seed=self.seed)
+        measured, lucky = gains(table), gains_by_luck(test, table, seed=self.seed)
         figures.violins(measured, lucky, folder / "best_head_gains")
         text.append(self._gains(measured, lucky, moved, found))
         write_text(folder / "accuracy.csv", table.csv())
@@ -221,17 +222,6 @@ class SprintReport:
             f"heads and the unpruned model, so that no head matters, the median is {luck:+.3f}."
         )
 
-    def _csv(self, drawn: list[curve.Curve]) -> str:
-        lines = ["policy,estimate,n,pass,low,high"]
-        for c in drawn:
-            low, high = curve.band(c, self.seed)
-            lines += [
-                f'"{c.name}",{c.kind},{k + 1},{mean:.6f},{low[k]:.6f},{high[k]:.6f}'
-                for k, mean in enumerate(c.mean)
-                if not np.isnan(mean)
-            ]
-        return "\n".join(lines) + "\n"
-
 
 _TEST = "10,000 random flips of the questions' signs"
 _ESTIMATES = (
@@ -239,6 +229,17 @@ _ESTIMATES = (
     "*unbiased*: 1 − C(n−c, N)/C(n, N) over n samples, c of them right. The oracle looks at the test outcomes: an "
     "upper bound, not a method."
 )
+
+
+def _csv(drawn: list[curve.Curve], bands: list[tuple[np.ndarray, np.ndarray]]) -> str:
+    lines = ["policy,estimate,n,pass,low,high"]
+    for c, (low, high) in zip(drawn, bands, strict=True):
+        lines += [
+            f'"{c.name}",{c.kind},{k + 1},{mean:.6f},{low[k]:.6f},{high[k]:.6f}'
+            for k, mean in enumerate(c.mean)
+            if not np.isnan(mean)
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _number(value: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +48,3 @@ def fingerprint(encoder: Any) -> str:
         state.update(f"{name}{tuple(tensor.shape)}".encode())
         state.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return state.hexdigest()[:16]
-
-
-def short_name(name: str) -> str:
-    """A name to print: the last part of a path."""
-    return Path(name).name or name

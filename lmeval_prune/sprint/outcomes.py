@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 
 from lmeval_prune.artefacts import read_artefact, write_artefact, write_bytes
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.heads import parse_selectors
+from lmeval_prune.interventions.heads import Head, parse_selectors
 from lmeval_prune.journal import Journal, read_journals
 
 SCHEMA = "lmeval-prune/outcomes"
@@ -44,17 +44,16 @@ class Question(NamedTuple):
     doc_id: int
 
 
+def head_of(column: str) -> Head:
+    """The head that a column other than `dense` prunes."""
+    (selector,) = parse_selectors(column)
+    assert selector.layers and selector.heads
+    return Head(selector.stack, selector.layers[0], selector.heads[0])
+
+
 def pool_order(columns: Iterable[str]) -> list[str]:
     """Columns in the order of the pool: dense first, then by layer and head; each once."""
-
-    def place(column: str) -> tuple[Any, ...]:
-        if column == DENSE:
-            return ("", -1, -1)
-        (selector,) = parse_selectors(column)
-        assert selector.layers and selector.heads
-        return (selector.stack, selector.layers[0], selector.heads[0])
-
-    return sorted(set(columns), key=place)
+    return sorted(set(columns), key=lambda column: Head("", -1, -1) if column == DENSE else head_of(column))
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,13 @@ class Outcomes:
     @property
     def question_field(self) -> str | None:
         """Field of the tasks' documents that holds the question, if it is one and the same in all of them."""
-        names = {task["question_field"] for task in self.tasks.values() if "question_field" in task}
-        return str(next(iter(names))) if len(names) == 1 else None
+        return question_field(self.tasks)
+
+
+def question_field(tasks: dict[str, Any]) -> str | None:
+    """As `Outcomes.question_field`, of the settings of tasks."""
+    names = {task["question_field"] for task in tasks.values() if "question_field" in task}
+    return str(next(iter(names))) if len(names) == 1 else None
 
 
 _QUESTIONS = pa.schema(

@@ -4,7 +4,7 @@
 
 The embedded model answers about 7% of ASDiv-A; a short supervised fine-tune on two of its folds (question →
 formula and answer) makes the 'dense' model. Two other folds train the router, the fifth is the test. Every stage
-is kept under --work and not done again; times of stages are those of the runs that did them.
+is kept under --work and not done again; a stage that was interrupted goes on, and has no time in the results (null).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,17 +101,18 @@ def main() -> None:
     work = Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
     clock = work / "seconds.json"
-    seconds: dict[str, float] = json.loads(clock.read_text()) if clock.exists() else {}
+    seconds: dict[str, float | None] = json.loads(clock.read_text()) if clock.exists() else {}
 
     def stage(name: str, function: Callable[[], Any], done: Callable[[], bool]) -> None:
         if done():
             print(f"{name}: done before", flush=True)
             return
-        begin = time.perf_counter()
-        try:
-            function()
-        finally:  # an interrupted stage goes on; its time counts (not that of a killed one)
-            seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - begin, 1)
+        whole = name not in seconds
+        seconds[name] = None
+        write_text(clock, json.dumps(seconds))
+        _, took = timed(function)
+        if whole:
+            seconds[name] = round(took, 1)
             write_text(clock, json.dumps(seconds))
         print(f"{name}: {seconds[name]} s", flush=True)
 

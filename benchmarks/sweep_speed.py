@@ -136,6 +136,27 @@ def peak() -> float:
     return 2 * 1536**3 / best
 
 
+def by_rows(work: Work) -> dict[int, float]:
+    """GFLOP/s of the matrix products of all the model's layers and its head, for a step of so many rows.
+
+    All weights are read in each round, as in a step: a layer's alone would stay in the processor's cache.
+    """
+    products = [m for m in work.lm.model.modules() if isinstance(m, torch.nn.Linear)]
+    each = 2 * sum(m.weight.numel() for m in products)
+    found = {}
+    for rows in (1, 8, 32, 64, 128, 192, 512):
+        inputs = {m.in_features: torch.randn(rows, m.in_features) for m in products}
+        best = float("inf")
+        with torch.inference_mode():
+            for _ in range(5):
+                begin = time.perf_counter()
+                for m in products:
+                    m(inputs[m.in_features])
+                best = min(best, time.perf_counter() - begin)
+        found[rows] = round(each * rows / best / 1e9, 1)
+    return found
+
+
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     begin = time.perf_counter()
     out = function()
@@ -184,6 +205,7 @@ def main() -> None:
     work = Work(embedded.resolve("smollm2-135m"), asked, 256)
     highest = peak()
     results["gemm_peak_gflops"] = round(highest / 1e9, 1)
+    results["gemm_gflops_by_rows"] = by_rows(work)
     rng = random.Random(0)
     # as many questions a head as 64 questions have with the paper's 45 heads: hf's batches are then of that size
     pool = rng.sample(POOL, max(8, round(len(POOL) * options.router_questions / 64)))

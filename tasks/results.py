@@ -16,7 +16,7 @@ from typing import Any
 from lm_eval.api.filter import Filter
 from lm_eval.api.registry import register_filter
 
-from lmeval_prune.scoring import MARKED, evaluate, extract, has_operator, numbers_equal, readings
+from lmeval_prune.scoring import MARKED, evaluate, extract, has_operator, is_division, numbers_equal, readings
 from lmeval_prune.scoring.mathematics import MAX_LENGTH, Verdict, shared
 from lmeval_prune.scoring.numbers import WRAPPER, close, normalise, plain
 
@@ -96,7 +96,9 @@ def same_text(answer: str, gold: str) -> bool:
     if len(golds) == 1:
         return _same_item(answer, gold)
     ways = (r"\s*;\s*|,\s+(?:and\s+)?|\s+and\s+", r"\s*[;,]\s*(?:and\s+)?|\s+and\s+")  # `1,200; 3` before `3,4`
-    splits = (re.split(way, _unwrapped(answer)) for way in ways)
+    answer = _unwrapped(answer).strip()
+    answer = answer[1:-1] if answer.startswith("(") and answer.endswith(")") else answer
+    splits = (re.split(way, answer) for way in ways)
     return any(len(items) == len(golds) and all(map(_same_item, items, golds)) for items in splits)
 
 
@@ -107,6 +109,8 @@ def _same_item(answer: str, gold: str) -> bool:
     times = _TIME.fullmatch(plain), _TIME.fullmatch(plain_gold)
     if times[0] and times[1]:  # 5:45 p.m. is 5:45, but not 5:45 a.m.
         return times[0][1] == times[1][1] and (times[0][2] or times[1][2]) == (times[1][2] or times[0][2])
+    if re.fullmatch(r"\d+:\d+", plain_gold):  # a ratio
+        plain = re.sub(r"(?<=\d)\s*(?:\bto\b|:)\s*(?=\d)", ":", plain)
     return plain == plain_gold and bool(plain)
 
 
@@ -121,9 +125,9 @@ def _plain(text: str) -> str:
 
 # --------------------------------------------------------------------------- mathematics
 
-_KNOWN: dict[tuple[str, str], Verdict] = {}  # what workers have found
+_KNOWN: dict[tuple[str, str], Verdict] = {}  # what workers have found; timeouts until the next task
 _WORDS = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|ln|exp|pi|lcm|gcd|max|min)\b)[A-Za-z]{3,}|\\[pb]?mod\b")
-_BASE = re.compile(r"_\{?(\d+)\}?$")
+_BASE = re.compile(r"[0-9A-F]*_\{?(\d{1,4})\}?$")  # of 432_7
 
 
 def mathematics(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
@@ -165,8 +169,10 @@ def _easy(answer: str, gold: str) -> Verdict | None:
         return "equal"
     if readings(gold) and _WORDS.search(plain(answer)):  # math-verify reads `5 and a half` as 5
         return "different"
-    bases = _BASE.search(answer), _BASE.search(gold)  # of 432_7; math-verify passes over them
-    return "different" if bases[0] and bases[1] and bases[0][1] != bases[1][1] else None
+    base, gold_base = _BASE.search(answer), _BASE.search(gold)  # math-verify passes over them
+    if base and int(base[1]) != (int(gold_base[1]) if gold_base else 10) and (gold_base or base.start() == 0):
+        return "different"
+    return None
 
 
 def latex_key(text: str) -> str:
@@ -186,6 +192,8 @@ class Verdicts(Filter):
     def apply(self, resps: Iterable[str | Sequence[str]], docs: list[dict[str, Any]]) -> Iterable[Any]:
         """Fill the store of verdicts; `resps` are texts, or lists of texts, and are handed on."""
         resps = list(resps)
+        for pair in [pair for pair, verdict in _KNOWN.items() if verdict in ("timeout", "crash")]:
+            del _KNOWN[pair]
         pairs: list[tuple[str, str]] = []
         for texts, doc in zip(resps, docs, strict=True):
             answers = [extract(text, numbers=False).answer for text in ([texts] if isinstance(texts, str) else texts)]
@@ -201,7 +209,8 @@ class Verdicts(Filter):
 def equation(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     """Scores of an expression over the problem's numbers: right if its value is the target.
 
-    Where the gold expression computes something, a number alone is not an expression.
+    Where the gold expression computes something, a number alone is not an expression; nor is a fraction of two numbers,
+    but where the gold one is a division.
     """
     text, how = extract(results[0], numbers=False)
     if how not in MARKED:
@@ -209,8 +218,9 @@ def equation(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
         how = "line" if text else "none"
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     value = evaluate(text, names)
-    computes = has_operator(text) or not has_operator(doc.get("formula") or doc.get("equation") or "")
-    correct = value is not None and computes and any(close(value, gold) for gold in readings(doc["target"]))
+    gold = doc.get("formula") or doc.get("equation") or ""
+    computes = not has_operator(gold) or has_operator(text, fractions=is_division(gold))
+    correct = value is not None and computes and any(close(value, right) for right in readings(doc["target"]))
     return _scores(correct, text, how) | _parts(doc, correct)
 
 

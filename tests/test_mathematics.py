@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmeval_prune import InputError
-from lmeval_prune.scoring import complexity, evaluate, has_operator, mathematics, numbers_equal, readings
+from lmeval_prune.scoring import complexity, evaluate, has_operator, is_division, mathematics, numbers_equal, readings
 from lmeval_prune.scoring.mathematics import Verifier, shared
 from lmeval_prune.scoring.numbers import close
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
@@ -143,6 +143,72 @@ def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, sha
 def test_words_that_change_a_number(answer: str, gold: str) -> None:
     assert results.equal_mathematics(answer, gold) == "different"
     assert results.number({"target": gold}, [rf"\boxed{{{answer}}}"])["exact_match"] == 0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{18²}", r"\boxed{18!}", r"\boxed{18½}", r"\boxed{>18}", r"\boxed{\text{not }18}", r"\boxed{\text{half of }18}",
+        r"\boxed{18 \text{ to } 20}", r"\boxed{18--20}", r"\boxed{18~20}", r"\boxed{18 \text{ multiplied by } 2}", "The answer is not 18.",
+        r"\boxed{x = 3 \text{ or } x = 18}", r"\boxed{x = 3, y = 18}", "The answer is 18 and a half.", "The answer is 18 times 2.",
+        "The answer is 18 squared.", "The answer is less than 18.", "The answer is 18 or 20.", "The answer is 18 dollars and 20 cents.",
+    ],
+)  # fmt: skip
+def test_what_is_not_the_number_alone(response: str) -> None:
+    assert results.number({"target": "18"}, [response])["exact_match"] == 0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The answer is 18!", "The answer is 18 and we are done.", "The answer is 18 times as many.", "#### 18!", "The answer is $18 or so.",
+        "The answer is that he needs at least 18 eggs.", "The answer is 18 more than before.", r"\boxed{18\text{ cm²}}",
+    ],
+)  # fmt: skip
+def test_what_is_the_number_in_other_words(response: str) -> None:
+    assert results.number({"target": "18"}, [response])["strict_match"] == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "right", "wrong"),
+    [
+        (r"Therefore the value is $3\sqrt{13}$.", r"3\sqrt{13}", "13"), (r"So we get $6-5i$.", "6-5i", "-5"),
+        (r"so $x = 3\sqrt{2}$", r"3\sqrt{2}", "2"), (r"It is $12\pi$ in all.", r"12\pi", "12"), (r"This is \(x^{10}\).", "x^{10}", "10"),
+        (r"Hence $x\in[0,5]$.", "[0,5]", "5"), ("\\[\\frac{3}{4}\\]", r"\frac34", "4"), (r"Then $1 + 2 = 3$.", "3", "2"),
+        ("The total is 12", "12", "13"), ("We see x = 7.", "7", "8"),
+    ],
+)  # fmt: skip
+def test_unmarked_mathematics_is_taken_whole(response: str, right: str, wrong: str) -> None:
+    doc = {"level": 1}
+    assert results.mathematics(doc | {"target": right}, [response])["exact_match"] == 1
+    assert results.mathematics(doc | {"target": right}, [response])["strict_match"] == 0
+    assert results.mathematics(doc | {"target": wrong}, [response])["exact_match"] == 0
+
+
+@pytest.mark.parametrize(
+    "response", ["so x = 3 or x = 5", "It is 3 sqrt 5", "we have 2 x 5", "between 3 and 5", "about 1/2 of x^5"]
+)
+def test_unmarked_numbers_that_are_part_of_something_are_none_in_mathematics(response: str) -> None:
+    assert results.mathematics({"target": "5", "level": 1}, [response])["exact_match"] == 0
+
+
+def test_the_unmarked_gold_formulas_of_math500_are_never_torn_apart(shared_data: Path) -> None:
+    """Each gold answer that is no number, as the last formula: right, and not one of its numbers."""
+    rows = [row for row in data.load("math500", "test", shared_data) if not readings(row["target"])]
+    texts = [f"Therefore the value is ${row['target']}$." for row in rows]
+    found = [results.mathematics(row, [text]) for row, text in zip(rows, texts, strict=True)]
+    assert len(rows) == 102 and all(score["exact_match"] == 1 and score["how"] == "formula" for score in found)
+
+
+def test_a_base_on_the_answer_alone() -> None:
+    assert (
+        results.equal_mathematics("11_{2}", "11") == "different"
+        and results.equal_mathematics("11_2", "3") == "different"
+    )
+    assert (
+        results.equal_mathematics("255_{10}", "255") == "equal"
+        and results.equal_mathematics("52_{8}", "52_8") == "equal"
+    )
 
 
 def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -> None:
@@ -461,6 +527,37 @@ def test_gold_equations_have_the_gold_value(shared_data: Path) -> None:
     wrong = [r["formula"] for r in rows if not results.equation(r, ["\\boxed{" + r["formula"] + "}"])["exact_match"]]
     print(f"asdiv_a: {len(wrong)} of 1218 formulas do not give the gold answer: {wrong}")
     assert all("r" in formula for formula in wrong) and len(wrong) == 28
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (".5+14.5", 15), (".5*30", 15), ("07+8", 15), ("7+08", 15), ("5⋅3", 15), ("5∗3", 15), ("5•3", 15), ("30:2", 15), ("5 apples * 3", 15),
+        ("5+10 (apples)", 15), ("5{\\times}3", 15), ("20 — 5", 15), ("\\[ 5 \\times 3 \\]", 15), ("**5 * 3**", 15), ("`5 * 3`", 15),
+        ("Answer: 5*3", 15), ("100+007", 107), ("1.05*100", 105), ("5 plus -3", None), ("5 apples", 5),
+    ],
+)  # fmt: skip
+def test_expressions_as_they_are_written(text: str, value: int | None) -> None:
+    assert evaluate(text) == value
+
+
+def test_a_copied_fraction_is_no_expression(shared_data: Path) -> None:
+    doc = {"equation": "x=n0/(n1+n2)", "names": {"n0": "3", "n1": "5", "n2": "7"}, "target": "1/4"}
+    division = doc | {"equation": "x=n0/n1", "names": {"n0": "1", "n1": "4"}}
+    for answer, right, alone in (
+        (r"\frac{1}{4}", 0, 1),
+        ("3/(5+7)", 1, 1),
+        (r"\frac{n0}{n1+n2}", 1, 0),
+        ("0.25", 0, 0),
+        ("-(-1/4)", 0, 1),
+    ):
+        response = [r"\boxed{" + answer + "}"]
+        assert results.equation(doc, response)["exact_match"] == right, answer
+        assert results.equation(division, response)["exact_match"] == alone, answer
+    rows = [row for row in data.load("math23k", "test", shared_data) if not row["target"].replace(".", "").isdigit()]
+    copied = [row for row in rows if results.equation(row, [r"\boxed{" + row["target"] + "}"])["exact_match"]]
+    print(f"{len(copied)} of {len(rows)} gold answers that are no plain numbers count as expressions")
+    assert all(is_division(row["equation"]) or not has_operator(row["equation"]) for row in copied)
 
 
 # --------------------------------------------------------------------------- several attempts

@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from lmeval_prune.scoring.numbers import normalise
+from lmeval_prune.scoring.numbers import NO_UNIT, normalise
 
 MAX_LENGTH = 400  # characters
 MAX_BITS = 2048  # of a numerator or denominator
 MAX_EXPONENT = 64
 
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "∶": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
+_SIGNS = str.maketrans({**dict.fromkeys("×·⋅∗•", "*"), **dict.fromkeys("÷∶", "/"), "—": "-", "[": "(", "]": ")"})
+_BRACES = str.maketrans("{}", "()")
 _OPERATOR = re.compile(r"\*\*|[-+*/^×÷]")
 _SIGN = re.compile(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]")
 _NAME = re.compile(r"\s*[A-Za-z_]\w*\s*")
@@ -32,16 +33,20 @@ def _mixed(found: re.Match[str]) -> str:
 
 # Read in this order. `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
 _LATEX = [
-    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[()]|\$"), " "),
-    (re.compile(r"\([\u4e00-\u9fff/]{1,9}\)"), " "),  # units
+    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[()\[\]]|\$"), " "),
+    (re.compile(r"\((?:[\u4e00-\u9fff/]{1,9}|(?!pi\b)[A-Za-z]{2,}[A-Za-z ]{0,30})\)"), " "),  # units
     (re.compile(r"^[\sA-Za-z\u4e00-\u9fff]*(?::|[为是]|\bis\b)"), ""),  # the answer is
     (re.compile(r"\\pi(?![A-Za-z])|π|\bpi\b"), "(3.14)"),
     (re.compile(r"\\times|\\cdot|\\ast"), "*"),
     (re.compile(r"\\div"), "/"),
+    (re.compile(r"\{\s*([-+*/])\s*\}"), r"\1"),
+    (re.compile(r"(?<=[\d)])\s*:\s*(?=[\d(n])"), "/"),
 ]
 _FRAC = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<![\w.])0+(?=\d)"), ""),  # 07, which Python refuses
+    (re.compile(rf"(?<=[\d)%])\s+(?!{NO_UNIT.pattern})[A-Za-z]{{3,}}(?=\s*[-+*/)])"), ""),  # unit words inside
     (
         re.compile(r"(?<=[\d)%])\s+[A-Za-z]{2,}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$|(?<=[\d)%])\s*[\u4e00-\u9fff]+$"),
         "",
@@ -68,10 +73,36 @@ def evaluate(text: str, names: Mapping[str, Fraction] | None = None) -> Fraction
         return None
 
 
-def has_operator(text: str) -> bool:
-    """Whether an expression computes something: `3*4` and `7+2=9` do; `12`, `x=-5`, `25%` and `3 1/2` do not."""
+def has_operator(text: str, fractions: bool = True) -> bool:
+    """Whether an expression computes something: `3*4` and `7+2=9` do; `12`, `x=-5`, `25%` and `3 1/2` do not.
+
+    Args:
+        text: the expression.
+        fractions: whether one number over another, `1/4`, does.
+    """
     tree = _tree(text)
-    return tree is not None and _computes(tree)
+    return tree is not None and _computes(tree) and (fractions or not _is_fraction(tree))
+
+
+def is_division(text: str) -> bool:
+    """Whether an expression is one division and computes nothing else."""
+    tree = _tree(text)
+    parts = _division(tree) if tree else []
+    return bool(parts) and not any(map(_computes, parts))
+
+
+def _is_fraction(tree: ast.expr) -> bool:
+    parts = _division(tree)
+    return bool(parts) and all(isinstance(_unsigned(part), ast.Constant) for part in parts)
+
+
+def _division(tree: ast.expr) -> list[ast.expr]:
+    top = _unsigned(tree)
+    return [top.left, top.right] if isinstance(top, ast.BinOp) and isinstance(top.op, ast.Div) else []
+
+
+def _unsigned(tree: ast.expr) -> ast.expr:
+    return tree.operand if isinstance(tree, ast.UnaryOp) else tree
 
 
 def _computes(tree: ast.expr) -> bool:
@@ -98,13 +129,13 @@ def _parsed(side: str) -> ast.expr | None:
 
 def _plain(text: str) -> str:
     r"""LaTeX as plain arithmetic; `\frac{}{}` from the inside out."""
-    text = normalise(text)
+    text = normalise(text.strip(" \n*`_")).translate(_SIGNS)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     found = 1
     while found and len(text) <= 2 * MAX_LENGTH:
         text, found = _FRAC.subn(r"((\1)/(\2))", text)
-    return text.translate(_SIGNS).replace("^", "**").strip(" .。")
+    return text.translate(_BRACES).replace("^", "**").strip().rstrip(" .。")
 
 
 def _value(node: ast.expr, names: Mapping[str, Fraction]) -> Fraction:

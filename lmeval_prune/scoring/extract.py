@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from lmeval_prune.scoring.numbers import NO_UNIT, NUMBER, SCALES, plain, readings
+from lmeval_prune.scoring.numbers import NUMBER, SCALES, plain, readings
 
 MARKED = frozenset({"boxed", "hashes", "phrase"})
 MAX_PHRASE = 300  # characters after 'the answer is' that are looked at
 MAX_PHRASES = 20  # from the end, how many such phrases are tried
+MAX_TAIL = 2000  # characters at the end in which formulas are looked for
 MAX_WORDS = 4  # of an answer in words that more lines follow
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
@@ -36,22 +37,27 @@ _QUANTITY = re.compile(
     re.IGNORECASE,
 )
 # What makes a number part of something else: LaTeX, a power, a product or difference, a variable (`2x`), a time
-# (`5:45`), an alternative (`12 or 13`), a list, a quantity in two units (`5 hours and 30 minutes`, `5小时30分`).
+# (`5:45`), an alternative (`12 or 13`), a list, a range, a quantity in two units (`5 hours and
+# 30 minutes`, `5小时30分`).
 _PART_BEFORE = re.compile(
-    r"[A-Za-z_^{(.]$|\\[A-Za-z]*\s*$|[-+*/×÷√]\s*$"
-    r"|\b(?:sin|cos|tan|log|ln|sqrt|mod|negative|minus|plus|times|between|from|either)\s*$",
+    r"[A-Za-z_^{(.]$|\\[A-Za-z]*\s*$|[-+*/×÷√<>≤≥≠]\s*$|\d\W*(?:\bor\b|[,;])\s*(?:[A-Za-z]\s*=?\s*)?$|\d\s*[xX]\s*$"
+    r"|\b(?:between|from)\s+\S+\s+(?:and|to)\s*$|\b(?:sin|cos|tan|log|ln|sqrt|mod|negative|minus|plus|times|between|from|either|not|half|twice|double"
+    r"|(?:half|third|quarter) of|(?:less|more|fewer|greater) than)\s*$",
     re.IGNORECASE,
 )
 _PART_AFTER = re.compile(
-    rf"\s*[\\^_{{}}*/×÷+√]|\s*-\s*[\d(\\]|\s*[xX]\s*\d|[A-Za-z](?![A-Za-z])|[:.]\d|\s*[,;]\s*\d|\s*(?:{NO_UNIT.pattern})"
+    r"\s*[\\^_{}*/×÷+√!²³½¼¾⅓⅔π]|\s*-+\s*[\d(\\]|\s*[xX]\s*\d|[A-Za-z](?![A-Za-z])|[:.]\d|\s*[,;]\s*\d|\s+\d|\s*to\s+\d"
+    r"|\s*(?:pi|sqrt|mod|plus|minus|less|factorial|negative|half|multiplied|divided|squared|cubed|times(?!\s+as\b))\b"
+    r"|\s*(?:and|or)\b.*(?:\d|\b(?:half|third|quarter)\b)"
     r"|\s*[A-Za-z]+,?\s+(?:and\s+)?\d[\d.]*\s+[A-Za-z]+\s*(?:[,.;]|$)|[\u4e00-\u9fff]{1,3}\d",
     re.IGNORECASE,
 )
+_SEVERAL = re.compile(r"\d\W*(?:\bor\b|[,;])\s*(?:or\s+)?[A-Za-z]\s*=")  # x = 3 or x = 5
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 class Extraction(NamedTuple):
-    """A final answer and how it was found: `boxed`, `hashes`, `phrase`, `number`, or `none` (empty answer)."""
+    """A final answer and how: `boxed`, `hashes`, `phrase`, `formula`, `number`, or `none` (empty answer)."""
 
     answer: str
     how: str
@@ -76,7 +82,7 @@ def extract(response: str, numbers: bool = True) -> Extraction:
     r"""Find the final answer.
 
     The last balanced `\boxed{}`, else what follows the last `####`, else what follows the last 'the answer
-    is' (`Answer:`, 答案是), else the last number.
+    is' (`Answer:`, 答案是), else the last number, or the formula that it stands in.
 
     `####`, `Answer:` and a heading 'Final Answer' also stand before whole solutions: what follows them counts only
     if it is nothing but an answer, or one sentence that ends the response.
@@ -85,7 +91,8 @@ def extract(response: str, numbers: bool = True) -> Extraction:
         response: what the model wrote.
         numbers: the answer is one number, so of a box, a line or a phrase its number is taken ('18, because 20 -
             2 is' gives 18), or all of it if its first number is part of something else (`3\sqrt{5}`, `12 or 13`,
-            `5 hours and 30 minutes`). Otherwise the answer is the phrase's formula, or its words.
+            `5 hours and 30 minutes`). Otherwise the answer is the phrase's formula, or its words, and an unmarked
+            number counts only if it is not part of something else.
     """
     boxed = last_boxed(response)
     if boxed:
@@ -94,8 +101,21 @@ def extract(response: str, numbers: bool = True) -> Extraction:
         for found in list(mark.finditer(response))[: -MAX_PHRASES - 1 : -1]:
             if answer := _after(response, found, numbers):
                 return Extraction(answer, how)
-    quantities = [quantity.group() for quantity in _QUANTITY.finditer(plain(response))]
-    return Extraction(quantities[-1], "number") if quantities else Extraction("", "none")
+    return _last(response, numbers)
+
+
+def _last(response: str, numbers: bool) -> Extraction:
+    """The last number; where the answer may be more, the formula that holds it."""
+    if not numbers:
+        tail = response[-MAX_TAIL:]
+        formulas = list(_FORMULA.finditer(tail))
+        if formulas and not re.search(r"\d", tail[formulas[-1].end() :]):
+            return Extraction(_content(formulas[-1]).strip().rstrip(" ."), "formula")
+    text = plain(response)
+    quantities = list(_QUANTITY.finditer(text))
+    if not quantities or not (numbers or _alone(text, quantities[-1])):
+        return Extraction("", "none")
+    return Extraction(quantities[-1].group(), "number")
 
 
 def _after(response: str, mark: re.Match[str], numbers: bool) -> str:
@@ -113,6 +133,7 @@ def _after(response: str, mark: re.Match[str], numbers: bool) -> str:
     is_last = not response[mark.end() + start + len(line) :].strip(_AROUND)
     is_sentence = mark.lastgroup is not None and "\n" not in text[:start]
     line = line.replace("**", "").strip(_AROUND)
+    line = line.rstrip("!")  # an exclamation, not a factorial
     end = _SENTENCE_END.search(line)
     phrase = line[: end.start()].strip() if end else line
     if is_sentence or _bare(phrase, numbers) or (is_last and not line[len(phrase) :].strip(" .。")):
@@ -160,6 +181,8 @@ def _number(phrase: str) -> str:
         whole = plain(re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)).strip().rstrip(" .。")
         if readings(whole):
             return whole
+        if _SEVERAL.search(whole):
+            continue
         for part in (whole.rpartition("=")[2], whole.partition("=")[0]):
             found = _QUANTITY.search(part)
             if found and _alone(part, found):
@@ -168,7 +191,10 @@ def _number(phrase: str) -> str:
 
 
 def _alone(text: str, found: re.Match[str]) -> bool:
-    before, after = text[: found.start()], text[found.end() :]
+    before, after = (
+        text[max(0, found.start() - MAX_PHRASE) : found.start()],
+        text[found.end() : found.end() + MAX_PHRASE],
+    )
     if before.endswith("(") and after.startswith(")"):
         before, after = before[:-1], after[1:]
     return not _PART_BEFORE.search(before) and not _PART_AFTER.match(after)

@@ -17,8 +17,8 @@ from lmeval_prune import InputError
 from lmeval_prune.architectures import find_attention
 from lmeval_prune.decoding import Engine, Request, Settings
 from lmeval_prune.decoding.lookup import GrowingLookup, Lookup
-from lmeval_prune.decoding.plain import generation
-from lmeval_prune.decoding.sampling import choose
+from lmeval_prune.decoding.run import Run
+from lmeval_prune.decoding.sampling import choose, near_tie
 from lmeval_prune.interventions import HeadMask
 
 BY_GENERATE = {"gpt_oss", "gptj", "codegen", "gpt_neo", "falcon", "bloom", "mpt"}
@@ -48,7 +48,12 @@ def model_of(family: str, layers: int = 4, **changes: Any) -> nn.Module:
 def alone(model: nn.Module, request: Request) -> list[int]:
     """The reference: plain `generate`, this request only."""
     ids = torch.tensor([request.prompt])
-    arguments = generation(request.settings)
+    asked = request.settings
+    arguments: dict[str, Any] = {
+        "max_new_tokens": asked.max_new_tokens, "do_sample": False, "repetition_penalty": asked.repetition_penalty,
+    }  # fmt: skip
+    if asked.eos is not None:
+        arguments["eos_token_id"] = list(asked.eos) or None
     with request.mask.applied_to(model) if request.mask else nullcontext():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **arguments)
     answer = out[0, ids.shape[1] :].tolist()
@@ -236,6 +241,156 @@ def test_two_runs_on_two_models_do_not_meet_and_on_one_model_are_refused() -> No
     assert answers(again, requests) == reference
 
 
+def test_two_runs_on_a_model_that_falls_back_are_refused() -> None:
+    model = model_of("bloom")
+    model.generation_config.suppress_tokens = [5]
+    try:
+        requests = some_requests(model, seed=6)
+        reference = answers(Engine(model, Letters()), requests)
+        again = Engine(model, Letters())
+        run = Engine(model, Letters(), max_rows=2).decode(requests)
+        next(run)
+        with pytest.raises(InputError, match="decoding on this model already"):
+            next(again.decode(requests))
+        assert len(list(run)) == len(requests) - 1
+        assert answers(again, requests) == reference and model.generation_config.suppress_tokens == [5]
+    finally:
+        model.generation_config.suppress_tokens = None
+
+
+def test_end_tokens_are_the_models_own_unless_settings_name_some() -> None:
+    model = model_of("llama")
+    prompt = (5, 6, 7)
+    free = alone(model, Request(prompt, settings=Settings(12, eos=())))
+    model.generation_config.eos_token_id = [free[4], 2]
+    try:
+        for settings, expected in ((Settings(12), free[: free.index(free[4]) + 1]), (Settings(12, eos=()), free)):
+            request = Request(prompt, settings=settings, tag=0)
+            assert answers(Engine(model), [request])[0] == expected
+            assert len(expected) == 12 or alone(model, request) == expected
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+# --------------------------------------------------------------------------- bounds
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, method: str, after: Any) -> None:
+    """Call `after(run)` after each call of a method of `Run`."""
+    inner = getattr(Run, method)
+
+    def watched(self: Run, *args: Any) -> Any:
+        found = inner(self, *args)
+        after(self)
+        return found
+
+    monkeypatch.setattr(Run, method, watched)
+
+
+@pytest.mark.parametrize("budget", [0, 3, 6, 40])
+def test_steps_stay_within_the_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    watch(monkeypatch, "_step", lambda run: seen.append((run.statistics.step_rows, run.statistics.step_tokens)))
+    engine = Engine(model_of("llama"), Letters(), max_rows=4, budget=budget)
+    answers(engine, some_requests(engine.model, seed=3, prompts=6))
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise([(0, 0), *seen])]
+    assert all(tokens <= max(budget, rows) for rows, tokens in steps)
+    assert any(tokens > rows for rows, tokens in steps) == (budget >= 3)
+
+
+def test_the_budget_is_where_a_projection_takes_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("lmeval_prune.decoding.engine.time.perf_counter", lambda: clock[0])
+    engine = Engine(model_of("llama"))
+    inner = nn.Linear.forward
+
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        clock[0] += max(10, len(x))  # as long as ten tokens, however few
+        return inner(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    assert engine._measured_budget == 16  # 16 tokens take 1.6 times as long as one, 32 take 3.2
+
+
+def test_without_refill_a_batch_ends_as_a_whole() -> None:
+    model = model_of("llama")
+    lengths = [3, 30, 3, 3, 3, 3]
+    requests = [Request((5, 6, i), settings=Settings(n, eos=()), tag=i) for i, n in enumerate(lengths)]
+
+    def steps(refill: bool) -> int:
+        engine = Engine(model, max_rows=2, refill=refill, drafts=0)
+        answers(engine, requests)
+        return engine.statistics.steps
+
+    assert (steps(True), steps(False)) == (29, 29 + 2 + 2)  # the first token comes from the prompt's pass
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmeval_prune.decoding.run.PASS", 30)
+    passes: list[tuple[bool, int, int]] = []  # whether rows were being decoded, rows that started, prompt tokens
+    started: list[int] = []
+
+    def pass_done(run: Run) -> None:
+        rows = run.active[sum(started) :]
+        passes.append((waiting[0], len(rows), sum(len(row.request.prompt) for row in rows)))
+        started.append(len(rows))
+
+    inner, waiting = Run._admit, [False]
+
+    def admit(self: Run) -> None:
+        started[:] = [len(self.active)]
+        waiting[0] = bool(self.active)
+        before = len(passes)
+        inner(self)
+        assert len([n for _, n, _ in passes[before:] if n]) <= 1 or not waiting[0]
+
+    monkeypatch.setattr(Run, "_admit", admit)
+    for method in ("_start_leaders", "_start_followers"):
+        watch(monkeypatch, method, pass_done)
+    model = model_of("llama")
+    rng = random.Random(0)
+    requests = [
+        Request(
+            tuple(rng.choices(range(3, VOCABULARY), k=length)), mask, Settings(4 + place % 5, eos=()), tag=(place, i)
+        )
+        for place, length in enumerate([9, 40, 12, 14, 3, 29, 31, 8, 8, 8])
+        for i, mask in enumerate([None, HeadMask.parse("L1H0"), HeadMask.parse("L2H1")])
+    ]
+    answers(Engine(model, max_rows=7, share=share, follow=2), requests)
+    assert sum(rows for _, rows, _ in passes) == 30 and any(busy for busy, *_ in passes)
+    assert all(tokens <= 30 or rows == 1 for _, rows, tokens in passes)
+    assert any(rows > 1 for _, rows, _ in passes)
+
+
+@pytest.mark.parametrize("kib", [100, 150, 300, 1000])
+def test_what_is_stored_and_kept_stays_within_memory(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer has its own followers: the most that can be kept."""
+    model = model_of("llama", layers=6)
+    layers = list(find_attention(model))
+    masks = [HeadMask.parse(f"L{layer.index}H0") for layer in layers]
+    requests = [
+        Request((5, 6, 7, place), mask, Settings(16, eos=()), tag=(place, str(mask)))
+        for place in range(3, 12)
+        for mask in [None, *masks]
+    ]
+    held: list[int] = []
+
+    def measure(run: Run) -> None:
+        slots = run.machine.slots
+        tensors = [*slots.keys.values(), *slots.values.values()]
+        for question in {id(q): q for q in (*run.ready, *(row.question for row in run.active))}.values():
+            tensors += [*question.shared, *(piece for pieces in question.kept.values() for piece in pieces)]
+        held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+    for method in ("_step", "_start_leaders", "_start_followers", "_leave"):
+        watch(monkeypatch, method, measure)
+    engine = Engine(model, memory=kib * 1024)
+    answers(engine, requests)
+    print(f"{max(held)} of {kib * 1024} bytes")
+    assert kib * 256 < max(held) <= kib * 1024
+
+
 def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
     model = model_of("qwen2")
     layers = list(model.model.layers)
@@ -375,6 +530,29 @@ def test_deterministic_answers_do_not_depend_on_neighbours() -> None:
         return count
 
     assert differing(True) == 0 < differing(False)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_near_ties_of_draws_are_all_found(temperature: float) -> None:
+    """Logits moved by less than they are trusted: where another token is drawn, the draw was a near-tie; few are."""
+    rng = torch.Generator().manual_seed(0)
+    asked = Settings(do_sample=True, temperature=temperature)
+    ties = changed = 0
+    for seed in range(3000):
+        logits = 3 * torch.randn(50, generator=rng)
+        request = Request((1,), settings=asked, seed=seed)
+        close = near_tie(logits, request, [])
+        drawn = choose(logits, request, [])
+        ties += close
+        for below, others in itertools.product((5e-4, -5e-4), repeat=2):  # the worst that such errors can do
+            for until in (drawn, drawn + 1):
+                error = torch.full((50,), others)
+                error[:until] = below
+                parts = choose(logits + error, request, []) != drawn
+                changed += parts
+                assert close or not parts
+    assert 0 < changed and 0 < ties < 60
+    assert near_tie(logits, Request((1,), settings=Settings(do_sample=True, top_k=5)), [])
 
 
 def test_memory_does_not_grow() -> None:

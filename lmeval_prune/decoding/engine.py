@@ -17,8 +17,8 @@ from lmeval_prune.architectures import AttentionMap, find_attention
 from lmeval_prune.decoding.layers import refuse_in_use
 from lmeval_prune.decoding.machine import New, machine
 from lmeval_prune.decoding.plain import decode_plainly
-from lmeval_prune.decoding.requests import Request
-from lmeval_prune.decoding.run import Run, Statistics, questions
+from lmeval_prune.decoding.requests import Request, end_tokens
+from lmeval_prune.decoding.run import Question, Run, Statistics, questions
 from lmeval_prune.decoding.slots import Slots, UnsupportedError
 from lmeval_prune.decoding.stops import Stops
 from lmeval_prune.errors import InputError, first_line
@@ -50,9 +50,9 @@ class Engine:
         budget: tokens of a decoding step up to which drafts are proposed. Default: measured, as the number of
             tokens that take twice as long as one.
         deterministic: decide near-ties (two largest logits closer than 1e-3, or than 32 roundings of them in
-            half precision), and every token that is not simply the most probable one (samples, a repetition
-            penalty), by running that answer alone, so that a result does not depend on what is decoded beside
-            it. Each such token costs a pass over the whole answer.
+            half precision; a draw as close to the next token's share) by running that answer alone, so that a
+            result does not depend on what is decoded beside it. Each such token costs a pass over the whole
+            answer. With top-k, top-p or min-p, whose cuts may fall either way, that is every token.
         progress: show a progress bar.
 
     Attributes:
@@ -86,7 +86,7 @@ class Engine:
         refuse_in_use(model)
         self.model = model
         self.attention = attention or find_attention(model)
-        self.stops = Stops(tokenizer)
+        self.stops = Stops(tokenizer, end_tokens(getattr(model, "generation_config", None)))
         self.statistics = Statistics()
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context = context or int(positions or 1 << 30)
@@ -132,8 +132,8 @@ class Engine:
         longest = max(min(len(r.prompt) + r.settings.max_new_tokens, self.context) for r in requests)
         # on a GPU, where launches cost more than reading a few keys in vain, all slots are one block
         block = BLOCK if self.device.type == "cpu" else 1 << 30
-        slots = Slots(min(self._fitting(longest), len(requests)), longest, block)
         waiting, masks = questions(requests, self.attention, self.share)
+        slots = Slots(min(self._fitting(longest, waiting), len(requests)), longest, block)
         with machine(self.model, self.attention, slots) as made:
             made.number(masks)
             run = Run(
@@ -212,22 +212,25 @@ class Engine:
         if not difference <= share * float(expected.abs().max()):  # not-a-number is a difference too
             raise UnsupportedError(f"its logits would differ by {difference:.2g}")
 
-    def _fitting(self, length: int) -> int:
+    def _fitting(self, length: int, waiting: Sequence[Question]) -> int:
         """How many answers of `length` tokens memory holds, with what is kept of leaders for followers.
+
+        Of each leader a copy of its slot is kept, and what entered each layer at which a follower starts (one of these
+        twice, while they do). Leaders are half of the rows at most, but one.
 
         Raises:
             InputError: not even one.
         """
-        size = next(self.model.parameters()).element_size()
+        token = length * next(self.model.parameters()).element_size()
+        slot = token * sum(layer.groups * (layer.query_dim + layer.head_dim) for layer in self.attention)
+        entered = max(len({row.first for row in question.followers}) for question in waiting)
         width = self.model.config.get_text_config().hidden_size
-        stored = sum(layer.groups * (layer.query_dim + layer.head_dim) for layer in self.attention)
-        shared = stored + width * min(8, len(self.attention)) if self.share else 0
-        each = length * size * (stored + shared)
+        kept = slot + token * width * (entered + 1) if entered else 0
         memory = self.memory or _free_memory(self.device) // 2
-        fitting = min(self.max_rows or (512 if self.device.type == "cuda" else 192), memory // each)
+        fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
         if fitting < 1:
-            raise InputError(f"one answer of {length} tokens needs {each} bytes, more than memory={memory}")
-        return int(fitting)
+            raise InputError(f"one answer of {length} tokens needs {slot + kept} bytes, more than memory={memory}")
+        return min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
 
     @cached_property
     def _measured_budget(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -66,13 +67,32 @@ class _Gate(nn.Module):
         return out
 
 
+_IN_USE: WeakSet[nn.Module] = WeakSet()  # attention modules of models that engines decode on
+
+
+@contextmanager
+def in_use(model: nn.Module, attention: AttentionMap) -> Iterator[None]:
+    """The model is one run's as long as the block lasts.
+
+    Raises:
+        InputError: it is another run's.
+    """
+    refuse_in_use(model)
+    modules = [layer.attention for layer in attention]
+    _IN_USE.update(modules)
+    try:
+        yield
+    finally:
+        _IN_USE.difference_update(modules)
+
+
 def refuse_in_use(model: nn.Module) -> None:
-    """Refuse a model that has gates in it.
+    """Refuse a model that an engine is decoding on.
 
     Raises:
         InputError: saying what to do.
     """
-    if any(isinstance(module, _Gate) for module in model.modules()):
+    if any(module in _IN_USE for module in model.modules()):
         raise InputError("the engine is decoding on this model already; finish or close that run first")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from lmeval_prune.architectures import AttentionMap
-from lmeval_prune.decoding.layers import Gates, refuse_in_use
+from lmeval_prune.decoding.layers import Gates, in_use
 from lmeval_prune.decoding.slots import Layout, Slots, Span, UnsupportedError
 from lmeval_prune.interventions.row_masks import RowMasks
 
@@ -138,11 +138,10 @@ def machine(model: Any, attention: AttentionMap, slots: Slots) -> Iterator[Machi
     Raises:
         InputError: the model's layers do not stand in one list, or the model is in another machine.
     """
-    refuse_in_use(model)
     gates, rows = Gates(model, attention), RowMasks()
     AttentionInterface.register(ATTENTION, _attend)
     before = model.config._attn_implementation
-    with ExitStack() as stack:
+    with in_use(model, attention), ExitStack() as stack:
         for layer in attention:
             _SLOTS[layer.attention] = slots
             stack.callback(_SLOTS.pop, layer.attention)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from lmeval_prune.decoding.layers import in_use
 from lmeval_prune.decoding.requests import Request, Settings
 from lmeval_prune.interventions.row_masks import RowMasks
 
@@ -33,11 +34,11 @@ class _Ended(StoppingCriteria):
         return torch.tensor(self.done, device=input_ids.device)
 
 
-def generation(settings: Settings) -> dict[str, Any]:
+def _arguments(settings: Settings, ends: tuple[int, ...]) -> dict[str, Any]:
     """`generate`'s arguments for some settings."""
     arguments: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
-        "eos_token_id": list(settings.eos) or None,
+        "eos_token_id": list(ends) or None,
         "do_sample": settings.do_sample,
         "repetition_penalty": settings.repetition_penalty,
         "num_beams": 1,
@@ -58,7 +59,11 @@ def decode_plainly(engine: Engine, requests: Sequence[Request]) -> Generator[tup
         alone = place if request.settings.do_sample else -1
         batches.setdefault((request.settings, len(request.prompt), alone), []).append(request)
     masks, size = RowMasks(), 1 if engine.deterministic else min(BATCH, engine.max_rows or BATCH)
-    with masks.applied_to(engine.model, engine.attention), _plain_generation(engine.model):
+    with (
+        in_use(engine.model, engine.attention),
+        masks.applied_to(engine.model, engine.attention),
+        _plain_generation(engine.model),
+    ):
         for (settings, *_), group in batches.items():
             for begin in range(0, len(group), size):
                 batch = group[begin : begin + size]
@@ -83,14 +88,15 @@ def _plain_generation(model: Any) -> Iterator[None]:
 def _generate(engine: Engine, batch: Sequence[Request], settings: Settings) -> list[list[int]]:
     ids = torch.tensor([request.prompt for request in batch], device=engine.device)
     width = ids.shape[1]
-    arguments = generation(settings)
+    ends = engine.stops.ends(settings)
+    arguments = _arguments(settings, ends)
     arguments["max_new_tokens"] = min(settings.max_new_tokens, engine.context - width)
     with torch.random.fork_rng(devices=[engine.device] if engine.device.type == "cuda" else []):
         torch.manual_seed(batch[0].seed)
         out = engine.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            pad_token_id=settings.eos[0] if settings.eos else 0,
+            pad_token_id=ends[0] if ends else 0,
             stopping_criteria=StoppingCriteriaList([_Ended(engine, width, settings)]),
             **arguments,
         )

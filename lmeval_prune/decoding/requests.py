@@ -17,7 +17,8 @@ class Settings:
 
     Attributes:
         max_new_tokens: at most so many tokens, the end token included.
-        eos: ids of end tokens; an answer ends with the first one.
+        eos: ids of end tokens; an answer ends with the first one. None: those of the model's generation config,
+            as in `generate`; `()`: none.
         stop: texts that end an answer once its decoded text holds one (needs a tokenizer); the tokens
             that completed it are kept, as by `generate`.
         do_sample: draw tokens instead of taking the most probable one.
@@ -26,7 +27,7 @@ class Settings:
     """
 
     max_new_tokens: int = 256
-    eos: tuple[int, ...] = ()
+    eos: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
     do_sample: bool = False
     temperature: float = 1.0
@@ -70,9 +71,14 @@ class Settings:
         for name in ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             value = getattr(config, name, None)
             known[name] = usual[name] if value is None else value
-        ends = config.eos_token_id
-        known["eos"] = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        known["eos"] = end_tokens(config)
         return cls(**{**known, **changes})
+
+
+def end_tokens(config: Any) -> tuple[int, ...]:
+    """Ids of the end tokens of a generation config."""
+    ends = getattr(config, "eos_token_id", None)
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 # Fields of a GenerationConfig that we have, or that do not change the tokens of one answer.

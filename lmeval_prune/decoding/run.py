@@ -21,10 +21,10 @@ from lmeval_prune.architectures import AttentionMap
 from lmeval_prune.decoding.lookup import GrowingLookup, Lookup
 from lmeval_prune.decoding.machine import Machine, New
 from lmeval_prune.decoding.requests import Request
-from lmeval_prune.decoding.sampling import choose, is_plain
+from lmeval_prune.decoding.sampling import choose, is_plain, near_tie
 from lmeval_prune.decoding.stops import Stops
 
-PASS = 2048  # tokens of prompts in one forward pass, so that starting rows never holds up the others for long
+PASS = 2048  # tokens of prompts in one pass (or one prompt): rows that are being decoded never wait for long
 
 
 @dataclass
@@ -159,8 +159,10 @@ class Run:
         """Fill free slots: first with followers whose leader has gone ahead, then with new leaders.
 
         Where these are all there are, and slots for all their followers are free, followers do not wait for the rest of
-        their leaders' answers: steps with few rows cost more than what they would take over.
+        their leaders' answers: steps with few rows cost more than what they would take over. Rows that are being
+        decoded wait for one pass only.
         """
+        others_wait = bool(self.active)
         while len(self.active) < self.machine.slots.count:
             if self.ready:
                 self._start_followers()
@@ -171,10 +173,14 @@ class Run:
                     return
                 for question in leading:
                     self._let_follow(question)
+                continue
+            if others_wait:
+                return
 
-    def _room(self, tokens: int, logits: int = 0) -> bool:
-        """Whether one more row can start in a pass that has so many tokens, and computes so many logits, already."""
-        return len(self.active) < self.machine.slots.count and tokens < PASS and logits < PASS // 4
+    def _room(self, row: Row, tokens: int, logits: int = 0) -> bool:
+        """Whether `row` can start in a pass that has so many tokens, and computes so many logits, already."""
+        fits = tokens + len(row.request.prompt) + (self.follow if logits else 0) <= PASS and logits < PASS // 4
+        return len(self.active) < self.machine.slots.count and (fits or not tokens)
 
     def _enter(self, row: Row) -> Row:
         row.slot = len(self.active)
@@ -184,13 +190,14 @@ class Run:
     def _start_leaders(self) -> bool:
         """Run the prompts of new leaders, if there are any.
 
-        Leaders with followers fill at most half of the slots: what is kept of them stays bounded.
+        Leaders with followers fill at most half of the slots (or one): what is kept of them stays bounded.
         """
         leading = sum(bool(self._kept_of(row)) for row in self.active)
         rows: list[Row] = []
-        while self.waiting and self._room(sum(len(row.request.prompt) for row in rows)):
-            if leading + len(rows) > self.machine.slots.count // 2:
+        while self.waiting and self._room(self.waiting[0].leader, sum(len(row.request.prompt) for row in rows)):
+            if self.waiting[0].followers and leading >= max(1, self.machine.slots.count // 2):
                 break
+            leading += bool(self.waiting[0].followers)
             rows.append(self._enter(self.waiting.popleft().leader))
         prompts = [row.request.prompt for row in rows]
         if rows:
@@ -219,7 +226,11 @@ class Run:
         known: dict[int, torch.Tensor] = {}  # what entered layer `first` at all tokens of `led` but the last
         tokens = logits = 0
         for question in self.ready:
-            while question.followers and question.followers[0].first == first and self._room(tokens, logits):
+            while (
+                question.followers
+                and question.followers[0].first == first
+                and self._room(question.followers[0], tokens, logits)
+            ):
                 rows.append(self._enter(question.followers.popleft()))
                 known.setdefault(id(question), torch.cat(question.kept[first]))
                 tokens += len(rows[-1].request.prompt) + self.follow
@@ -389,14 +400,11 @@ class Run:
         return i + 1
 
     def _choose(self, row: Row, logits: torch.Tensor, pick: int) -> int:
-        plain = is_plain(row.request.settings)
-        if self.deterministic:
-            best, second = logits.float().topk(2).values.tolist()
-            if not plain or best - second < max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)):
-                self.statistics.alone += 1
-                logits = self.machine.alone(row.tokens, row.mask)
-                pick = int(logits.float().argmax())
-        return pick if plain else choose(logits, row.request, row.answer)
+        if self.deterministic and near_tie(logits, row.request, row.answer):
+            self.statistics.alone += 1
+            logits = self.machine.alone(row.tokens, row.mask)
+            pick = int(logits.float().argmax())
+        return pick if is_plain(row.request.settings) else choose(logits, row.request, row.answer)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

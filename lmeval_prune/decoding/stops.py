@@ -15,10 +15,12 @@ class Stops:
 
     Args:
         tokenizer: decodes tokens for stop texts; without one, settings with `stop` are refused.
+        ends: end tokens of settings that name none.
     """
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = ()) -> None:
         self.tokenizer = tokenizer
+        self._ends = ends
         self._look_back = lru_cache(maxsize=None)(self._tokens_of)
 
     def check(self, settings: Settings) -> None:
@@ -32,9 +34,13 @@ class Stops:
         if "" in settings.stop:
             raise InputError("an empty stop text would end every answer at once; leave it out")
 
+    def ends(self, settings: Settings) -> tuple[int, ...]:
+        """End tokens under some settings."""
+        return self._ends if settings.eos is None else settings.eos
+
     def ended(self, tokens: Sequence[int], settings: Settings) -> bool:
         """Whether `tokens`, an answer that had not ended without its last token, ends with it."""
-        if len(tokens) >= settings.max_new_tokens or tokens[-1] in settings.eos:
+        if len(tokens) >= settings.max_new_tokens or tokens[-1] in self.ends(settings):
             return True
         if not settings.stop:
             return False

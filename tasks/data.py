@@ -7,6 +7,7 @@ text that is asked and that a router embeds, and `target`, the final answer as t
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import json
 import os
@@ -272,7 +273,7 @@ def custom_dataset(
     prune_where: dict[str, Any] | None = None,
     data_dir: str | None = None,
     data_split: str | None = None,
-    **_: Any,
+    **others: Any,
 ) -> dict[str, datasets.Dataset]:
     """lm-eval's `custom_dataset`: the rows that a task asks, as its split `test`, and exemplars as `train`.
 
@@ -281,11 +282,20 @@ def custom_dataset(
         prune_test, prune_train: splits to take the two from.
         prune_where: only documents with these values.
         data_dir, data_split: from `--metadata`: local folder; another split to ask.
-        _: other metadata (model_args) is passed over.
+        others: other metadata (lm-eval hands on the model_args, too) is passed over.
 
     Raises:
-        InputError: see `load`; or math-verify is needed and missing.
+        InputError: see `load`; or math-verify is needed and missing, `data_dir` or `data_split` is misspelt, or the
+            exemplars come from the split that is asked.
     """
+    for name in others:
+        if meant := difflib.get_close_matches(name, ("data_dir", "data_split"), n=1, cutoff=0.8):
+            raise InputError(f"unknown metadata {name}; did you mean {meant[0]}?")
+    if data_split and data_split == prune_train:
+        raise InputError(
+            f"exemplars of this task come from {prune_train}, so a question of {prune_train} could be shown its own answer; "
+            "ask another data_split, or a task without exemplars"
+        )
     if prune_data in DATA and DATA[prune_data].needs_math:
         require_math_verify()
     test = load(prune_data, data_split or prune_test, data_dir)

@@ -161,7 +161,7 @@ def test_what_is_not_the_number_alone(response: str) -> None:
 @pytest.mark.parametrize(
     "response",
     [
-        "The answer is 18!", "The answer is 18 and we are done.", "The answer is 18 times as many.", "#### 18!", "The answer is $18 or so.",
+        "The answer is 18 and the change is 7.", "The answer is 18!", "The answer is 18 and we are done.", "The answer is 18 times as many.", "#### 18!", "The answer is $18 or so.",
         "The answer is that he needs at least 18 eggs.", "The answer is 18 more than before.", r"\boxed{18\text{ cm²}}",
     ],
 )  # fmt: skip
@@ -209,6 +209,13 @@ def test_a_base_on_the_answer_alone() -> None:
         results.equal_mathematics("255_{10}", "255") == "equal"
         and results.equal_mathematics("52_{8}", "52_8") == "equal"
     )
+
+
+@pytest.mark.parametrize(
+    "response", ["速度和是150米．1800米是总路程", "所以一共．1800米", "一共1800．", "是１８００．０"]
+)
+def test_a_chinese_full_stop_is_a_decimal_point_only_between_digits(response: str) -> None:
+    assert results.number({"target": "1800"}, [response])["exact_match"] == 1
 
 
 def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -> None:

@@ -106,6 +106,34 @@ def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypa
     assert set(task.aggregation()) == set(got) == set(task.higher_is_better())
 
 
+def test_pass_at_n_of_each_part(shared_data: Path) -> None:
+    """The last of 8 tries is right where the level is 1 or the subject algebra."""
+
+    def script(request, tries: int) -> str:
+        good = tries == 7 and (request.doc["level"] == 1 or request.doc["subject"] == "Algebra")
+        return f"\\boxed{{{request.doc['target'] if good else 77777}}}"
+
+    out = run(Scripted(script), "prune_math500_pass8", limit=60, data_dir=str(shared_data))
+    docs = [sample["doc"] for sample in out["samples"]["prune_math500_pass8"]]
+    right = [doc["level"] == 1 or doc["subject"] == "Algebra" for doc in docs]
+    got = figures(out, "prune_math500_pass8")
+    assert got["pass@4"] == 0 and got["pass@8"] == pytest.approx(sum(right) / 60)
+    for name, kind, value in (("level_3", "level", 3), ("prealgebra", "subject", "Prealgebra")):
+        part = [good for good, doc in zip(right, docs, strict=True) if doc[kind] == value]
+        assert got[f"pass@8_{name}"] == pytest.approx(sum(part) / len(part))
+    assert got["pass@8_level_1"] == got["pass@8_algebra"] == 1 and "pass@8_counting_and_probability" in got
+
+
+def test_every_generative_task_has_its_pass_variants(shared_data: Path) -> None:
+    known = manager(data_dir=str(shared_data))
+    greedy = ["gsm8k", "gsm8k_5shot", "gsm8k_8shot", "math500", "math500_4shot", "math23k", "math23k_equation"]
+    greedy += ["asdiv_a", "asdiv_a_equation", "asdiv"]
+    assert {f"prune_{name}_pass{n}" for name in greedy for n in (8, 16)} <= set(known.all_tasks)
+    (task,) = known.load(["prune_gsm8k_5shot_pass16"])["tasks"].values()
+    assert task.config.repeats == 16 and task.config.num_fewshot == 5 and task.config.generation_kwargs["do_sample"]
+    assert "Question:" in task.config.generation_kwargs["until"]
+
+
 def test_expressions_vote_by_value_and_words_by_spelling() -> None:
     assert results.SAME[results.equation]("2*3", "1+5") and not results.SAME[results.equation]("2*3", "7")
     assert results.SAME[results.equation]("n0*2", "n0 * 2") and not results.SAME[results.equation]("n0*2", "n0*3")

@@ -29,6 +29,14 @@ def test_sizes_and_fields(name: str, split: str, shared_data: Path) -> None:
     assert all(row["question"].strip() and str(row.get("target", "x")).strip() for row in rows)
 
 
+def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
+    with pytest.raises(InputError, match="unknown metadata data_spilt; did you mean data_split"):
+        data.custom_dataset(prune_data="tiny_words", data_spilt="train")
+    with pytest.raises(InputError, match="could be shown its own answer"):
+        data.custom_dataset(prune_data="tiny_words", prune_train="train", data_split="train")
+    assert len(data.custom_dataset(prune_data="tiny_words", pretrained="x", dtype="float32")["test"]) == 24
+
+
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv_a", "math23k", "tiny_words"])
 def test_gold_scores_one_and_the_next_items_gold_zero(name: str, shared_data: Path) -> None:
     rows = data.load(name, "all" if name == "asdiv_a" else "test", shared_data)

@@ -48,7 +48,7 @@ _PART_BEFORE = re.compile(
 _PART_AFTER = re.compile(
     r"\s*[\\^_{}*/×÷+√!²³½¼¾⅓⅔π]|\s*-+\s*[\d(\\]|\s*[xX]\s*\d|[A-Za-z](?![A-Za-z])|[:.]\d|\s*[,;]\s*\d|\s+\d|\s*to\s+\d"
     r"|\s*(?:pi|sqrt|mod|plus|minus|less|factorial|negative|half|multiplied|divided|squared|cubed|times(?!\s+as\b))\b"
-    r"|\s*(?:and|or)\b.*(?:\d|\b(?:half|third|quarter)\b)"
+    r"|\s*and\s+(?:\$?\d|(?:an?\s+|one\s+)?(?:half|third|quarter)\b)|\s*or\b.*\d"
     r"|\s*[A-Za-z]+,?\s+(?:and\s+)?\d[\d.]*\s+[A-Za-z]+\s*(?:[,.;]|$)|[\u4e00-\u9fff]{1,3}\d",
     re.IGNORECASE,
 )

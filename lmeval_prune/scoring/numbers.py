@@ -59,6 +59,7 @@ _SHAPES = [
 _PLAIN = re.compile(rf"([-+]?)\s?({_DIGITS})(?:[eE]([-+]?\d{{1,3}}))?")
 _FRACTION = re.compile(rf"([-+]?)\s?\(?({_DIGITS})\s?/\s?({_DIGITS})\)?")
 _MIXED = re.compile(r"([-+]?)\s?(\d+)\s*(?:[+ ]|\()\s*\(?(\d+)\s?/\s?(\d+)\)?\)?")
+_FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
 _FULL_WIDTH = {
     **{0xFF01 + i: 0x21 + i for i in range(94)},
     0x3000: 0x20,
@@ -70,7 +71,7 @@ _FULL_WIDTH = {
 
 def normalise(text: str) -> str:
     r"""Full-width characters to plain ones, LaTeX fractions, thin spaces and signs to plain text."""
-    text = text.translate(_FULL_WIDTH)
+    text = _FULL_STOP.sub("。", text).translate(_FULL_WIDTH)
     text = re.sub(r"\\[dtc]?frac\s*\{\s*([-\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}", r"(\1/\2)", text)
     text = re.sub(r"\\[dtc]?frac\s*(\d)\s*(\d)", r"(\1/\2)", text)
     text = text.replace("\\%", "%").replace("\\$", "$").replace("{,}", ",").replace("\\left", "").replace("\\right", "")

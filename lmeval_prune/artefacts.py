@@ -24,13 +24,16 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file so that a reader sees the old content or the new one, never a part.
 
     Raises:
-        InputError: the path is a folder.
+        InputError: the path is a folder, or its folder cannot be made or written.
     """
     path = Path(path)
     if path.is_dir():
         raise InputError(f"{path} is a folder; name a file in it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(arguments[1:])
         options = _parser().parse_args(arguments)
         return int(options.function(options))
+    except BrokenPipeError:  # `lmeval-prune … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (InputError, OSError) as error:
         print(f"lmeval-prune: error: {error}", file=sys.stderr)
         return 2
@@ -44,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     demo_.set_defaults(function=lambda options: demo(options.heads, options.limit, options.output))
 
     models = commands.add_parser("models", help="embedded models: name, package, where it is")
-    models.set_defaults(function=lambda _: list_models())
+    models.add_argument("name", nargs="?", help="print the folder of this one only, making it if need be")
+    models.set_defaults(function=lambda options: list_models(options.name))
 
     mask = commands.add_parser("mask", help="write a mask artefact for a model")
     mask.add_argument("--pretrained", required=True, help="model, as for lm_eval")
@@ -106,10 +110,15 @@ def demo(heads: str, limit: int, output: str) -> int:
     return 0
 
 
-def list_models() -> int:
-    """Print the embedded models and the folders that they were converted to, now or before."""
+def list_models(name: str | None = None) -> int:
+    """Print the embedded models and the folders that they were converted to, now or before; or one's folder alone."""
     from lmeval_prune.models import embedded
 
+    if name is not None:
+        if name not in embedded.MODELS:
+            raise InputError(f"no embedded model {name}; there are {', '.join(embedded.MODELS)}")
+        print(embedded.resolve(name))
+        return 0
     for name, model in embedded.MODELS.items():
         try:
             where = embedded.resolve(name)

@@ -293,7 +293,7 @@ def custom_dataset(
             raise InputError(f"unknown metadata {name}; did you mean {meant[0]}?")
     if data_split and data_split == prune_train:
         raise InputError(
-            f"exemplars of this task come from {prune_train}, so a question of {prune_train} could be shown its own answer; "
+            f"this task's exemplars come from {prune_train}, so one of its questions could be shown its own answer: "
             "ask another data_split, or a task without exemplars"
         )
     if prune_data in DATA and DATA[prune_data].needs_math:

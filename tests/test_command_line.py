@@ -74,6 +74,27 @@ def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: 
     assert counts == {"rank-0.jsonl": 15, "rank-1.jsonl": 15}  # 6 generations and 24 likelihoods, halved
 
 
+def test_tries_on_two_ranks_are_those_on_one(tiny_folder: Path, tmp_path: Path) -> None:
+    """Seven documents, so that one rank is padded: each has its four tries, sampled or greedy, and the same ones."""
+    found = {}
+    for kind, settings in (("sampled", "max_gen_toks=8"), ("greedy", "max_gen_toks=8,do_sample=false,temperature=0")):
+        for ranks in (1, 2):
+            output = tmp_path / f"{kind}-{ranks}"
+            launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"] if ranks == 2 else []
+            command = [*launcher, "-m", "lm_eval", "--model", "pruned-hf", "--device", "cpu", "--limit", "7"]
+            command += ["--model_args", f"pretrained={tiny_folder},dtype=float64,engine=batched"]
+            command += ["--tasks", "prune_tiny_words_pass4", "--gen_kwargs", settings, "--output_path", str(output)]
+            done = call(*command, "--log_samples", cwd=tmp_path, ACCELERATE_USE_CPU="true")
+            assert done.returncode == 0, done.stderr[-3000:]
+            (path,) = output.rglob("samples_*.jsonl")
+            rows = {row["doc_id"]: row["filtered_resps"][0] for row in map(json.loads, path.read_text().splitlines())}
+            assert sorted(rows) == list(range(7)) and all(len(tries) == 4 for tries in rows.values())
+            found[kind, ranks] = rows
+    for kind, distinct in (("sampled", True), ("greedy", False)):
+        assert found[kind, 1] == found[kind, 2]
+        assert any(len(set(tries)) > 1 for tries in found[kind, 1].values()) == distinct
+
+
 def test_run_command_works_without_the_bridge(tiny_folder: Path, tmp_path: Path, dense) -> None:
     launcher = ("-m", "lmeval_prune", "run")
     metrics, pruning = evaluate(
@@ -99,6 +120,10 @@ def test_run_command_works_without_the_bridge(tiny_folder: Path, tmp_path: Path,
         (
             ("--model_args", "pretrained={tiny}", "--metadata", "data_dir={empty}"),
             "lmeval-prune: error: data folder {empty} has no gsm8k_test.jsonl",
+        ),
+        (
+            ("--model_args", "pretrained={tiny},responses=/proc/store"),
+            "lmeval-prune: error: responses=/proc/store cannot be made",
         ),
     ],
 )
@@ -140,6 +165,18 @@ def test_the_source_archive_can_build_the_wheel() -> None:
     files = {file.relative_path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
     assert {"tasks/data.py", "lmeval_prune/_bridge.pth", "lmeval_prune/_hatch_hook.py", "LICENSE"} <= files
     assert not any(name.startswith((".venv", "out/")) for name in files)
+
+
+def test_the_folder_of_an_embedded_model_alone(tmp_path: Path) -> None:
+    done = call("-m", "lmeval_prune", "models", "smollm2-135m", cwd=tmp_path)
+    assert (Path(done.stdout.strip()) / "config.json").is_file()
+    done = call("-m", "lmeval_prune", "models", "smollm", cwd=tmp_path)
+    assert done.returncode == 2 and "there are smollm2-135m" in done.stderr
+    command = ["-m", "lmeval_prune", "mask", "--pretrained", "smollm2-135m", "--heads", "L0H0"]
+    done = call(*command, "--output", "/proc/x/mask.json", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.strip().startswith(
+        "lmeval-prune: error: /proc/x/mask.json cannot be written"
+    )
 
 
 def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from typing import Any
 from lm_eval.api.filter import Filter
 from lm_eval.api.registry import register_filter
 
-from lmeval_prune.scoring import MARKED, evaluate, extract, has_operator, is_division, numbers_equal, readings
+from lmeval_prune.scoring import (
+    MARKED,
+    evaluate,
+    extract,
+    has_operator,
+    is_division,
+    numbers_equal,
+    readings,
+    reduced_fraction,
+)  # fmt: skip
 from lmeval_prune.scoring.mathematics import MAX_LENGTH, Verdict, shared
 from lmeval_prune.scoring.numbers import WRAPPER, close, normalise, plain
 
@@ -97,7 +106,7 @@ def same_text(answer: str, gold: str) -> bool:
         return _same_item(answer, gold)
     ways = (r"\s*;\s*|,\s+(?:and\s+)?|\s+and\s+", r"\s*[;,]\s*(?:and\s+)?|\s+and\s+")  # `1,200; 3` before `3,4`
     answer = _unwrapped(answer).strip()
-    answer = answer[1:-1] if answer.startswith("(") and answer.endswith(")") else answer
+    answer = answer[1:-1] if answer.startswith("(") and answer.find(")") == len(answer) - 1 else answer
     splits = (re.split(way, answer) for way in ways)
     return any(len(items) == len(golds) and all(map(_same_item, items, golds)) for items in splits)
 
@@ -209,8 +218,8 @@ class Verdicts(Filter):
 def equation(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     """Scores of an expression over the problem's numbers: right if its value is the target.
 
-    Where the gold expression computes something, a number alone is not an expression; nor is a fraction of two numbers,
-    but where the gold one is a division.
+    Where the gold expression computes something, a number alone is not an expression; nor is the target written as a
+    fraction, but where the gold expression is one division.
     """
     text, how = extract(results[0], numbers=False)
     if how not in MARKED:
@@ -219,7 +228,12 @@ def equation(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     value = evaluate(text, names)
     gold = doc.get("formula") or doc.get("equation") or ""
-    computes = not has_operator(gold) or has_operator(text, fractions=is_division(gold))
+    copied = (
+        reduced_fraction(text) is not None
+        and not is_division(gold)
+        and reduced_fraction(text) in readings(doc["target"])
+    )
+    computes = not has_operator(gold) or (has_operator(text) and not copied)
     correct = value is not None and computes and any(close(value, right) for right in readings(doc["target"]))
     return _scores(correct, text, how) | _parts(doc, correct)
 

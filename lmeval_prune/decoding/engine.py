@@ -133,7 +133,8 @@ class Engine:
         # on a GPU, where launches cost more than reading a few keys in vain, all slots are one block
         block = BLOCK if self.device.type == "cpu" else 1 << 30
         waiting, masks = questions(requests, self.attention, self.share)
-        slots = Slots(min(self._fitting(longest, waiting), len(requests)), longest, block)
+        count, leaders = self._fitting(longest, waiting)
+        slots = Slots(min(count, len(requests)), longest, block)
         with machine(self.model, self.attention, slots) as made:
             made.number(masks)
             run = Run(
@@ -146,6 +147,7 @@ class Engine:
                 self.drafts,
                 self._measured_budget if self.budget is None else self.budget,
                 self.deterministic,
+                leaders,
             )
             for row in run.answers():
                 yield row.request, row.answer
@@ -212,11 +214,11 @@ class Engine:
         if not difference <= share * float(expected.abs().max()):  # not-a-number is a difference too
             raise UnsupportedError(f"its logits would differ by {difference:.2g}")
 
-    def _fitting(self, length: int, waiting: Sequence[Question]) -> int:
-        """How many answers of `length` tokens memory holds, with what is kept of leaders for followers.
+    def _fitting(self, length: int, waiting: Sequence[Question]) -> tuple[int, int]:
+        """How many answers of `length` tokens memory holds, and of how many leaders what followers need.
 
-        Of each leader a copy of its slot is kept, and what entered each layer at which a follower starts (one of these
-        twice, while they do). Leaders are half of the rows at most, but one.
+        Of each leader a copy of its slot is kept, and what entered each layer at which a follower starts. There are as
+        many rows as leave room for half of them to be leaders (or for one).
 
         Raises:
             InputError: not even one.
@@ -225,12 +227,13 @@ class Engine:
         slot = token * sum(layer.groups * (layer.query_dim + layer.head_dim) for layer in self.attention)
         entered = max(len({row.first for row in question.followers}) for question in waiting)
         width = self.model.config.get_text_config().hidden_size
-        kept = slot + token * width * (entered + 1) if entered else 0
+        kept = slot + token * width * entered if entered else 0
         memory = self.memory or _free_memory(self.device) // 2
         fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
         if fitting < 1:
             raise InputError(f"one answer of {length} tokens needs {slot + kept} bytes, more than memory={memory}")
-        return min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
+        count = min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
+        return count, (memory - count * slot) // kept if kept else count
 
     @cached_property
     def _measured_budget(self) -> int:

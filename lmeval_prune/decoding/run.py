@@ -136,6 +136,7 @@ class Run:
     drafts: int
     budget: int
     deterministic: bool
+    leaders: int  # with followers, at most, at a time
     ready: deque[Question] = field(default_factory=deque)  # their leaders have gone ahead, followers wait
     active: list[Row] = field(default_factory=list)  # row i is in slot i
 
@@ -160,7 +161,7 @@ class Run:
 
         Where these are all there are, and slots for all their followers are free, followers do not wait for the rest of
         their leaders' answers: steps with few rows cost more than what they would take over. Rows that are being
-        decoded wait for one pass only.
+        decoded wait for one pass of prompts, and for its followers to check their leaders' answers.
         """
         others_wait = bool(self.active)
         while len(self.active) < self.machine.slots.count:
@@ -188,14 +189,11 @@ class Run:
         return row
 
     def _start_leaders(self) -> bool:
-        """Run the prompts of new leaders, if there are any.
-
-        Leaders with followers fill at most half of the slots (or one): what is kept of them stays bounded.
-        """
+        """Run the prompts of new leaders, if there are any; no more lead at once than memory holds what is kept of."""
         leading = sum(bool(self._kept_of(row)) for row in self.active)
         rows: list[Row] = []
         while self.waiting and self._room(self.waiting[0].leader, sum(len(row.request.prompt) for row in rows)):
-            if self.waiting[0].followers and leading >= max(1, self.machine.slots.count // 2):
+            if self.waiting[0].followers and leading >= self.leaders:
                 break
             leading += bool(self.waiting[0].followers)
             rows.append(self._enter(self.waiting.popleft().leader))

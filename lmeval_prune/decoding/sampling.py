@@ -71,7 +71,8 @@ def near_tie(logits: torch.Tensor, request: Request, answer: Sequence[int]) -> b
         return True  # a cut falls one way or the other
     scores = logits.float() if is_plain(settings) else _scores(logits, request, answer)
     best, second = scores.topk(2).values.tolist()
-    error = max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)) / 2
+    size = float(logits.abs().max()) if settings.do_sample else abs(best)
+    error = max(1e-3, 32 * torch.finfo(logits.dtype).eps * size) / 2
     error *= max(settings.repetition_penalty, 1 / settings.repetition_penalty)
     if not settings.do_sample:
         return bool(best - second < 2 * error)

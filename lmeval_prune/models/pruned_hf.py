@@ -7,7 +7,6 @@ import difflib
 import hashlib
 import inspect
 import logging
-import os
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -404,9 +403,6 @@ def _check_names(pretrained: str, dtype: Any, responses: str | None) -> None:
             Path(responses).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"responses={responses} cannot be made: {error.strerror}; name another folder") from None
-    folder = os.environ.get("LMEVAL_PRUNE_DATA")
-    if folder and not Path(folder).is_dir():
-        raise InputError(f"data folder {folder} does not exist; correct LMEVAL_PRUNE_DATA")
 
 
 def _flags(empty: Any, other: Any) -> tuple[tuple[str, Any], ...]:

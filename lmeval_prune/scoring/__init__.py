@@ -1,10 +1,10 @@
 """Answer extraction and comparison, used by tasks, sweeps and reports alike."""
 
-from lmeval_prune.scoring.expressions import complexity, evaluate, has_operator, is_division
+from lmeval_prune.scoring.expressions import complexity, evaluate, has_operator, is_division, reduced_fraction
 from lmeval_prune.scoring.extract import MARKED, Extraction, extract
 from lmeval_prune.scoring.numbers import numbers_equal, readings
 
 __all__ = [
     "MARKED", "Extraction", "complexity", "evaluate", "extract", "has_operator", "is_division", "numbers_equal",
-    "readings",
+    "readings", "reduced_fraction",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ exact fractions whose size is bounded. `9**9**9`, a million brackets and a divis
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -73,15 +74,10 @@ def evaluate(text: str, names: Mapping[str, Fraction] | None = None) -> Fraction
         return None
 
 
-def has_operator(text: str, fractions: bool = True) -> bool:
-    """Whether an expression computes something: `3*4` and `7+2=9` do; `12`, `x=-5`, `25%` and `3 1/2` do not.
-
-    Args:
-        text: the expression.
-        fractions: whether one number over another, `1/4`, does.
-    """
+def has_operator(text: str) -> bool:
+    """Whether an expression computes something: `3*4` and `7+2=9` do; `12`, `x=-5`, `25%` and `3 1/2` do not."""
     tree = _tree(text)
-    return tree is not None and _computes(tree) and (fractions or not _is_fraction(tree))
+    return tree is not None and _computes(tree)
 
 
 def is_division(text: str) -> bool:
@@ -91,9 +87,14 @@ def is_division(text: str) -> bool:
     return bool(parts) and not any(map(_computes, parts))
 
 
-def _is_fraction(tree: ast.expr) -> bool:
-    parts = _division(tree)
-    return bool(parts) and all(isinstance(_unsigned(part), ast.Constant) for part in parts)
+def reduced_fraction(text: str) -> Fraction | None:
+    """Value of a fraction of two whole numbers in lowest terms, the way a number is written: `1/4`, not `6/2`."""
+    tree = _tree(text)
+    parts = [_unsigned(part) for part in _division(tree)] if tree else []
+    numbers = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, int)]
+    if len(numbers) < 2 or numbers[1] < 2 or math.gcd(*numbers) > 1:
+        return None
+    return evaluate(text)
 
 
 def _division(tree: ast.expr) -> list[ast.expr]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from lmeval_prune.scoring.numbers import NUMBER, SCALES, plain, readings
+from lmeval_prune.scoring.numbers import NUMBER, SCALES, WRAPPER, plain, readings
 
 MARKED = frozenset({"boxed", "hashes", "phrase"})
 MAX_PHRASE = 300  # characters after 'the answer is' that are looked at
@@ -24,13 +24,19 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _LABEL = re.compile(r"(?:(?:the )?(?:final )?answer|答案?)[*_ \t]{0,4}(?:[:：=是为]|is\b)[*_ \t]{0,4}", re.IGNORECASE)
-_AROUND = " \t\r\n*_:：#"
+_AROUND = " \t\r\n*_:：#>"
 _DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\[^\]])+)\\\]")
 _SENTENCE_END = re.compile(r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)\.(?=\s+[^a-z\s]|\s*$)|。")
 _REASON = re.compile(r"[,;，；]?\s*(?:\b(?:because|since|which|where|i\.e\.)|因为|所以)")
 _REMARK = re.compile(r"(?:in)?correct\b|right\b|wrong\b|below\b|as follows\b", re.IGNORECASE)
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\])+?)(?<=\S)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_FORMULA = re.compile(
+    r"\$\$([^$]+)\$\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
+    r"|\\begin\{(?:align|equation|gather)\*?\}((?:[^\\]|\\(?!end\{(?:align|equation|gather))[\s\S])+)\\end\{"
+)
+_ROWS = re.compile(r"\\(?:begin|end)\{(?:align|aligned|equation|gather|gathered|split)\*?\}|&")
+_INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
+_CONDITION = re.compile(r"\b(?:for|where|since|because|when|if|with)\b[\w\s]{0,20}$", re.IGNORECASE)
 _JOINT = re.compile(r"\s*(?:,|and|or|, and|, or)\s*")
 _QUANTITY = re.compile(
     rf"(?:\d+(?:\s+\d+\s?/\s?\d+|\s?\(\d+\s?/\s?\d+\))|{NUMBER.pattern})(?:\s?(?:{'|'.join(SCALES)})(?![A-Za-z]))?",
@@ -40,19 +46,23 @@ _QUANTITY = re.compile(
 # (`5:45`), an alternative (`12 or 13`), a list, a range, a quantity in two units (`5 hours and
 # 30 minutes`, `5小时30分`).
 _PART_BEFORE = re.compile(
-    r"[A-Za-z_^{(.]$|\\[A-Za-z]*\s*$|[-+*/×÷√<>≤≥≠]\s*$|\d\W*(?:\bor\b|[,;])\s*(?:[A-Za-z]\s*=?\s*)?$|\d\s*[xX]\s*$"
-    r"|\b(?:between|from)\s+\S+\s+(?:and|to)\s*$|\b(?:sin|cos|tan|log|ln|sqrt|mod|negative|minus|plus|times|between|from|either|not|half|twice|double"
-    r"|(?:half|third|quarter) of|(?:less|more|fewer|greater) than)\s*$",
+    r"[A-Za-z_^{(.]$|\\[A-Za-z]*[ \t]*$|(?:[-+*/×÷√]|(?<![-=])[<>]|[≤≥≠])[ \t]*$|\d[ \t]*[xX][ \t]*$"
+    r"|\d(?:[ \t]*[,;]|[ \t]+or\b)[ \t]*(?:[A-Za-z][ \t]*=?[ \t]*)?$|\b(?:between|from)\s+\S+\s+(?:and|to)[ \t]*$"
+    r"|\b(?:sin|cos|tan|log|ln|sqrt|mod|negative|minus|plus|times|between|from|either|not|half|twice|double"
+    r"|(?:half|third|quarter) of|(?<!\bno )(?<!\bnot )(?:less|more|fewer|greater) than)[ \t]*$",
     re.IGNORECASE,
 )
 _PART_AFTER = re.compile(
-    r"\s*[\\^_{}*/×÷+√!²³½¼¾⅓⅔π]|\s*-+\s*[\d(\\]|\s*[xX]\s*\d|[A-Za-z](?![A-Za-z])|[:.]\d|\s*[,;]\s*\d|\s+\d|\s*to\s+\d"
-    r"|\s*(?:pi|sqrt|mod|plus|minus|less|factorial|negative|half|multiplied|divided|squared|cubed|times(?!\s+as\b))\b"
-    r"|\s*and\s+(?:\$?\d|(?:an?\s+|one\s+)?(?:half|third|quarter)\b)|\s*or\b.*\d"
-    r"|\s*[A-Za-z]+,?\s+(?:and\s+)?\d[\d.]*\s+[A-Za-z]+\s*(?:[,.;]|$)|[\u4e00-\u9fff]{1,3}\d",
+    r"[ \t]*(?:[\\^_{}*/×÷+√²³½¼¾⅓⅔π]|-+[ \t]*[\d(\\]|[xX][ \t]*\d|[,;][ \t]*\d)|[A-Za-z](?![A-Za-z])|[:.]\d"
+    r"|[ \t]+\d+[ \t]*$"
+    r"|[ \t]*to[ \t]+\d+(?!\d|[ \t]+(?:significant|decimal))|[ \t]*times\b(?=[ \t]*[\d(\\])"
+    r"|[ \t]*(?:pi|sqrt|mod|plus|minus|less|factorial|negative|half|squared|cubed|(?:multiplied|divided)[ \t]+by)\b"
+    r"|[ \t]*and[ \t]+(?:\$?\d|(?:an?[ \t]+|one[ \t]+)?(?:half|third|quarter)\b)|[ \t]*or\b.*\d"
+    r"|[ \t]*[A-Za-z]+,?[ \t]+(?:and[ \t]+)?\d[\d.]*[ \t]+[A-Za-z]+[ \t]*(?:[,.;]|$)|[\u4e00-\u9fff]{1,3}\d",
     re.IGNORECASE,
 )
-_SEVERAL = re.compile(r"\d\W*(?:\bor\b|[,;])\s*(?:or\s+)?[A-Za-z]\s*=")  # x = 3 or x = 5
+_SEVERAL = re.compile(r"\b([A-Za-z])\s*=[^=]*\d\W*(?:\bor\b|,|;)\s*(?:or\s+)?\1\s*=")  # x = 3 or x = 5
+_TAG = re.compile(r"</?[A-Za-z]{1,12}>|[-=]{1,3}>")  # and arrows
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
@@ -106,16 +116,31 @@ def extract(response: str, numbers: bool = True) -> Extraction:
 
 def _last(response: str, numbers: bool) -> Extraction:
     """The last number; where the answer may be more, the formula that holds it."""
+    text = response[-MAX_TAIL:] if not numbers else response
+    text = re.sub(r"\*\*|__|\\boxed\{", " ", text)
     if not numbers:
-        tail = response[-MAX_TAIL:]
-        formulas = list(_FORMULA.finditer(tail))
-        if formulas and not re.search(r"\d", tail[formulas[-1].end() :]):
-            return Extraction(_content(formulas[-1]).strip().rstrip(" ."), "formula")
-    text = plain(response)
+        formulas = [span for span in _FORMULA.finditer(text) if not re.fullmatch(r"\s*[A-Za-z]\s*", _content(span))]
+        meant = [span for span in formulas if not _CONDITION.search(text[: span.start()])] or formulas
+        if meant and not re.search(r"\d", _FORMULA.sub("", text[meant[-1].end() :])):
+            return Extraction(_result(_content(meant[-1])), "formula")
+    text = re.sub(r"(?<=\d)!(?=\s|$)", "", plain(text))
     quantities = list(_QUANTITY.finditer(text))
     if not quantities or not (numbers or _alone(text, quantities[-1])):
         return Extraction("", "none")
     return Extraction(quantities[-1].group(), "number")
+
+
+def _result(formula: str) -> str:
+    """What a formula ends with: of `a &= b \\ &= c` the c, of `18 = n` and `x = 18` the 18; else all of it."""
+    if _ROWS.search(formula):
+        kept = _INNER.sub(lambda found: found.group().replace("\\\\", "\0").replace("&", "\1"), formula)
+        rows = [row for row in _ROWS.sub(" ", kept).split("\\\\") if row.strip()]
+        formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
+        formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
+    left, _, right = (" ".join(part.split()).rstrip(" .,") for part in formula.rpartition("="))
+    if re.fullmatch("[A-Za-z]", left) and (readings(right) or WRAPPER.match(right)):
+        return right
+    return left if left and re.fullmatch("[A-Za-z]", right) else f"{left} = {right}" if left else right
 
 
 def _after(response: str, mark: re.Match[str], numbers: bool) -> str:
@@ -133,7 +158,6 @@ def _after(response: str, mark: re.Match[str], numbers: bool) -> str:
     is_last = not response[mark.end() + start + len(line) :].strip(_AROUND)
     is_sentence = mark.lastgroup is not None and "\n" not in text[:start]
     line = line.replace("**", "").strip(_AROUND)
-    line = line.rstrip("!")  # an exclamation, not a factorial
     end = _SENTENCE_END.search(line)
     phrase = line[: end.start()].strip() if end else line
     if is_sentence or _bare(phrase, numbers) or (is_last and not line[len(phrase) :].strip(" .。")):
@@ -178,7 +202,7 @@ def _content(span: re.Match[str]) -> str:
 def _number(phrase: str) -> str:
     """The number that a text gives, the first or the one after `=`; the text itself if it gives none alone."""
     for text in (_head(phrase), phrase):
-        whole = plain(re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)).strip().rstrip(" .。")
+        whole = plain(_TAG.sub(" ", re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text))).strip().rstrip(" .。!")
         if readings(whole):
             return whole
         if _SEVERAL.search(whole):

@@ -16,7 +16,7 @@ from lmeval_prune.reporting import curves, heads
 from lmeval_prune.reporting.sprint import SprintReport
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.policies import Best
-from lmeval_prune.sprint.router import FitOptions, fit
+from lmeval_prune.sprint.router import FitOptions, Router, fit
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
 SUBJECTS = ("algebra", "geometry")
@@ -193,6 +193,10 @@ def test_the_whole_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, cap
     found = json.loads((tmp_path / "out/report.json").read_text())
     assert set(found["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best heads of training"}
     assert len(found["router_minus"]["sampling"]) == 4
+    orders = Router.load(tmp_path / "router").order(test.texts)
+    for k, counts in enumerate(found["choices"]):
+        assert counts == {head: sum(order[k] == head for order in orders) for head in counts}
+        assert sum(counts.values()) == len(test.texts)
     text = (tmp_path / "out/report.md").read_text()
     assert "Paired tests" in text and "not a method" in text and "optimistic" in text
     assert not any(question in text for question in test.texts)  # no text of the data set

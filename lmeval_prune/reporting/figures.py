@@ -27,10 +27,13 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _write(figure: Any, stem: Path) -> None:
+    from matplotlib import rc_context
+
     for kind in ("png", "svg"):
         buffer = io.BytesIO()
         options: dict[str, Any] = {"dpi": 150} if kind == "png" else {"metadata": {"Date": None}}
-        figure.savefig(buffer, format=kind, **options)
+        with rc_context({"svg.hashsalt": stem.name}):  # the same picture is the same file
+            figure.savefig(buffer, format=kind, **options)
         write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
 
 

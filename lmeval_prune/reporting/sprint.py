@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,8 @@ class SprintReport:
         figures.pass_at_n(drawn, bands, dense, folder / "pass_at_n")
         text.append(self._passes(drawn, dense, found))
         write_text(folder / "pass_at_n.csv", _csv(drawn, bands))
+        if router:
+            text.append(self._choices(router.order(test.texts), found))
 
         moved = changes(test)
         figures.head_changes(moved, folder / "head_changes")
@@ -199,6 +202,21 @@ class SprintReport:
                     if not np.isnan(d)
                 ]
             lines += ["", "Bold: below 0.05 after Holm's correction over this table."]
+        return "\n".join(lines)
+
+    def _choices(self, orders: list[list[str]], found: dict[str, Any]) -> str:
+        tries = [Counter(order[k] for order in orders) for k in range(self.n)]
+        found["choices"] = [dict(counts.most_common()) for counts in tries]
+        lines = [
+            "## What the router chooses",
+            "",
+            "| try | different heads | most frequent (questions) |",
+            "| --- | ---: | --- |",
+        ]
+        for k, counts in enumerate(tries):
+            often = ", ".join(f"{name} ({count})" for name, count in counts.most_common(4))
+            lines.append(f"| {k + 1} | {len(counts)} | {often} |")
+        lines += ["", "A try that is one head for all questions is not routed by the question."]
         return "\n".join(lines)
 
     def _gains(

@@ -7,6 +7,8 @@ import os
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,13 @@ def _processor() -> str:
     except (OSError, StopIteration):
         name = platform.processor()
     return f"CPU {name}, {os.cpu_count()} cores"
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What a function returns, and the seconds it took."""
+    begin = time.perf_counter()
+    out = function()
+    return out, time.perf_counter() - begin
 
 
 def write(name: str, results: dict[str, Any]) -> None:

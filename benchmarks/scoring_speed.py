@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from typing import Any
 
-from _record import environment, write
+from _record import environment, timed, write
 
 from lmeval_prune.scoring.mathematics import Verifier
 from lmeval_prune.tasks import data, results
@@ -40,17 +39,13 @@ def main() -> None:
     pairs = [(gold, answer) for gold, answer in pairs if results._easy(answer, gold) is None][: options.pairs]
     by_math_verify(pairs[:1])  # its imports
     times: dict[str, list[float]] = {"workers": [], "math_verify": []}
-    begin = time.perf_counter()
     verifier = Verifier(workers=len(os.sched_getaffinity(0)))
-    verifier.verify_many([("x", "y")] * 4 * verifier.size)
-    start = time.perf_counter() - begin
+    _, start = timed(lambda: verifier.verify_many([("x", "y")] * 4 * verifier.size))
     for _ in range(options.rounds):
-        begin = time.perf_counter()
-        ours = verifier.verify_many(pairs)
-        times["workers"].append(round(time.perf_counter() - begin, 2))
-        begin = time.perf_counter()
-        theirs = by_math_verify(pairs)
-        times["math_verify"].append(round(time.perf_counter() - begin, 2))
+        ours, seconds = timed(lambda: verifier.verify_many(pairs))
+        times["workers"].append(round(seconds, 2))
+        theirs, seconds = timed(lambda: by_math_verify(pairs))
+        times["math_verify"].append(round(seconds, 2))
         assert [verdict == "equal" for verdict in ours] == theirs
     verifier.close()
     found: dict[str, Any] = {

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _record import environment, write
-from sweep_speed import PROMPT, Pairs, Work, timed
+from _record import environment, timed, write
+from sweep_speed import PROMPT, Pairs, Work
 
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.models import embedded

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from _record import environment, write
+from _record import environment, timed, write
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -155,12 +155,6 @@ def by_rows(work: Work) -> dict[int, float]:
                 best = min(best, time.perf_counter() - begin)
         found[rows] = round(each * rows / best / 1e9, 1)
     return found
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    begin = time.perf_counter()
-    out = function()
-    return out, time.perf_counter() - begin
 
 
 def profile(work: Work, pairs: Pairs) -> dict[str, float]:

@@ -25,7 +25,7 @@ from lmeval_prune.scoring import (
     numbers_equal,
     readings,
     reduced_fraction,
-)  # fmt: skip
+)
 from lmeval_prune.scoring.mathematics import MAX_LENGTH, Verdict, shared
 from lmeval_prune.scoring.numbers import WRAPPER, close, normalise, plain
 
@@ -228,13 +228,10 @@ def equation(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     value = evaluate(text, names)
     gold = doc.get("formula") or doc.get("equation") or ""
-    copied = (
-        reduced_fraction(text) is not None
-        and not is_division(gold)
-        and reduced_fraction(text) in readings(doc["target"])
-    )
+    targets = readings(doc["target"])
+    copied = reduced_fraction(text) in targets and not is_division(gold)
     computes = not has_operator(gold) or (has_operator(text) and not copied)
-    correct = value is not None and computes and any(close(value, right) for right in readings(doc["target"]))
+    correct = value is not None and computes and any(close(value, target) for target in targets)
     return _scores(correct, text, how) | _parts(doc, correct)
 
 

@@ -192,10 +192,13 @@ class Run:
         """Run the prompts of new leaders, if there are any; no more lead at once than memory holds what is kept of."""
         leading = sum(bool(self._kept_of(row)) for row in self.active)
         rows: list[Row] = []
-        while self.waiting and self._room(self.waiting[0].leader, sum(len(row.request.prompt) for row in rows)):
-            if self.waiting[0].followers and leading >= self.leaders:
+        tokens = 0
+        while self.waiting and self._room(self.waiting[0].leader, tokens):
+            question = self.waiting[0]
+            if question.followers and leading >= self.leaders:
                 break
-            leading += bool(self.waiting[0].followers)
+            leading += bool(question.followers)
+            tokens += len(question.leader.request.prompt)
             rows.append(self._enter(self.waiting.popleft().leader))
         prompts = [row.request.prompt for row in rows]
         if rows:

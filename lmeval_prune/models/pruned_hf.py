@@ -396,9 +396,9 @@ def _check_names(pretrained: str, dtype: Any, responses: str | None) -> None:
             raise InputError(f"pretrained={pretrained}: there is no such folder")
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise InputError(f"dtype={dtype} is not a type of torch's; use auto, float32, bfloat16 or float16")
-    if responses and Path(responses).is_file():
-        raise InputError(f"responses={responses} is a file; name a folder")
     if responses:
+        if Path(responses).is_file():
+            raise InputError(f"responses={responses} is a file; name a folder")
         try:
             Path(responses).mkdir(parents=True, exist_ok=True)
         except OSError as error:

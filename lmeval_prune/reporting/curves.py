@@ -24,11 +24,13 @@ class Curve:
         name: for the legend.
         kind: how pass@k is estimated: `ordered`, `exact` (the expectation over random orders), `unbiased`.
         values: shape (questions, N): chance that one of k tries is right, for k = 1 … N; NaN where not known.
+        heads: of each question the heads of its tries, where a policy chose them.
     """
 
     name: str
     kind: str
     values: np.ndarray
+    heads: Sequence[Sequence[str]] = ()
 
     @property
     def mean(self) -> np.ndarray:
@@ -57,11 +59,10 @@ def ordered(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
     """The i-th try is the policy's i-th head."""
     place = {head: i for i, head in enumerate(policy.pool)}
     solved = solved_by(outcomes, policy.pool)
-    tries = [
-        [bool(row[place[head]]) for head in order[:n]]
-        for row, order in zip(solved, policy.order(outcomes.texts), strict=True)
-    ]
-    return Curve(name, "ordered", np.array([[float(pass_ordered(row, k)) for k in range(1, n + 1)] for row in tries]))
+    heads = [order[:n] for order in policy.order(outcomes.texts)]
+    tries = [[bool(row[place[head]]) for head in order] for row, order in zip(solved, heads, strict=True)]
+    values = np.array([[float(pass_ordered(row, k)) for k in range(1, n + 1)] for row in tries])
+    return Curve(name, "ordered", values, heads)
 
 
 def in_hindsight(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:

@@ -79,7 +79,7 @@ class SprintReport:
         text.append(self._passes(drawn, dense, found))
         write_text(folder / "pass_at_n.csv", _csv(drawn, bands))
         if router:
-            text.append(self._choices(router.order(test.texts), found))
+            text.append(self._choices(drawn[0].heads, found))
 
         moved = changes(test)
         figures.head_changes(moved, folder / "head_changes")
@@ -204,7 +204,7 @@ class SprintReport:
             lines += ["", "Bold: below 0.05 after Holm's correction over this table."]
         return "\n".join(lines)
 
-    def _choices(self, orders: list[list[str]], found: dict[str, Any]) -> str:
+    def _choices(self, orders: Sequence[Sequence[str]], found: dict[str, Any]) -> str:
         tries = [Counter(order[k] for order in orders) for k in range(self.n)]
         found["choices"] = [dict(counts.most_common()) for counts in tries]
         lines = [

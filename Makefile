@@ -34,7 +34,7 @@ $(VENV)/.torch:
 	$(BIN)/pip install -q "$(TORCH)"
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml lmeval_prune/_bridge.pth
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml lmeval_prune/plugin/bridge.pth
 	$(BIN)/pip install -q -e .
 	$(BIN)/pip install -q --no-deps $(DEMO_PACKAGES)
 	touch $@

@@ -20,13 +20,15 @@ from matplotlib import pyplot
 from matplotlib.patches import Patch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune.architectures import find_attention
-from lmeval_prune.decoding import Request, Settings, Stops
-from lmeval_prune.decoding.machine import machine
-from lmeval_prune.decoding.run import Run, Statistics, questions
-from lmeval_prune.decoding.slots import Slots
+from lmeval_prune.architectures import map_model
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.decoding import Request, SamplingParams, Schedule, Stopping
+from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.model_runner import ModelRunner
+from lmeval_prune.decoding.sampling import Sampler
+from lmeval_prune.decoding.scheduler import Scheduler, Statistics
+from lmeval_prune.decoding.sequence import prompt_groups
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.models import embedded
 from lmeval_prune.tasks import data
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "decoding.png"
@@ -34,8 +36,8 @@ HEADS = ["L5H4", "L15H2", "L20H3", "L25H5"]
 Bar = tuple[int, int, int, str, float]  # pass, slot, question, kind, share of the layers that run
 
 
-class Traced(Run):
-    """A run that notes what every forward pass does."""
+class Traced(Scheduler):
+    """A scheduler that notes what every forward pass does."""
 
     def trace(self, names: dict[int, int]) -> list[Bar]:
         self.bars: list[Bar] = []
@@ -48,8 +50,8 @@ class Traced(Run):
         start = args[0] if args else 0
         for row, new in zip(rows, tokens, strict=True):
             kind = "follow" if start else "prompt" if len(new) > 1 and not row.answer else "decode"
-            share = 1 - start / self.machine.layers
-            self.bars.append((self.passes, row.slot, self.names[id(row.question)], kind, share))
+            share = 1 - start / self.runner.layers
+            self.bars.append((self.passes, row.slot, self.names[id(row.group)], kind, share))
         self.passes += 1
         return super()._forward(rows, tokens, skips, *args)
 
@@ -58,19 +60,22 @@ def main() -> None:
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    attention = find_attention(model)
-    settings = Settings(max_new_tokens=48, eos=(tokenizer.eos_token_id,))
+    model_map = map_model(model)
+    params = SamplingParams(max_new_tokens=48, eos=(tokenizer.eos_token_id,))
     requests = []
     for question in data.load("tiny_words")["question"][:6]:
         chat = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         prompt = tuple(tokenizer.encode(text))
-        requests += [Request(prompt, HeadMask.parse(head) if head else None, settings) for head in (None, *HEADS)]
-    asked, masks = questions(requests, attention, share=True)
-    with machine(model, attention, Slots(10, max(len(r.prompt) for r in requests) + 48)) as made:
-        made.number(masks)
-        run = Traced(made, deque(asked), Stops(), Statistics(), 16, True, 0, 0, False)
-        bars = run.trace({id(question): number for number, question in enumerate(asked)})
+        requests += [Request(prompt, HeadMask(head) if head else None, params) for head in (None, *HEADS)]
+    groups, masks = prompt_groups(requests, model_map, share=True)
+    cache, stopping = KVCache(10, max(len(r.prompt) for r in requests) + 48), Stopping()
+    with ModelRunner.on(model_map, cache, masks) as runner:
+        sampler = Sampler(model, stopping)
+        run = Traced(
+            runner, deque(groups), sampler, stopping, Statistics(), Schedule(drafts=0), 0, False, len(requests)
+        )
+        bars = run.trace({id(group): number for number, group in enumerate(groups)})
     figure, axes = pyplot.subplots(figsize=(11, 3.6), dpi=140)
     colours = pyplot.get_cmap("Set2").colors
     for at, slot, question, kind, share in bars:
@@ -88,7 +93,7 @@ def main() -> None:
         fontsize=9,
         loc="left",
     )
-    patches = [Patch(color=colours[i], label=f"question {i + 1}") for i in range(len(asked))]
+    patches = [Patch(color=colours[i], label=f"question {i + 1}") for i in range(len(groups))]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -22,7 +22,7 @@ from _record import environment, timed, write
 from sweep_speed import PROMPT, Pairs, Work
 
 from lmeval_prune.artefacts import write_text
-from lmeval_prune.models import embedded
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.tasks import data
 
 STEPS, BATCH, RATE = 90, 8, 1e-4
@@ -116,14 +116,14 @@ def main() -> None:
             write_text(clock, json.dumps(seconds))
         print(f"{name}: {seconds[name]} s", flush=True)
 
-    from lmeval_prune import plugin
+    from lmeval_prune.plugin import registration
 
-    plugin.register()
+    registration.register()
     from lm_eval import simple_evaluate
 
-    from lmeval_prune.models.sweep import Sweep
-    from lmeval_prune.reporting.sprint import SprintReport
     from lmeval_prune.sprint import FitOptions, OutcomeStore, fit
+    from lmeval_prune.sprint.report import SprintReport
+    from lmeval_prune.sprint.sweep import Sweep
 
     model = work / "model"
     stage("fine-tune", lambda: fine_tune(model), model.is_dir)

@@ -25,10 +25,11 @@ from _record import environment, timed, write
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from lmeval_prune.architectures import find_attention
-from lmeval_prune.decoding import Engine
+from lmeval_prune.architectures import map_model
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.decoding import Engine, Schedule
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.models import batched, embedded
+from lmeval_prune.models import generation
 from lmeval_prune.tasks import data
 
 SWEEP = ["L5H0", "L5H4", "L10H1", "L10H6", "L15H2", "L15H7", "L20H3", "L25H5"]
@@ -42,7 +43,7 @@ class Work:
 
     def __init__(self, model: str, questions: Sequence[str], longest: int) -> None:
         self.lm = HFLM(model, device="cpu", dtype="float32", batch_size=16)
-        self.attention = find_attention(self.lm.model)
+        self.model_map = map_model(self.lm.model)
         self.generate = {"until": ["<|im_end|>", "<|endoftext|>"], "max_gen_toks": longest, "do_sample": False}
         chats = [[{"role": "user", "content": question + PROMPT}] for question in questions]
         self.prompts = [
@@ -60,20 +61,20 @@ class Work:
             groups[head].append(question)
         texts = {}
         for head, places in groups.items():
-            with HeadMask.parse(head).applied_to(self.lm.model, self.attention) if head else nullcontext():
+            with HeadMask(head).applied_to(self.lm.model, self.model_map) if head else nullcontext():
                 found = self.lm.generate_until(self.instances(places), disable_tqdm=True)
             texts |= {(place, head): text for place, text in zip(places, found, strict=True)}
         return texts
 
     def by_engine(self, pairs: Pairs, engine: Engine) -> dict[tuple[int, str | None], str]:
         places = [question for question, _ in pairs]
-        masks = [HeadMask.parse(head) if head else None for _, head in pairs]
+        masks = [HeadMask(head) if head else None for _, head in pairs]
         done: Callable[..., None] = lambda *_: None  # noqa: E731
-        texts = batched.generate_until(self.lm, engine, self.instances(places), [0] * len(pairs), done, 0, masks)
+        texts = generation.generate_until(self.lm, engine, self.instances(places), [0] * len(pairs), done, 0, masks)
         return dict(zip(pairs, texts, strict=True))
 
-    def engine(self, **options: Any) -> Engine:
-        engine = Engine(self.lm.model, self.lm.tokenizer, attention=self.attention, **options)
+    def engine(self, schedule: Schedule | None = None, **options: Any) -> Engine:
+        engine = Engine(self.lm.model, self.lm.tokenizer, model_map=self.model_map, schedule=schedule, **options)
         assert engine.unsupported is None
         return engine
 
@@ -88,7 +89,7 @@ class Work:
             own = self.lm.tokenizer.encode(ours[key], add_special_tokens=False)
             shared = (i for i in range(len(own)) if not text.startswith(self.lm.tok_decode(own[: i + 1])))
             parting = next(shared, len(own))  # the first token of ours that is not in their text
-            with torch.inference_mode(), HeadMask.parse(head).applied_to(self.lm.model) if head else nullcontext():
+            with torch.inference_mode(), HeadMask(head).applied_to(self.lm.model) if head else nullcontext():
                 logits = self.lm.model(torch.tensor([prompt + own[:parting]]), logits_to_keep=1).logits[0, 0]
             best, second = logits.topk(2).values.tolist()
             gaps.append(best - second)
@@ -268,14 +269,18 @@ def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
         "1 off: one mask at a time (nothing is shared either)": lambda: {
             key: text for part in one_mask for key, text in work.by_engine(part, work.engine()).items()
         },
-        "2 off: each request by itself (no following either)": lambda: work.by_engine(pairs, work.engine(share=False)),
+        "2 off: each request by itself (no following either)": lambda: work.by_engine(
+            pairs, work.engine(Schedule(share=False))
+        ),
         "3 off: batches of 16 rows end as a whole": lambda: work.by_engine(
-            pairs, work.engine(refill=False, max_rows=16)
+            pairs, work.engine(Schedule(refill=False), max_rows=16)
         ),
         "3 on, 16 rows": lambda: work.by_engine(pairs, work.engine(max_rows=16)),
-        "5 off: no lookup drafts": lambda: work.by_engine(pairs, work.engine(drafts=0)),
-        "5 without a budget: drafts for all rows": lambda: work.by_engine(pairs, work.engine(budget=100_000)),
-        "6 off: followers share the prompt, not the answer": lambda: work.by_engine(pairs, work.engine(follow=0)),
+        "5 off: no lookup drafts": lambda: work.by_engine(pairs, work.engine(Schedule(drafts=0))),
+        "5 without a budget: drafts for all rows": lambda: work.by_engine(pairs, work.engine(Schedule(budget=100_000))),
+        "6 off: followers share the prompt, not the answer": lambda: work.by_engine(
+            pairs, work.engine(Schedule(follow=0))
+        ),
     }
     work.by_engine(pairs[:9], work.engine())  # whatever is slow only once
     seconds: dict[str, list[float]] = defaultdict(list)

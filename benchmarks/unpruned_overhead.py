@@ -17,7 +17,7 @@ from _record import environment, write
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from lmeval_prune.models import embedded
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import data
 

@@ -1,6 +1,6 @@
 """Prune, route and measure attention heads of Hugging Face models inside lm-evaluation-harness.
 
-Importing this package imports nothing else: `lmeval_prune._bridge` runs at every interpreter
+Importing this package imports nothing else: `lmeval_prune.plugin.bridge` runs at every interpreter
 start, so names are resolved on first use.
 """
 
@@ -10,12 +10,12 @@ _LAZY = {
     "HeadMask": "lmeval_prune.interventions.head_mask",
     "RowMasks": "lmeval_prune.interventions.row_masks",
     "Intervention": "lmeval_prune.interventions.base",
-    "Head": "lmeval_prune.interventions.heads",
-    "find_attention": "lmeval_prune.architectures",
+    "Head": "lmeval_prune.architectures.heads",
+    "map_model": "lmeval_prune.architectures",
     "InputError": "lmeval_prune.errors",
 }
 
-__all__ = ["Head", "HeadMask", "InputError", "Intervention", "RowMasks", "__version__", "find_attention"]
+__all__ = ["Head", "HeadMask", "InputError", "Intervention", "RowMasks", "__version__", "map_model"]
 
 
 def __getattr__(name: str) -> object:

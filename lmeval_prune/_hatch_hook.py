@@ -12,4 +12,4 @@ class EditableHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before a build."""
-        build_data["force_include_editable"] = {"lmeval_prune/_bridge.pth": "_lmeval_prune_bridge.pth"}
+        build_data["force_include_editable"] = {"lmeval_prune/plugin/bridge.pth": "_lmeval_prune_bridge.pth"}

@@ -27,13 +27,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         InputError: the path is a folder, or its folder cannot be made or written.
     """
     path = Path(path)
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; name a file in it")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error
+    handle, temporary = _beside(path)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -44,6 +38,28 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that `write_bytes` would refuse, before the work whose result is to be written there.
+
+    Raises:
+        InputError: as of `write_bytes`.
+    """
+    handle, temporary = _beside(Path(path))
+    os.close(handle)
+    Path(temporary).unlink()
+
+
+def _beside(path: Path) -> tuple[int, str]:
+    """A new file in the same folder."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _umask() -> int:
@@ -64,8 +80,10 @@ def write_artefact(path: str | os.PathLike[str], schema: str, version: int, cont
     write_text(path, json.dumps(envelope, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> tuple[dict[str, Any], str]:
-    """Read an artefact of this schema, of this version or older.
+def read_artefact(
+    path: str | os.PathLike[str], schema: str | tuple[str, ...], version: int
+) -> tuple[dict[str, Any], str]:
+    """Read an artefact of this schema (or one of these), of this version or older.
 
     Returns:
         Its content, and the SHA-256 of the bytes that were read.
@@ -88,9 +106,10 @@ def read_artefact(path: str | os.PathLike[str], schema: str, version: int) -> tu
         content = json.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict) or content.get("schema") != schema:
+    schemas = (schema,) if isinstance(schema, str) else schema
+    if not isinstance(content, dict) or content.get("schema") not in schemas:
         found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise InputError(f"{path} is not a {schema} artefact (its schema is {found!r})")
+        raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {found!r})")
     number = content.get("schema_version")
     if not isinstance(number, int) or number > version:
         raise InputError(f"{path} has schema version {number!r}; this lmeval-prune reads up to {version}: upgrade it")

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lmeval_prune import __version__
-from lmeval_prune.commands import add_to
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
+from lmeval_prune.sprint.commands import add_to
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,9 +75,9 @@ def _positive(text: str) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """lm-eval's command line in this process, after registering ourselves."""
-    from lmeval_prune import plugin
+    from lmeval_prune.plugin import registration
 
-    plugin.register()
+    registration.register()
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *arguments]
@@ -88,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def demo(heads: str, limit: int, output: str) -> int:
     """Dense (`hf`) against pruned: `prune_tiny`, and GSM8K where `LMEVAL_PRUNE_DATA` holds it; offline."""
-    from lmeval_prune.models import embedded
+    from lmeval_prune.checkpoints import embedded
 
     model = embedded.resolve("smollm2-135m")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -112,7 +111,7 @@ def demo(heads: str, limit: int, output: str) -> int:
 
 def list_models(name: str | None = None) -> int:
     """Print the embedded models and the folders that they were converted to, now or before; or one's folder alone."""
-    from lmeval_prune.models import embedded
+    from lmeval_prune.checkpoints import embedded
 
     if name is not None:
         if name not in embedded.MODELS:
@@ -128,45 +127,34 @@ def list_models(name: str | None = None) -> int:
     return 0
 
 
-def _skeleton(pretrained: str, revision: str | None) -> Any:
-    """The model without weights: enough to read its heads."""
-    import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    from lmeval_prune.models import embedded
-
-    try:
-        config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
-    kinds = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModel)
-    kind = next((k for k in kinds if type(config) in k._model_mapping), None)
-    if kind is None:
-        raise InputError(f"{pretrained} is a {config.model_type} model, which transformers cannot build")
-    with torch.device("meta"):
-        return kind.from_config(config)
-
-
 def write_mask(options: argparse.Namespace) -> int:
-    """Write a mask artefact, after checking it against the model."""
-    from lmeval_prune.architectures import find_attention
-    from lmeval_prune.interventions.head_mask import HeadMask
+    """Write a mask artefact for a model, after checking it without weights."""
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints import embedded
+    from lmeval_prune.checkpoints.skeleton import skeleton_of
+    from lmeval_prune.interventions import HeadMask
 
-    mask = HeadMask.parse(options.heads, allow_empty_layer=options.allow_empty_layer)
-    attention = find_attention(_skeleton(options.pretrained, options.revision))
-    mask.save(options.output, attention)
-    print(f"{options.output}: {len(mask.heads(attention))} of {attention.total_heads} heads of {attention.name}")
+    mask = HeadMask(options.heads, allow_empty_layer=options.allow_empty_layer)
+    bare = skeleton_of(options.pretrained, options.revision)
+    heads = mask.heads_of(map_model(bare))
+    check_writable(options.output)
+    model = type(bare).from_pretrained(embedded.resolve(options.pretrained), revision=options.revision, dtype="auto")
+    model_map = map_model(model)
+    mask.save(options.output, model_map)
+    print(f"{options.output}: {len(heads)} of {model_map.total_heads} heads of {model_map.name}")
     return 0
 
 
 def list_heads(pretrained: str, revision: str | None) -> int:
     """Print a line a layer."""
-    from lmeval_prune.architectures import find_attention
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.checkpoints.skeleton import skeleton_of
 
-    attention = find_attention(_skeleton(pretrained, revision))
-    for layer in attention:
-        sizes = f"{layer.heads} heads, {layer.groups} key-value groups, head_dim {layer.head_dim}"
+    model_map = map_model(skeleton_of(pretrained, revision))
+    for layer in model_map.attention:
+        sizes = f"{layer.heads} heads, {layer.kv_heads} key-value heads, head_dim {layer.head_dim}"
         print(f"{layer.label:>12}  {sizes}  {layer.name}")
-    found = f"{attention.total_heads} heads in {len(attention)} attention layers"
-    print(f"{found} of {attention.name} ({attention.model_type})")
+    found = f"{model_map.total_heads} heads in {len(model_map.attention)} attention layers"
+    print(f"{found} of {model_map.name} ({model_map.model_type})")
     return 0

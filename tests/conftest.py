@@ -46,7 +46,7 @@ _MANAGERS: dict[str, Any] = {}
 @pytest.fixture(scope="module")
 def one_task_manager() -> Iterator[None]:
     """Sweeps share it."""
-    from lmeval_prune.models import sweep
+    from lmeval_prune.sprint import sweep
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "TaskManager", task_manager)

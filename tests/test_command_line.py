@@ -163,7 +163,7 @@ def test_the_source_archive_can_build_the_wheel() -> None:
     from hatchling.builders.sdist import SdistBuilder
 
     files = {file.relative_path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
-    assert {"tasks/data.py", "lmeval_prune/_bridge.pth", "lmeval_prune/_hatch_hook.py", "LICENSE"} <= files
+    assert {"tasks/data.py", "lmeval_prune/plugin/bridge.pth", "lmeval_prune/_hatch_hook.py", "LICENSE"} <= files
     assert not any(name.startswith((".venv", "out/")) for name in files)
 
 
@@ -196,6 +196,7 @@ def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None
     assert "2 of 8 heads of tiny-llama" in done.stdout
     content = json.loads(path.read_text())
     assert content["heads"] == ["L0H1", "L0H2"] and content["schema"] == "lmeval-prune/head-mask"
+    assert len(content["model"].pop("weights")) == 4  # as they are, and as the smaller types
     assert content["model"] == {
         "name": "tiny-llama",
         "revision": "",
@@ -303,7 +304,7 @@ def test_the_bridge_stands_aside_and_survives_probes(installed, tmp_path: Path) 
         "assert '_Finder' not in names()\n"
         "assert 'pruned-hf' in r.model_registry\n"
         "r.model_registry._objs['pruned-hf'] = 'elsewhere:Model'\n"
-        "from lmeval_prune import plugin; plugin.register()\n"
+        "from lmeval_prune.plugin import registration; registration.register()\n"
         "assert r.model_registry._objs['pruned-hf'] == 'elsewhere:Model'\n"
         "assert hasattr(TaskManager.__init__, '_lmeval_prune')\n"
         "print('fine')"
@@ -315,7 +316,7 @@ def test_the_bridge_stands_aside_and_survives_probes(installed, tmp_path: Path) 
 def test_a_failing_hook_warns_and_lets_lm_eval_go_on(installed, tmp_path: Path) -> None:
     script = (
         "import sys, types\n"
-        "sys.modules['lmeval_prune.plugin'] = types.ModuleType('lmeval_prune.plugin')\n"
+        "sys.modules['lmeval_prune.plugin.registration'] = types.ModuleType('registration')\n"
         "import lm_eval.models\n"
         "from lm_eval.api.registry import get_model\n"
         "print('hf' in lm_eval.models.MODEL_MAPPING)"

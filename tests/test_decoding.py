@@ -14,15 +14,16 @@ from tiny_models import CAUSAL, VOCABULARY, tiny
 from torch import nn
 
 from lmeval_prune import InputError
-from lmeval_prune.architectures import find_attention
-from lmeval_prune.decoding import Engine, Request, Settings
-from lmeval_prune.decoding.lookup import GrowingLookup, Lookup
-from lmeval_prune.decoding.run import Run
-from lmeval_prune.decoding.sampling import choose, near_tie
+from lmeval_prune.architectures import map_model
+from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
+from lmeval_prune.decoding.drafts import GrowingLookup, Lookup
+from lmeval_prune.decoding.sampling import Sampler
+from lmeval_prune.decoding.scheduler import Scheduler
 from lmeval_prune.interventions import HeadMask
 
 BY_GENERATE = {"gpt_oss", "gptj", "codegen", "gpt_neo", "falcon", "bloom", "mpt"}
 MODELS: dict[Any, nn.Module] = {}
+SAMPLER = Sampler(tiny("llama"), Stopping())
 
 
 class Letters:
@@ -48,7 +49,7 @@ def model_of(family: str, layers: int = 4, **changes: Any) -> nn.Module:
 def alone(model: nn.Module, request: Request) -> list[int]:
     """The reference: plain `generate`, this request only."""
     ids = torch.tensor([request.prompt])
-    asked = request.settings
+    asked = request.params
     arguments: dict[str, Any] = {
         "max_new_tokens": asked.max_new_tokens, "do_sample": False, "repetition_penalty": asked.repetition_penalty,
     }  # fmt: skip
@@ -58,14 +59,14 @@ def alone(model: nn.Module, request: Request) -> list[int]:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **arguments)
     answer = out[0, ids.shape[1] :].tolist()
     for end in range(1, len(answer) + 1):
-        if any(stop in Letters().decode(answer[:end]) for stop in request.settings.stop):
+        if any(stop in Letters().decode(answer[:end]) for stop in request.params.stop):
             return answer[:end]
     return answer
 
 
 def some_requests(model: nn.Module, seed: int, prompts: int = 4, each: int = 6, longest: int = 14) -> list[Request]:
     rng = random.Random(seed)
-    layers = list(find_attention(model))
+    layers = list(map_model(model).attention)
     found = []
     for _ in range(prompts):
         prompt = tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, longest)))
@@ -78,8 +79,10 @@ def some_requests(model: nn.Module, seed: int, prompts: int = 4, each: int = 6, 
             found.append(
                 Request(
                     prompt,
-                    HeadMask.parse("+".join(heads)) if heads else None,
-                    Settings(rng.choice([1, 2, 7, 30]), (2,), stop, repetition_penalty=rng.choice([1.0, 1.0, 1.3])),
+                    HeadMask("+".join(heads)) if heads else None,
+                    SamplingParams(
+                        rng.choice([1, 2, 7, 30]), (2,), stop, repetition_penalty=rng.choice([1.0, 1.0, 1.3])
+                    ),
                     tag=len(found),
                 )
             )
@@ -97,7 +100,7 @@ def answers(engine: Engine, requests: list[Request]) -> dict[Any, list[int]]:
 def test_every_family_gives_what_generate_gives(family: str) -> None:
     """Those that the engine does not run fall back; the answers are `generate`'s all the same."""
     model = model_of(family)
-    engine = Engine(model, Letters(), max_rows=5, budget=12)
+    engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12))
     assert (engine.unsupported is not None) == (family in BY_GENERATE), engine.unsupported
     requests = some_requests(model, seed=1)
     found = answers(engine, requests)
@@ -121,7 +124,7 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
 def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     """Answers longer than the window, so that it hides keys."""
     model = model_of(family, **changes)
-    engine = Engine(model, Letters(), max_rows=5, budget=12)
+    engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12))
     assert engine.unsupported is None
     requests = some_requests(model, seed=2, longest=20)
     found = answers(engine, requests)
@@ -153,7 +156,9 @@ def test_any_options_and_order_give_what_generate_gives(
     requests = some_requests(model, seed, prompts=3, each=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
-        found = answers(Engine(model, Letters(), **options), requests)
+        given = dict(options)
+        top = {name: given.pop(name) for name in ("max_rows", "deterministic")}
+        found = answers(Engine(model, Letters(), schedule=Schedule(**given), **top), requests)
     for request in requests:
         assert found[request.tag] == alone(model, request), request
 
@@ -161,7 +166,7 @@ def test_any_options_and_order_give_what_generate_gives(
 def test_drafts_and_followers_are_used() -> None:
     """What the other tests compare did run on every path."""
     model = model_of("llama")
-    engine = Engine(model, Letters(), max_rows=4, budget=20, deterministic=True)
+    engine = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=20), deterministic=True)
     answers(engine, some_requests(model, seed=3, prompts=6))
     done = engine.statistics
     assert min(done.followed, done.follow_tokens, done.steps, done.drafted, done.draft_accepted) > 0
@@ -171,7 +176,7 @@ def test_drafts_and_followers_are_used() -> None:
 def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
     model = model_of("llama", layers=4)
     prompt = tuple(range(5, 15))
-    one = Settings(1)
+    one = SamplingParams(1)
     run = [0] * 4
     hooks = [
         layer.register_forward_hook(lambda *_, i=i: run.__setitem__(i, run[i] + 1))
@@ -180,7 +185,7 @@ def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
     engine = Engine(model)
     assert engine.unsupported is None
     run[:] = [0] * 4
-    requests = [Request(prompt, HeadMask.parse(f"L{layer}H0"), one) for layer in (1, 3)] + [Request(prompt, None, one)]
+    requests = [Request(prompt, HeadMask(f"L{layer}H0"), one) for layer in (1, 3)] + [Request(prompt, None, one)]
     list(engine.decode(requests))
     for hook in hooks:
         hook.remove()
@@ -223,7 +228,7 @@ def test_two_runs_on_two_models_do_not_meet_and_on_one_model_are_refused() -> No
     one, other = model_of("llama"), model_of("llama", vocab_size=60)
     requests = some_requests(one, seed=6)
     reference = answers(Engine(one, Letters()), requests)
-    small = [Request(tuple(t % 57 + 3 for t in r.prompt), r.mask, r.settings, tag=r.tag) for r in requests]
+    small = [Request(tuple(t % 57 + 3 for t in r.prompt), r.mask, r.params, tag=r.tag) for r in requests]
     expected = answers(Engine(other, Letters()), small)
     first, second = Engine(one, Letters(), max_rows=3).decode(requests), Engine(other, Letters()).decode(small)
     mixed: list[dict[Any, list[int]]] = [{}, {}]
@@ -261,11 +266,14 @@ def test_two_runs_on_a_model_that_falls_back_are_refused() -> None:
 def test_end_tokens_are_the_models_own_unless_settings_name_some() -> None:
     model = model_of("llama")
     prompt = (5, 6, 7)
-    free = alone(model, Request(prompt, settings=Settings(12, eos=())))
+    free = alone(model, Request(prompt, params=SamplingParams(12, eos=())))
     model.generation_config.eos_token_id = [free[4], 2]
     try:
-        for settings, expected in ((Settings(12), free[: free.index(free[4]) + 1]), (Settings(12, eos=()), free)):
-            request = Request(prompt, settings=settings, tag=0)
+        for params, expected in (
+            (SamplingParams(12), free[: free.index(free[4]) + 1]),
+            (SamplingParams(12, eos=()), free),
+        ):
+            request = Request(prompt, params=params, tag=0)
             assert answers(Engine(model), [request])[0] == expected
             assert len(expected) == 12 or alone(model, request) == expected
     finally:
@@ -276,22 +284,22 @@ def test_end_tokens_are_the_models_own_unless_settings_name_some() -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, method: str, after: Any) -> None:
-    """Call `after(run)` after each call of a method of `Run`."""
-    inner = getattr(Run, method)
+    """Call `after(run)` after each call of a method of `Scheduler`."""
+    inner = getattr(Scheduler, method)
 
-    def watched(self: Run, *args: Any) -> Any:
+    def watched(self: Scheduler, *args: Any) -> Any:
         found = inner(self, *args)
         after(self)
         return found
 
-    monkeypatch.setattr(Run, method, watched)
+    monkeypatch.setattr(Scheduler, method, watched)
 
 
 @pytest.mark.parametrize("budget", [0, 3, 6, 40])
 def test_steps_stay_within_the_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     watch(monkeypatch, "_step", lambda run: seen.append((run.statistics.step_rows, run.statistics.step_tokens)))
-    engine = Engine(model_of("llama"), Letters(), max_rows=4, budget=budget)
+    engine = Engine(model_of("llama"), Letters(), max_rows=4, schedule=Schedule(budget=budget))
     answers(engine, some_requests(engine.model, seed=3, prompts=6))
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise([(0, 0), *seen])]
     assert all(tokens <= max(budget, rows) for rows, tokens in steps)
@@ -315,10 +323,10 @@ def test_the_budget_is_where_a_projection_takes_twice_as_long(monkeypatch: pytes
 def test_without_refill_a_batch_ends_as_a_whole() -> None:
     model = model_of("llama")
     lengths = [3, 30, 3, 3, 3, 3]
-    requests = [Request((5, 6, i), settings=Settings(n, eos=()), tag=i) for i, n in enumerate(lengths)]
+    requests = [Request((5, 6, i), params=SamplingParams(n, eos=()), tag=i) for i, n in enumerate(lengths)]
 
     def steps(refill: bool) -> int:
-        engine = Engine(model, max_rows=2, refill=refill, drafts=0)
+        engine = Engine(model, max_rows=2, schedule=Schedule(refill=refill, drafts=0))
         answers(engine, requests)
         return engine.statistics.steps
 
@@ -327,37 +335,40 @@ def test_without_refill_a_batch_ends_as_a_whole() -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmeval_prune.decoding.run.PASS", 30)
+    monkeypatch.setattr("lmeval_prune.decoding.scheduler.PASS", 30)
     passes: list[tuple[bool, int, int]] = []  # whether rows were being decoded, rows that started, prompt tokens
     started: list[int] = []
 
-    def pass_done(run: Run) -> None:
+    def pass_done(run: Scheduler) -> None:
         rows = run.active[sum(started) :]
         passes.append((waiting[0], len(rows), sum(len(row.request.prompt) for row in rows)))
         started.append(len(rows))
 
-    inner, waiting = Run._admit, [False]
+    inner, waiting = Scheduler._admit, [False]
 
-    def admit(self: Run) -> None:
+    def admit(self: Scheduler) -> None:
         started[:] = [len(self.active)]
         waiting[0] = bool(self.active)
         before = len(passes)
         inner(self)
         assert len([n for _, n, _ in passes[before:] if n]) <= 1 or not waiting[0]
 
-    monkeypatch.setattr(Run, "_admit", admit)
+    monkeypatch.setattr(Scheduler, "_admit", admit)
     for method in ("_start_leaders", "_start_followers"):
         watch(monkeypatch, method, pass_done)
     model = model_of("llama")
     rng = random.Random(0)
     requests = [
         Request(
-            tuple(rng.choices(range(3, VOCABULARY), k=length)), mask, Settings(4 + place % 5, eos=()), tag=(place, i)
+            tuple(rng.choices(range(3, VOCABULARY), k=length)),
+            mask,
+            SamplingParams(4 + place % 5, eos=()),
+            tag=(place, i),
         )
         for place, length in enumerate([9, 40, 12, 14, 3, 29, 31, 8, 8, 8])
-        for i, mask in enumerate([None, HeadMask.parse("L1H0"), HeadMask.parse("L2H1")])
+        for i, mask in enumerate([None, HeadMask("L1H0"), HeadMask("L2H1")])
     ]
-    answers(Engine(model, max_rows=7, share=share, follow=2), requests)
+    answers(Engine(model, max_rows=7, schedule=Schedule(share=share, follow=2)), requests)
     assert sum(rows for _, rows, _ in passes) == 30 and any(busy for busy, *_ in passes)
     assert all(tokens <= 30 or rows == 1 for _, rows, tokens in passes)
     assert any(rows > 1 for _, rows, _ in passes)
@@ -367,19 +378,19 @@ def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, mo
 def test_what_is_stored_and_kept_stays_within_memory(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer has its own followers: the most that can be kept."""
     model = model_of("llama", layers=6)
-    layers = list(find_attention(model))
-    masks = [HeadMask.parse(f"L{layer.index}H0") for layer in layers]
+    layers = list(map_model(model).attention)
+    masks = [HeadMask(f"L{layer.index}H0") for layer in layers]
     requests = [
-        Request((5, 6, 7, place), mask, Settings(16, eos=()), tag=(place, str(mask)))
+        Request((5, 6, 7, place), mask, SamplingParams(16, eos=()), tag=(place, str(mask)))
         for place in range(3, 12)
         for mask in [None, *masks]
     ]
     held: list[int] = []
 
-    def measure(run: Run) -> None:
-        slots = run.machine.slots
+    def measure(run: Scheduler) -> None:
+        slots = run.runner.cache
         tensors = [*slots.keys.values(), *slots.values.values()]
-        for question in {id(q): q for q in (*run.ready, *(row.question for row in run.active))}.values():
+        for question in {id(q): q for q in (*run.ready, *(row.group for row in run.active))}.values():
             tensors += [*question.shared, *(piece for pieces in question.kept.values() for piece in pieces)]
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
@@ -399,7 +410,7 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
         def decode(self, tokens: list[int]) -> str:
             raise RuntimeError("broken")
 
-    requests = [Request((5, 6), None, Settings(9, stop=("x",)))]
+    requests = [Request((5, 6), None, SamplingParams(9, stop=("x",)))]
     with pytest.raises(RuntimeError, match="broken"):
         list(Engine(model, Broken()).decode(requests))
     assert list(model.model.layers) == layers and model.config._attn_implementation == "sdpa"
@@ -424,8 +435,8 @@ def test_models_wrapped_by_peft() -> None:
 def test_the_fallback_takes_nothing_from_the_models_own_generation_config() -> None:
     model = tiny("bloom")
     requests = [
-        Request((5, 6, 7), None, Settings(6), tag=0),
-        Request((5, 9), HeadMask.parse("L0H1"), Settings(6), tag=1),
+        Request((5, 6, 7), None, SamplingParams(6), tag=0),
+        Request((5, 9), HeadMask("L0H1"), SamplingParams(6), tag=1),
     ]
     expected = answers(Engine(model), requests)
     model.generation_config.suppress_tokens = sorted({token for answer in expected.values() for token in answer})
@@ -451,14 +462,17 @@ def test_the_model_is_as_before_even_when_the_caller_stops_early() -> None:
 def test_answers_come_as_they_are_ready() -> None:
     model = model_of("llama")
     prompt = (5, 6, 7)
-    long, short = Request(prompt, None, Settings(60), tag="long"), Request((9, 8), None, Settings(2), tag="short")
+    long, short = (
+        Request(prompt, None, SamplingParams(60), tag="long"),
+        Request((9, 8), None, SamplingParams(2), tag="short"),
+    )
     assert [request.tag for request, _ in Engine(model).decode([long, short])] == ["short", "long"]
 
 
 def test_the_leader_is_the_request_pruned_highest() -> None:
     model = model_of("llama")
-    masks = [HeadMask.parse("L0H1"), HeadMask.parse("L3H1"), None, HeadMask.parse("L2H1")]
-    requests = [Request((5, 6, 7), mask, Settings(12), tag=i) for i, mask in enumerate(masks)]
+    masks = [HeadMask("L0H1"), HeadMask("L3H1"), None, HeadMask("L2H1")]
+    requests = [Request((5, 6, 7), mask, SamplingParams(12), tag=i) for i, mask in enumerate(masks)]
     engine = Engine(model, max_rows=1)
     assert next(iter(engine.decode(requests)))[0].tag == 2
     assert next(iter(engine.decode([requests[0], requests[1], requests[3]])))[0].tag == 1
@@ -469,21 +483,23 @@ def test_the_leader_is_the_request_pruned_highest() -> None:
 
 def test_a_draw_depends_on_the_seed_alone_not_on_neighbours() -> None:
     model = model_of("llama")
-    sampled = Settings(20, (2,), do_sample=True, temperature=0.8, top_k=20, top_p=0.95)
+    sampled = SamplingParams(20, (2,), do_sample=True, temperature=0.8, top_k=20, top_p=0.95)
     requests = [
-        Request((5, 6, 7), HeadMask.parse("L1H1") if seed % 2 else None, sampled, seed, tag=seed) for seed in range(8)
+        Request((5, 6, 7), HeadMask("L1H1") if seed % 2 else None, sampled, seed, tag=seed) for seed in range(8)
     ]
     first = answers(Engine(model, max_rows=3), requests)
-    again = answers(Engine(model, max_rows=8, follow=0, drafts=0, share=False), list(reversed(requests)))
+    again = answers(
+        Engine(model, max_rows=8, schedule=Schedule(follow=0, drafts=0, share=False)), list(reversed(requests))
+    )
     assert first == again and len(set(map(tuple, first.values()))) > 4
 
 
 def test_draws_have_the_distribution_that_generate_would_draw_from() -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
-    setting = Settings(10, do_sample=True, temperature=0.7, top_k=4, top_p=0.95)
+    setting = SamplingParams(10, do_sample=True, temperature=0.7, top_k=4, top_p=0.95)
     counts = torch.zeros(5)
     for seed in range(4000):
-        counts[choose(logits, Request((1,), None, setting, seed), [])] += 1
+        counts[SAMPLER.choose(logits, Request((1,), None, setting, seed), [])] += 1
     kept = torch.where(torch.arange(5) < 3, logits / 0.7, -torch.inf)  # top_p drops the fourth
     expected = kept.softmax(0)
     assert float((logits[:4] / 0.7).softmax(0)[:3].sum()) > 0.95 > float((logits[:4] / 0.7).softmax(0)[:2].sum())
@@ -492,8 +508,10 @@ def test_draws_have_the_distribution_that_generate_would_draw_from() -> None:
 
 def test_positions_and_seeds_are_drawn_independently() -> None:
     logits = torch.zeros(64)
-    setting = Settings(10, do_sample=True)
-    drawn = [[choose(logits, Request((1,), None, setting, seed), [0] * i) for i in range(8)] for seed in range(50)]
+    setting = SamplingParams(10, do_sample=True)
+    drawn = [
+        [SAMPLER.choose(logits, Request((1,), None, setting, seed), [0] * i) for i in range(8)] for seed in range(50)
+    ]
     assert len({tuple(row) for row in drawn}) == 50
     assert len(set(itertools.chain(*drawn))) > 60
 
@@ -521,7 +539,7 @@ def test_deterministic_answers_do_not_depend_on_neighbours() -> None:
         count = 0
         for seed in range(12):
             requests = [
-                Request(r.prompt, r.mask, Settings(30), tag=r.tag) for r in some_requests(model, seed, longest=20)
+                Request(r.prompt, r.mask, SamplingParams(30), tag=r.tag) for r in some_requests(model, seed, longest=20)
             ]
             together = answers(Engine(model, deterministic=deterministic), requests)
             for request in requests:
@@ -536,31 +554,31 @@ def test_deterministic_answers_do_not_depend_on_neighbours() -> None:
 def test_near_ties_of_draws_are_all_found(temperature: float) -> None:
     """Logits moved by less than they are trusted: where another token is drawn, the draw was a near-tie; few are."""
     rng = torch.Generator().manual_seed(0)
-    asked = Settings(do_sample=True, temperature=temperature)
+    asked = SamplingParams(do_sample=True, temperature=temperature)
     ties = changed = 0
     for seed in range(3000):
         logits = 3 * torch.randn(50, generator=rng)
-        request = Request((1,), settings=asked, seed=seed)
-        close = near_tie(logits, request, [])
-        drawn = choose(logits, request, [])
+        request = Request((1,), params=asked, seed=seed)
+        close = SAMPLER.near_tie(logits, request, [])
+        drawn = SAMPLER.choose(logits, request, [])
         ties += close
         for below, others in itertools.product((5e-4, -5e-4), repeat=2):  # the worst that such errors can do
             for until in (drawn, drawn + 1):
                 error = torch.full((50,), others)
                 error[:until] = below
-                parts = choose(logits + error, request, []) != drawn
+                parts = SAMPLER.choose(logits + error, request, []) != drawn
                 changed += parts
                 assert close or not parts
     assert changed > 0 and 0 < ties < 60
-    assert near_tie(logits, Request((1,), settings=Settings(do_sample=True, top_k=5)), [])
+    assert SAMPLER.near_tie(logits, Request((1,), params=SamplingParams(do_sample=True, top_k=5)), [])
 
 
 def test_memory_does_not_grow() -> None:
     """2,000 requests through few slots: no tensors are left, and none pile up on the way."""
     model = model_of("llama", layers=2)
-    masks = [None, HeadMask.parse("L0H0"), HeadMask.parse("L1H1")]
+    masks = [None, HeadMask("L0H0"), HeadMask("L1H1")]
     requests = [
-        Request((3 + n % 50, 4 + n // 50, 5), mask, Settings(5), tag=(n, i))
+        Request((3 + n % 50, 4 + n // 50, 5), mask, SamplingParams(5), tag=(n, i))
         for n in range(667)
         for i, mask in enumerate(masks)
     ]
@@ -584,16 +602,16 @@ def test_memory_does_not_grow() -> None:
     ("make", "message"),
     [
         (lambda model: Engine(model, max_rows=0), "max_rows must be at least 1, not 0"),
-        (lambda model: Engine(model, follow=-1), "follow must be at least 0"),
+        (lambda model: Schedule(follow=-1), "follow must be at least 0"),
         (lambda model: Request(()), "a prompt of at least one token"),
         (lambda model: Request((1,), seed=-1), "seed must not be negative"),
-        (lambda model: Settings(0), "max_new_tokens must be at least 1"),
-        (lambda model: Settings(do_sample=True, temperature=0), "temperature must be above 0"),
-        (lambda model: Settings(top_p=0), "top_p must be above 0"),
-        (lambda model: list(Engine(model).decode([Request((1,), None, Settings(stop=("x",)))])), "need a tokenizer"),
-        (lambda model: list(Engine(model, Letters()).decode([Request((1,), None, Settings(stop=("",)))])), "empty stop"),
+        (lambda model: SamplingParams(0), "max_new_tokens must be at least 1"),
+        (lambda model: SamplingParams(do_sample=True, temperature=0), "temperature must be above 0"),
+        (lambda model: SamplingParams(top_p=0), "top_p must be above 0"),
+        (lambda model: list(Engine(model).decode([Request((1,), None, SamplingParams(stop=("x",)))])), "need a tokenizer"),
+        (lambda model: list(Engine(model, Letters()).decode([Request((1,), None, SamplingParams(stop=("",)))])), "empty stop"),
         (lambda model: list(Engine(model).decode([Request((1,) * 128)])), "leaves no room in a context of 128"),
-        (lambda model: list(Engine(model).decode([Request((1,), HeadMask.parse("L9H0"))])), "L9"),
+        (lambda model: list(Engine(model).decode([Request((1,), HeadMask("L9H0"))])), "L9"),
         (lambda model: list(Engine(model, memory=10).decode([Request((1,))])), "needs .* bytes, more than memory"),
     ],
 )  # fmt: skip
@@ -604,6 +622,6 @@ def test_mistakes(make: Any, message: str) -> None:
 
 def test_the_context_ends_an_answer() -> None:
     model = model_of("llama")
-    request = Request(tuple([5, 6] * 60), None, Settings(50))
+    request = Request(tuple([5, 6] * 60), None, SamplingParams(50))
     ((_, answer),) = Engine(model).decode([request])
-    assert len(answer) == 8 and answer == alone(model, Request(request.prompt, None, Settings(8)))
+    assert len(answer) == 8 and answer == alone(model, Request(request.prompt, None, SamplingParams(8)))

@@ -17,7 +17,8 @@ from lm_eval.config.task import TaskConfig
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
-from lmeval_prune import InputError, plugin
+from lmeval_prune import InputError
+from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import mathematics
 from lmeval_prune.tasks import aggregations, data, results, windows
 
@@ -49,7 +50,7 @@ class Scripted(LM):
 @functools.cache
 def manager(**metadata) -> TaskManager:
     """Reading all of lm-eval's YAMLs takes seconds."""
-    plugin.register()
+    registration.register()
     return TaskManager(metadata=metadata)
 
 
@@ -182,8 +183,8 @@ def test_the_default_filter_would_have_kept_one_response_and_ours_keeps_all() ->
 
 
 def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_data: Path) -> None:
-    plugin.register()
-    folder = plugin.task_folder()
+    registration.register()
+    folder = registration.task_folder()
     (tmp_path / "twelve.yaml").write_text(
         f"include: {folder / 'gsm8k' / 'prune_gsm8k_pass8.yaml'}\ntask: prune_gsm8k_pass12\nrepeats: 12\n"
     )

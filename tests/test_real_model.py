@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmeval_prune import HeadMask
-from lmeval_prune.models import embedded
+from lmeval_prune.checkpoints import embedded
 
 pytestmark = [
     pytest.mark.real,
@@ -34,22 +34,19 @@ def test_conversion_keeps_tokenizer_and_chat_template(folder: str) -> None:
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_hook_weights_and_script_agree_on_the_real_model(folder: str) -> None:
+def test_hook_and_script_agree_on_the_real_model(folder: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer("If 3 boxes hold 12 pens, one box holds", return_tensors="pt").input_ids
-    logits = {}
-    for method in ("hook", "weights"):
-        with torch.no_grad(), HeadMask.parse("L5H3+L15H0", method=method).applied_to(model):
-            logits[method] = model(inputs).logits
+    with torch.no_grad(), HeadMask("L5H3+L15H0").applied_to(model):
+        masked = model(inputs).logits
     with torch.no_grad():
         dense = model(inputs).logits
         for layer, head in ((5, 3), (15, 0)):
             model.model.layers[layer].self_attn.o_proj.weight[:, head * 64 : head * 64 + 64] = 0
         expected = model(inputs).logits
-    assert torch.equal(logits["weights"], expected)
-    torch.testing.assert_close(logits["hook"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(masked, expected, rtol=1e-4, atol=1e-4)
     assert (dense - expected).abs().max() > 0.1
 
 
@@ -82,7 +79,8 @@ def test_console_command_end_to_end(folder: str, tmp_path: Path) -> None:
 
 
 def test_gguf_file_is_loaded_dequantised_and_can_be_saved(tmp_path: Path, folder: str) -> None:
-    from lmeval_prune.models.pruned_hf import PrunedHFLM, weights_fingerprint
+    from lmeval_prune.architectures import weights_fingerprint
+    from lmeval_prune.models.pruned_hf import PrunedHFLM
 
     source = embedded.gguf_path("smollm2-135m")
     wrapped = PrunedHFLM(str(source.parent), gguf_file=source.name, heads="L5H3", device="cpu", dtype="float32")

@@ -12,10 +12,11 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
-from lmeval_prune.reporting import curves, heads
-from lmeval_prune.reporting.sprint import SprintReport
+from lmeval_prune.sprint import curves
+from lmeval_prune.sprint import head_table as heads
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.policies import Best
+from lmeval_prune.sprint.report import SprintReport
 from lmeval_prune.sprint.router import FitOptions, Router, fit
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
@@ -53,10 +54,9 @@ def write(
         for j, head in enumerate(pool):
             good = head == ("L5H1" if subject == "algebra" else "L10H1")
             z[i, j] = generator.random() < (0.8 if good else 0.3)
-            cells.append({**where, "head": head, "text": "", "tokens": [], "extracted": "", "outcome": bool(z[i, j])})
+            cells.append({**where, "head": head, "extracted": "", "outcome": bool(z[i, j]), "answer": ""})
     store.begin({"name": "toy", "weights": weights}, tasks or TASKS, rows, pool)
-    store._write_cells(cells)
-    store.close()
+    store.add(cells)
     return z
 
 
@@ -250,12 +250,13 @@ def test_where_heads_do_not_depend_on_questions_the_router_gains_nothing(tmp_pat
     """Outcomes shuffled among questions, heads of different accuracy: held out, the router is no better than `best`."""
     write(tmp_path / "s", 0, 400)
     store = OutcomeStore(tmp_path / "s")
-    cells = store.cells().to_pylist()
+    cells = store.cells()
     generator = np.random.default_rng(1)
     chance = dict(zip(POOL, (0.2, 0.3, 0.4, 0.5, 0.6), strict=True))
     for cell in cells:
         cell["outcome"] = bool(generator.random() < chance[cell["head"]])
-    store._write_cells(cells)
+        del cell["text"], cell["tokens"]
+    store.add(cells)
     fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")
     SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3).write()
     found = json.loads((tmp_path / "out/report.json").read_text())
@@ -301,5 +302,4 @@ def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_pa
         "attributes": {"subject": "algebra"},
     }
     store.begin(test.model, test.tasks, [row], POOL)
-    store.close()
     report("outcomes of the test store are unknown")

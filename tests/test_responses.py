@@ -7,7 +7,7 @@ import pytest
 from lm_eval.api.model import CachingLM
 
 from lmeval_prune import InputError
-from lmeval_prune.models.responses import ResponseStore
+from lmeval_prune.models.answer_store import AnswerStore
 from tests.test_pruned_hf import GENERATE, HEADS, KINDS, PROMPTS, model, request, requests
 
 
@@ -23,7 +23,7 @@ def test_cache_keeps_masks_and_models_apart(tiny_folder: Path, tmp_path: Path, k
             assert [tuple(r) if isinstance(r, list) else r for r in getattr(cached, kind)(requests(kind))] == expected
             cached.dbdict.close()
     cached = CachingLM(model(tiny_folder, heads=HEADS), path)
-    cached.lm._answered = None  # a second run must not reach the model
+    cached.lm.answering = None  # a second run must not reach the model
     assert getattr(cached, kind)(requests(kind)) == fresh[HEADS]
 
 
@@ -43,7 +43,7 @@ class Stopped(Exception):
 def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
     expected = getattr(model(tiny_folder, heads=HEADS, batch_size=1), kind)(requests(kind))
     stopped = model(tiny_folder, heads=HEADS, batch_size=1, responses=str(tmp_path / "store"))
-    add, count = stopped._store.add, 0
+    add, count = stopped.answering.store.add, 0
 
     def add_two(*arguments) -> None:
         nonlocal count
@@ -52,10 +52,10 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
             raise Stopped
         add(*arguments)
 
-    stopped._store.add = add_two
+    stopped.answering.store.add = add_two
     with pytest.raises(Stopped):
         getattr(stopped, kind)(requests(kind))
-    stopped._store.close()
+    stopped.answering.store.close()
     path = tmp_path / "store" / "rank-0.jsonl"
     path.write_text(path.read_text() + '{"key": "cut sho')  # as a kill in the middle of a write leaves it
 
@@ -142,22 +142,22 @@ def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Pat
 
     for trial in range(30):
         with ThreadPoolExecutor(4) as threads:
-            stores = list(threads.map(lambda rank, trial=trial: ResponseStore(tmp_path / str(trial), rank), range(4)))
+            stores = list(threads.map(lambda rank, trial=trial: AnswerStore(tmp_path / str(trial), rank), range(4)))
         with pytest.raises(InputError, match="another run is writing"):
-            ResponseStore(tmp_path / str(trial), 2)
+            AnswerStore(tmp_path / str(trial), 2)
         for store in stores:
             store.close()
 
 
 def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> None:
-    first, second = ResponseStore(tmp_path / "s", 0), ResponseStore(tmp_path / "s", 1)
+    first, second = AnswerStore(tmp_path / "s", 0), AnswerStore(tmp_path / "s", 1)
     first.add("a", "x", {})
     second.add("b", [1.5, True], {})
     first.close()
-    assert ResponseStore(tmp_path / "s", 0).known == {"a": "x", "b": [1.5, True]}
+    assert AnswerStore(tmp_path / "s", 0).known == {"a": "x", "b": [1.5, True]}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
-    with pytest.raises(InputError, match="not a response store"):
-        ResponseStore(tmp_path / "other")
+    with pytest.raises(InputError, match="not an answer store"):
+        AnswerStore(tmp_path / "other")
     with pytest.raises(InputError, match="cannot be used"):
-        ResponseStore(tmp_path / "other" / "file")
+        AnswerStore(tmp_path / "other" / "file")

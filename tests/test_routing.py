@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import HeadMask, InputError
 from lmeval_prune.cli import main
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.models.sweep import Sweep
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import FitOptions, Router, fit
+from lmeval_prune.sprint.sweep import Sweep
 from tests.conftest import task_manager
 from tests.test_command_line import call
 
@@ -74,7 +74,7 @@ def test_each_try_is_the_greedy_answer_under_its_head(tiny_folder: Path, router:
             return_tensors="pt",
         )
         for head, text in zip(heads, texts, strict=True):
-            with (HeadMask() if head == DENSE else HeadMask.parse(head)).applied_to(plain):
+            with (HeadMask() if head == DENSE else HeadMask(head)).applied_to(plain):
                 out = plain.generate(**prompt, max_new_tokens=8, do_sample=False)
             assert text == tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     info = results["config"]["pruning"]["router"]
@@ -83,7 +83,7 @@ def test_each_try_is_the_greedy_answer_under_its_head(tiny_folder: Path, router:
 
 def test_a_routed_run_answers_as_the_sweep_did(tiny_folder: Path, store: Path, router: Path) -> None:
     _, samples = evaluate(tiny_folder, router=str(router))
-    cells = {(c["doc_id"], c["head"]): c["text"] for c in OutcomeStore(store).cells().to_pylist()}
+    cells = {(c["doc_id"], c["head"]): c["text"] for c in OutcomeStore(store).cells()}
     for number, (_, texts, heads) in samples.items():
         assert texts == [cells[number, head] for head in heads]
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_routed_is_refused(tiny_folder: Path, router: Path, store
     with pytest.raises(InputError, match="does not hold the question"):
         PrunedHFLM(
             str(tiny_folder), dtype="float64", device="cpu", router="oracle", router_store=str(store)
-        ).routing.policy.order(["never asked"])
+        ).given.tries.policy.order(["never asked"])
 
 
 def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, tmp_path: Path) -> None:

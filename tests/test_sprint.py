@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from lmeval_prune import InputError
+from lmeval_prune.artefacts import digest
+from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import loss as losses
 from lmeval_prune.sprint import policies
@@ -251,22 +253,20 @@ def row(number: int, prompt: str = "p") -> dict:
     }
 
 
-def score(answers: list) -> list[tuple[bool, str]]:
-    return [(cell["text"] == "yes", cell["text"]) for _, cell in answers]
-
-
 def filled(
     folder: Path, answers: list[tuple[int, str, str]], questions: int = 3, pool: tuple = ("dense", "L5H1")
 ) -> None:
-    store = OutcomeStore(folder)
+    texts, store = AnswerStore(folder), OutcomeStore(folder)
     store.begin(MODEL, TASKS, [row(i) for i in range(questions)], pool)
-    store.open(0)
+    cells = []
     for number, head, text in answers:
-        store.add(Question("toy", "test", number), head, text, [1, 2, number])
-    store.end_journal()
-    store.merge()
-    store.score(score)
-    store.close()
+        texts.add(f"{number}{head}", text, {"task": "toy", "head": head, "tokens": [1, 2, number]})
+        where = Question("toy", "test", number)._asdict()
+        cells.append({**where, "head": head, "outcome": text == "yes", "extracted": text, "answer": f"{number}{head}"})
+    texts.close()
+    if cells:
+        store.add(cells)
+    texts.compact()
 
 
 CELLS = [(i, head, "yes" if (i + len(head)) % 2 else "no") for i in range(3) for head in ("dense", "L5H1")]
@@ -282,7 +282,7 @@ def test_a_store_keeps_what_was_answered(tmp_path: Path) -> None:
     assert found.pool == ["dense", "L5H1"] and found.texts == ["q0", "q1", "q2"]
     expected = [[1, 0], [0, 1], [1, math.nan]]
     assert np.array_equal(found.z, np.array(expected, np.float32), equal_nan=True)
-    cells = OutcomeStore(tmp_path / "a").cells().to_pylist()
+    cells = OutcomeStore(tmp_path / "a").cells()
     assert cells[0]["text"] == "yes" and cells[0]["tokens"] == [1, 2, 0]
     assert found.accuracy().tolist() == pytest.approx([2 / 3, 1 / 2])
 
@@ -296,34 +296,31 @@ def test_a_store_is_the_same_whatever_the_order_and_the_interruptions(tmp_path: 
     filled(tmp_path / "d", [], questions=0)  # and by questions
     filled(tmp_path / "d", CELLS)
     first = content(tmp_path / "a")
-    assert set(first) == {"store.json", "questions.parquet", "cells.parquet"}
+    assert set(first) == {"store.json", "questions.parquet", "cells.parquet", "answers.json", "answers.parquet"}
     assert all(content(tmp_path / other) == first for other in "bcd")
 
 
 def test_a_model_folder_may_be_renamed(tmp_path: Path) -> None:
     filled(tmp_path, CELLS)
     before = content(tmp_path)
-    store = OutcomeStore(tmp_path)
-    store.begin({**MODEL, "name": "renamed"}, TASKS, [row(0)], ["dense"])
-    store.close()
+    OutcomeStore(tmp_path).begin({**MODEL, "name": "renamed"}, TASKS, [row(0)], ["dense"])
     assert content(tmp_path) == before
 
 
 def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
     filled(tmp_path / "whole", CELLS)
-    store = OutcomeStore(tmp_path / "killed")
-    store.begin(MODEL, TASKS, [row(i) for i in range(3)], ["dense", "L5H1"])
     for rank in (0, 1):  # two ranks, none of which ends
-        store.open(rank)
+        texts = AnswerStore(tmp_path / "killed", rank)
         for number, head, text in CELLS[rank:-1:2]:
-            store.add(Question("toy", "test", number), head, text, [1, 2, number])
-        store.end_journal()
+            texts.add(f"{number}{head}", text, {"task": "toy", "head": head, "tokens": [1, 2, number]})
+        texts.close()
+    OutcomeStore(tmp_path / "killed").begin(MODEL, TASKS, [row(i) for i in range(3)], ["dense", "L5H1"])
     with (tmp_path / "killed/rank-0.jsonl").open("a") as file:
-        file.write('{"place": ["toy", "test", 2], "head": "L5H1", "te')  # cut short
-    store.close()
+        file.write('{"key": "2L5H1", "te')  # cut short
     with pytest.raises(InputError, match="no outcomes yet"):
         OutcomeStore(tmp_path / "killed").read()
-    filled(tmp_path / "killed", CELLS[-1:])
+    assert len(AnswerStore(tmp_path / "killed").known) == 5
+    filled(tmp_path / "killed", CELLS)
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
@@ -332,11 +329,7 @@ def test_a_store_refuses_what_does_not_belong_to_it(tmp_path: Path) -> None:
     before = content(tmp_path / "a")
 
     def begin(model: dict = MODEL, tasks: dict = TASKS, prompt: str = "p", folder: str = "a") -> None:
-        store = OutcomeStore(tmp_path / folder)
-        try:
-            store.begin(model, tasks, [row(0, prompt)], ["dense"])
-        finally:
-            store.close()
+        OutcomeStore(tmp_path / folder).begin(model, tasks, [row(0, prompt)], ["dense"])
 
     with pytest.raises(InputError, match="another model"):
         begin(model={**MODEL, "weights": "others"})
@@ -349,10 +342,9 @@ def test_a_store_refuses_what_does_not_belong_to_it(tmp_path: Path) -> None:
     (tmp_path / "b" / "letter.txt").write_text("x")
     with pytest.raises(InputError, match="not an outcome store"):
         begin(folder="b")
-    running = OutcomeStore(tmp_path / "a")
-    running.begin(MODEL, TASKS, [row(0)], ["dense"])
+    running = AnswerStore(tmp_path / "a")
     with pytest.raises(InputError, match="another run"):
-        begin()
+        AnswerStore(tmp_path / "a")
     running.close()
 
 
@@ -377,7 +369,7 @@ def test_a_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     pool = pool_order([DENSE, *(f"L{layer}H{head}" for layer in (5, 10, 15, 20, 25) for head in range(9))])
     words = np.array(["".join(map(chr, generator.integers(97, 123, 5))) for _ in range(2000)])
-    store = OutcomeStore(tmp_path)
+    answers, store = AnswerStore(tmp_path), OutcomeStore(tmp_path)
     store.begin(MODEL, TASKS, [row(i) for i in range(150)], pool)
     cells = []
     for number in range(150):
@@ -385,10 +377,12 @@ def test_a_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
         tokens = generator.integers(0, 49152, (len(pool), 216)).tolist()
         where = Question("toy", "test", number)._asdict()
         for column, head in enumerate(pool):
-            answer = {"text": " ".join(texts[column]), "tokens": tokens[column], "outcome": True, "extracted": "1"}
-            cells.append({**where, "head": head, **answer})
-    store._write_cells(cells)
-    store.close()
+            key, about = digest([number, head]), {"task": "toy", "head": head, "tokens": tokens[column]}
+            answers.add(key, " ".join(texts[column]), about)
+            cells.append({**where, "head": head, "outcome": True, "extracted": "1", "answer": key})
+    store.add(cells)
+    answers.close()
+    answers.compact()
     assert 1e6 < sum(path.stat().st_size for path in tmp_path.iterdir()) < 20e6
     assert OutcomeStore(tmp_path).read().z.shape == (150, 46)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from lm_eval.tasks import TaskManager
 
-from lmeval_prune import InputError, plugin
+from lmeval_prune import InputError
+from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, results
 
 SIZES = {
@@ -105,7 +106,7 @@ def test_asdiv_is_read_from_its_authors_files(tmp_path: Path) -> None:
 
 
 def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
-    plugin.register()
+    registration.register()
     manager = TaskManager(metadata={"data_dir": str(shared_data), "pretrained": "x", "heads": "L0H0"})
     names = [name for name in manager.all_subtasks if name.startswith("prune_")]
     assert len(names) >= 7 and "prune_tiny" in manager.all_groups
@@ -119,8 +120,8 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
 
 
 def test_our_folder_comes_before_the_users_and_not_twice(tmp_path: Path) -> None:
-    plugin.register()
-    plugin.register()
+    registration.register()
+    registration.register()
     (tmp_path / "mine.yaml").write_text(
         json.dumps({"task": "prune_gsm8k", "output_type": "generate_until", "dataset_path": "mine"})
     )

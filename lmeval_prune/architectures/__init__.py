@@ -1,6 +1,11 @@
-"""Where attention heads are in a stock transformers model."""
+"""What is where in a stock transformers model, and what its parts are called."""
 
-from lmeval_prune.architectures.attention import AttentionLayer, AttentionMap, Rows, find_attention
+from lmeval_prune.architectures.heads import Head, head_names
+from lmeval_prune.architectures.identity import weights_fingerprint
+from lmeval_prune.architectures.model_map import AttentionLayer, ModelMap, Rows, map_model
 from lmeval_prune.architectures.table import FAMILIES, Family
 
-__all__ = ["FAMILIES", "AttentionLayer", "AttentionMap", "Family", "Rows", "find_attention"]
+__all__ = [
+    "FAMILIES", "AttentionLayer", "Family", "Head", "ModelMap", "Rows",
+    "head_names", "map_model", "weights_fingerprint",
+]  # fmt: skip

@@ -1,6 +1,6 @@
 """One entry a family: which modules are attention, and what their projections are called.
 
-Everything numeric (head counts, head sizes, key-value groups) is read from the live modules, layer by
+Everything numeric (head counts, head sizes, key-value heads) is read from the live modules, layer by
 layer, because layers of one model may differ.
 """
 
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Order of the rows in a projection that computes queries, keys and values at once: (part, index, heads, groups,
+# Order of the rows in a projection that computes queries, keys and values at once: (part, index, heads, kv_heads,
 # dim) -> first row of that query head (part "q") or key-value head ("k", "v"); the dim rows from there are its own.
 Fused = Callable[[str, int, int, int, int], int]
 
 
-def _blocks(part: str, index: int, heads: int, groups: int, dim: int) -> int:
+def _blocks(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
     """[all q | all k | all v]."""
-    return dim * (index + {"q": 0, "k": heads, "v": heads + groups}[part])
+    return dim * (index + {"q": 0, "k": heads, "v": heads + kv_heads}[part])
 
 
-def _by_group(part: str, index: int, heads: int, groups: int, dim: int) -> int:
+def _by_group(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
     """For each key-value group: [its q … | k | v]. One group: multi-query; a group a head: q, k, v by head."""
-    share = heads // groups
+    share = heads // kv_heads
     group, offset = divmod(index, share) if part == "q" else (index, share + (part == "v"))
     return dim * (group * (share + 2) + offset)
 
 
-def _codegen(part: str, index: int, heads: int, groups: int, dim: int) -> int:
+def _codegen(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
     """Four slices, each [q | v | k] of a quarter of the heads."""
     quarter = heads // 4
     piece, offset = divmod(index, quarter)

@@ -1,7 +1,8 @@
 """Many differently pruned variants of a question, decoded together."""
 
 from lmeval_prune.decoding.engine import Engine
-from lmeval_prune.decoding.requests import Request, Settings
-from lmeval_prune.decoding.stops import Stops
+from lmeval_prune.decoding.request import Request, SamplingParams
+from lmeval_prune.decoding.scheduler import Schedule
+from lmeval_prune.decoding.stopping import Stopping
 
-__all__ = ["Engine", "Request", "Settings", "Stops"]
+__all__ = ["Engine", "Request", "SamplingParams", "Schedule", "Stopping"]

@@ -1,8 +1,7 @@
-"""The decoding engine: many answers at once, each under its own head mask. The idea is told in `run.py`."""
+"""The decoding engine: many answers at once, each under its own head mask. The idea is told in `scheduler.py`."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -13,18 +12,22 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from lmeval_prune.architectures import AttentionMap, find_attention
-from lmeval_prune.decoding.layers import refuse_in_use
-from lmeval_prune.decoding.machine import New, machine
-from lmeval_prune.decoding.plain import decode_plainly
-from lmeval_prune.decoding.requests import Request, end_tokens
-from lmeval_prune.decoding.run import Question, Run, Statistics, questions
-from lmeval_prune.decoding.slots import Slots, UnsupportedError
-from lmeval_prune.decoding.stops import Stops
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.decoding.fallback import Fallback
+from lmeval_prune.decoding.in_use import refuse_in_use
+from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.model_runner import ModelRunner
+from lmeval_prune.decoding.request import Request, end_tokens
+from lmeval_prune.decoding.sampling import Sampler
+from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
+from lmeval_prune.decoding.self_check import why_unsupported
+from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups
+from lmeval_prune.decoding.stopping import Stopping
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions import Intervention, interventions_on
 
-logger = logging.getLogger(__name__)
 BLOCK = 16  # slots whose attention is computed together on a CPU
+FALLBACK_ROWS = 16
 
 
 class Engine:
@@ -32,23 +35,18 @@ class Engine:
 
     ```python
     engine = Engine(model, tokenizer)
-    for request, tokens in engine.decode([Request(prompt, HeadMask.parse("L5H3")), Request(prompt)]):
+    for request, tokens in engine.decode([Request(prompt, HeadMask("L5H3")), Request(prompt)]):
         ...
     ```
 
     Args:
         model: a stock causal model of transformers.
         tokenizer: needed for stop texts.
-        attention: the model's `find_attention`, where it is at hand.
+        model_map: the model's `map_model`, where it is at hand.
         max_rows: answers decoded at once. Default: as many as memory holds, at most 192 (512 on a GPU).
         context: tokens that prompt and answer may have. Default: the model's `max_position_embeddings`.
         memory: bytes for keys, values and kept hidden states. Default: half of what is free.
-        share: whether requests with one prompt share what is equal among them.
-        follow: tokens of the leader's answer that a follower checks at a time; 0 shares the prompt only.
-        refill: whether a waiting request enters as soon as a row is free; else a batch ends as a whole.
-        drafts: at most so many tokens are proposed to a row by lookup; 0 for none.
-        budget: tokens of a decoding step up to which drafts are proposed. Default: measured, as the number of
-            tokens that take twice as long as one.
+        schedule: which of the engine's ideas are used; for measurements.
         deterministic: decide near-ties (two largest logits closer than 1e-3, or than 32 roundings of them in
             half precision; a draw as close to the next token's share) by running that answer alone, so that a
             result does not depend on what is decoded beside it. Each such token costs a pass over the whole
@@ -67,33 +65,27 @@ class Engine:
         model: Any,
         tokenizer: Any = None,
         *,
-        attention: AttentionMap | None = None,
+        model_map: ModelMap | None = None,
         max_rows: int | None = None,
         context: int | None = None,
         memory: int | None = None,
-        share: bool = True,
-        follow: int = 16,
-        refill: bool = True,
-        drafts: int = 8,
-        budget: int | None = None,
+        schedule: Schedule | None = None,
         deterministic: bool = False,
         progress: bool = False,
     ) -> None:
-        least = {"max_rows": 1, "context": 2, "memory": 1, "follow": 0, "drafts": 0, "budget": 0}
-        for name, value in zip(least, (max_rows, context, memory, follow, drafts, budget), strict=True):
-            if value is not None and value < least[name]:
-                raise InputError(f"{name} must be at least {least[name]}, not {value}")
+        for name, value, least in (("max_rows", max_rows, 1), ("context", context, 2), ("memory", memory, 1)):
+            if value is not None and value < least:
+                raise InputError(f"{name} must be at least {least}, not {value}")
         refuse_in_use(model)
         self.model = model
-        self.attention = attention or find_attention(model)
-        self.stops = Stops(tokenizer, end_tokens(getattr(model, "generation_config", None)))
+        self.model_map = model_map or map_model(model)
+        self.stopping = Stopping(tokenizer, end_tokens(getattr(model, "generation_config", None)))
         self.statistics = Statistics()
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context = context or int(positions or 1 << 30)
-        self.max_rows, self.memory = max_rows, memory
-        self.share, self.follow, self.refill = share, follow if share else 0, refill
-        self.drafts, self.budget = drafts, budget
+        self.max_rows, self.memory, self.schedule = max_rows, memory, schedule or Schedule()
         self.deterministic, self.progress = deterministic, progress
+        self._reasons: dict[tuple[Intervention, ...], str | None] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
         """Answer the requests; each answer is yielded as soon as it is there, in any order.
@@ -110,16 +102,16 @@ class Engine:
             InputError: a mask does not fit the model, a prompt leaves no room in the model's context, stop
                 texts cannot be looked for, or not even one answer fits into memory.
         """
-        for settings in {request.settings for request in requests}:
-            self.stops.check(settings)
+        for params in {request.params for request in requests}:
+            self.stopping.check(params)
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
         for mask in {request.mask for request in requests if request.mask}:
-            mask.heads(self.attention)
+            mask.fit_to(self.model_map)
         if not requests:
             return
-        found = decode_plainly(self, requests) if self.unsupported else self._decode(requests)
+        found = self._fall_back(requests) if self.unsupported else self._decode(requests)
         with tqdm(total=len(requests), unit="answer", disable=not self.progress, desc="decoding") as bar:
             try:
                 for request, answer in found:
@@ -129,28 +121,34 @@ class Engine:
                 found.close()
 
     def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
-        longest = max(min(len(r.prompt) + r.settings.max_new_tokens, self.context) for r in requests)
+        longest = max(min(len(r.prompt) + r.params.max_new_tokens, self.context) for r in requests)
         # on a GPU, where launches cost more than reading a few keys in vain, all slots are one block
         block = BLOCK if self.device.type == "cpu" else 1 << 30
-        waiting, masks = questions(requests, self.attention, self.share)
-        count, leaders = self._fitting(longest, waiting)
-        slots = Slots(min(count, len(requests)), longest, block)
-        with machine(self.model, self.attention, slots) as made:
-            made.number(masks)
-            run = Run(
-                made,
-                deque(waiting),
-                self.stops,
+        groups, masks = prompt_groups(requests, self.model_map, self.schedule.share)
+        count, leaders = self._fitting(longest, groups)
+        budget = self._measured_budget if self.schedule.budget is None else self.schedule.budget
+        cache = KVCache(min(count, len(requests)), longest, block)
+        with ModelRunner.on(self.model_map, cache, masks) as runner:
+            scheduler = Scheduler(
+                runner,
+                deque(groups),
+                Sampler(self.model, self.stopping),
+                self.stopping,
                 self.statistics,
-                self.follow,
-                self.refill,
-                self.drafts,
-                self._measured_budget if self.budget is None else self.budget,
+                self.schedule,
+                budget,
                 self.deterministic,
                 leaders,
             )
-            for row in run.answers():
-                yield row.request, row.answer
+            for sequence in scheduler.answers():
+                yield sequence.request, sequence.answer
+
+    def _fall_back(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
+        rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)
+        for request, answer in Fallback(self.model_map, self.stopping, self.context, rows).decode(requests):
+            self.statistics.answers += 1
+            self.statistics.answer_tokens += len(answer)
+            yield request, answer
 
     # ------------------------------------------------------------------ what the model and the machine allow
 
@@ -159,62 +157,15 @@ class Engine:
         """Where the model is."""
         return next(self.model.parameters()).device
 
-    @cached_property
+    @property
     def unsupported(self) -> str | None:
-        """Why this model falls back to `generate`; None if the engine runs it."""
-        refuse_in_use(self.model)
-        try:
-            self._check_model()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a model that works otherwise raises in our hands
-            reason = first_line(error).removeprefix("UnsupportedError: ")
-            logger.warning(
-                "%s is decoded by plain generate, each row with its mask: %s", self.attention.model_type, reason
-            )
-            return reason
-        return None
+        """Why this model, with what is applied to it now, falls back to `generate`; None if the engine runs it."""
+        applied = interventions_on(self.model)
+        if applied not in self._reasons:
+            self._reasons[applied] = why_unsupported(self.model_map)
+        return self._reasons[applied]
 
-    def _check_model(self) -> None:
-        """Compare the engine's logits with the model's own, on a few tokens in two rows.
-
-        Raises:
-            UnsupportedError: they differ, or the model is one that such a check cannot judge.
-        """
-        if len({parameter.device for parameter in self.model.parameters()}) > 1:
-            raise UnsupportedError("its layers are on several devices")
-        config = self.model.config.get_text_config()
-        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if others:
-            raise UnsupportedError(f"it has layers of type {', '.join(sorted(others))}")
-        ropes = getattr(config, "rope_parameters", None) or {}
-        for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
-            if rope.get("rope_type") in ("dynamic", "longrope"):  # turns every row by the longest one's length
-                raise UnsupportedError(f"its positions are scaled by the longest row ({rope['rope_type']})")
-        tokens = [7 * i % config.vocab_size for i in range(12)]
-        middle = frozenset({len(self.attention) // 2})
-        with torch.inference_mode():
-            expected = self.model(torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
-            with machine(self.model, self.attention, Slots(2, 12)) as made:
-                made.number([None])
-
-                def both(start: int, stop: int, skip: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
-                    batch = [New(slot, start, 0, tokens[start:stop], skip, **kwargs) for slot in (0, 1)]
-                    logits, kept = made.forward(batch, *args)
-                    hidden.append(kept)
-                    return logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]
-
-                hidden: list[Any] = []
-                differences = [both(0, 8, keep=middle), both(8, 11, 2), both(11, 12)]
-                (layer,) = middle
-                again = torch.cat([kept[layer] for kept in hidden[0]])
-                differences.append(both(0, 8, 5, layer, again))
-        difference = max(float(part.abs().max()) for part in differences)
-        share = 0.05 if next(self.model.parameters()).element_size() < 4 else 1e-3
-        if not difference <= share * float(expected.abs().max()):  # not-a-number is a difference too
-            raise UnsupportedError(f"its logits would differ by {difference:.2g}")
-
-    def _fitting(self, length: int, waiting: Sequence[Question]) -> tuple[int, int]:
+    def _fitting(self, length: int, waiting: Sequence[PromptGroup]) -> tuple[int, int]:
         """How many answers of `length` tokens memory holds, and of how many leaders what followers need.
 
         Of each leader a copy of its slot is kept, and what entered each layer at which a follower starts. There are as
@@ -224,8 +175,8 @@ class Engine:
             InputError: not even one.
         """
         token = length * next(self.model.parameters()).element_size()
-        slot = token * sum(layer.groups * (layer.query_dim + layer.head_dim) for layer in self.attention)
-        entered = max(len({row.first for row in question.followers}) for question in waiting)
+        slot = token * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in self.model_map.attention)
+        entered = max(len({sequence.first for sequence in group.followers}) for group in waiting)
         width = self.model.config.get_text_config().hidden_size
         kept = slot + token * width * entered if entered else 0
         memory = self.memory or _free_memory(self.device) // 2

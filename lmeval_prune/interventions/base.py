@@ -1,50 +1,246 @@
-"""The one idea: an intervention changes how a stock model computes while it is applied."""
+"""The one idea: an intervention changes how a stock model computes while it is applied, and nothing stays behind.
+
+To add a method, write a dataclass in a file of its own, with `attach` and, where something can fail to fit, `resolve`.
+Its fields are its model_args. What must never be forgotten follows from the fields: its identity in every store of
+answers, its place in the results file, its artefact.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
-from lmeval_prune.architectures import AttentionMap, find_attention
+from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
+from lmeval_prune.artefacts import read_artefact, write_artefact
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.table import METHODS, method_class, method_name
+
+SCHEMA_VERSION = 2  # 1: without weights
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which weights may be loaded
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The artefact that an intervention was read from, and the model that it was made for.
+
+    Attributes:
+        path, sha256: the file, and the hash of what was read.
+        model: `name`, `revision`, `model_type`, `heads` (shapes by layer) and `weights` (fingerprints of the weights,
+            as they are and rounded to smaller types).
+        any_model: accept another model, if the intervention fits it.
+    """
+
+    path: str
+    sha256: str
+    model: dict[str, Any]
+    any_model: bool = False
+
+    def check(self, model_map: ModelMap) -> None:
+        """Refuse another model.
+
+        Weights decide where both are known, else (offloaded or quantised weights, old artefacts) name and revision.
+
+        Raises:
+            InputError: naming what differs.
+        """
+        if self.any_model:
+            return
+        made, fix = f"{self.path} was made for", "make one for this model, or give allow_other_model=true if it fits"
+        name, family = self.model["name"], self.model["model_type"]
+        if family != model_map.model_type:
+            raise InputError(f"{made} a {family} model, this one is {model_map.model_type}; {fix}")
+        if model_map.signature() != {key: self.model[key] for key in ("model_type", "heads")}:
+            raise InputError(f"{made} {name}, whose layers or heads differ from this model's; {fix}")
+        known = self.model.get("weights") or []
+        if known and all(parameter.is_meta for parameter in model_map.model.parameters()):
+            return  # not loaded yet
+        if known and model_map.weights and not getattr(model_map.model, "is_quantized", False):
+            if model_map.weights not in known:
+                raise InputError(f"{made} other weights ({name}) than this model's ({model_map.name}); {fix}")
+            return
+        if name and model_map.name and name.lower() != model_map.name.lower():
+            raise InputError(f"{made} {name}, this model is {model_map.name}; {fix}")
+        there, here = self.model["revision"], model_map.revision
+        if there and here and there != here:
+            raise InputError(f"{made} revision {there[:12]}, this one is {here[:12]}; {fix}")
+
+
+@dataclass(frozen=True)
 class Intervention(ABC):
-    """A change to a model's computation. To add a method, write one dataclass and its `attach`."""
+    """A change to a model's computation.
+
+    A subclass is a frozen dataclass. A field declared with `compare=False` says how an intervention is checked or
+    carried out, not what it computes, and is no part of its identity.
+
+    Attributes:
+        tokenwise: (of the class) what it does to a token depends on that token alone. Then rows of different requests
+            can stand in one packed batch, and the decoding engine runs it; else the engine leaves it to `generate`.
+        origin: the artefact that it was loaded from.
+    """
+
+    tokenwise: ClassVar[bool] = False
+    origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
+
+    def resolve(self, model_map: ModelMap) -> Self:
+        """Fill in what the fields leave open for this model (ranges, defaults), and refuse what does not fit it.
+
+        It is called before the weights are loaded, too, on a model without any.
+
+        Raises:
+            InputError: the intervention does not fit the model.
+        """
+        return self
 
     @abstractmethod
-    def attach(self, attention: AttentionMap, stack: ExitStack) -> None:
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Change the model, and leave in `stack` whatever undoes the change.
 
         Args:
-            attention: the model's attention layers.
+            model_map: where everything is in the model. `self` has been resolved for it.
             stack: its callbacks run, last first, when the intervention ends, by an exception too.
         """
 
+    def joined(self, other: Intervention) -> Self | None:
+        """This and another one as a single intervention; None if they only nest."""
+        return None
+
+    # ------------------------------------------------------------------ what follows from the fields
+
+    def fit_to(self, model_map: ModelMap) -> Self:
+        """`resolve`, after checking that the model is the one that an artefact was made for."""
+        if self.origin:
+            self.origin.check(model_map)
+        return self.resolve(model_map)
+
     @contextmanager
-    def applied_to(self, model: nn.Module, attention: AttentionMap | None = None) -> Iterator[AttentionMap]:
+    def applied_to(self, model: nn.Module, model_map: ModelMap | None = None) -> Iterator[ModelMap]:
         """Apply the intervention to `model` inside a `with` block; blocks nest and compose.
 
         Args:
             model: a stock transformers model.
-            attention: its `find_attention`, where it is already at hand or the family needs describing.
+            model_map: its `map_model`, where it is already at hand or the family needs describing.
 
         Yields:
-            The model's attention layers.
+            The model's map.
 
         Raises:
             InputError: the intervention does not fit the model; the model is then unchanged.
         """
-        attention = attention or find_attention(model)
+        model_map = model_map or map_model(model)
+        resolved = self.fit_to(model_map)
         with ExitStack() as stack:
-            self.attach(attention, stack)
-            yield attention
+            resolved.attach(model_map, stack)
+            applied = _APPLIED.setdefault(model, [])
+            applied.append(resolved)
+            stack.callback(_forget, applied, resolved)
+            yield model_map
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that make up its identity, as JSON values."""
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(self) if one.compare}
+
+    def identity(self, model_map: ModelMap) -> dict[str, Any]:
+        """JSON value that determines what it does to this model."""
+        return {"method": method_name(type(self)), **self.fit_to(model_map).settings()}
+
+    def report(self, model_map: ModelMap) -> dict[str, Any]:
+        """What the results file says of it, by default `{METHOD: its fields}`."""
+        resolved = self.fit_to(model_map)
+        found: dict[str, Any] = {method_name(type(self)): resolved.settings()}
+        if self.origin:
+            found |= {"file": self.origin.path, "file_sha256": self.origin.sha256}
+        return found
+
+    @classmethod
+    def schema(cls) -> str:
+        """Name of its artefact's schema."""
+        return "lmeval-prune/" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
+
+    def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+        """Write it as an artefact for this model: JSON, atomically.
+
+        Raises:
+            InputError: it does not fit the model, or the file cannot be written.
+        """
+        settings = self.fit_to(model_map).settings()
+        sizes = [x.element_size() for x in model_map.model.parameters() if x.is_floating_point()]
+        smaller = [kind for kind in _TYPES if kind.itemsize < max(sizes, default=0)]
+        rounded = (weights_fingerprint(model_map.model, kind) for kind in smaller)
+        weights = [fingerprint for fingerprint in (model_map.weights, *rounded) if fingerprint]
+        about = {"name": model_map.name, "revision": model_map.revision, "weights": list(dict.fromkeys(weights))}
+        content = {**settings, "model": {**about, **model_map.signature()}}
+        write_artefact(path, self.schema(), SCHEMA_VERSION, content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], allow_other_model: bool = False) -> Self:
+        """Read an artefact. It is refused on another model, unless `allow_other_model`.
+
+        Raises:
+            InputError: the file is missing, broken, a pickle, or another kind of artefact.
+        """
+        content, sha256 = read_artefact(path, cls.schema(), SCHEMA_VERSION)
+        model = content.get("model")
+        needed = {"name": str, "revision": str, "model_type": str, "heads": dict}
+        settings = [one.name for one in fields(cls) if one.compare]
+        if (
+            any(name not in content for name in settings)
+            or not isinstance(model, dict)
+            or not all(isinstance(model.get(key), kind) for key, kind in needed.items())
+        ):
+            raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact, or they are of another type")
+        origin = Origin(str(path), sha256, model, allow_other_model)
+        return cls(**{name: frozen(content[name]) for name in settings}, origin=origin)
 
 
-def add_input_hook(module: nn.Module, change: Any, stack: ExitStack) -> None:
+def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
+    """Read an artefact of any method of the table, told by its schema.
+
+    Raises:
+        InputError: the file is missing, broken, a pickle, or no intervention.
+    """
+    kinds = {kind.schema(): kind for kind in map(method_class, METHODS)}
+    schema = read_artefact(path, tuple(kinds), SCHEMA_VERSION)[0]["schema"]
+    loaded: Intervention = kinds[schema].load(path, allow_other_model)
+    return loaded
+
+
+_APPLIED: WeakKeyDictionary[nn.Module, list[Intervention]] = WeakKeyDictionary()
+
+
+def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
+    """What is applied to a model at the moment, in the order in which it was applied."""
+    return tuple(_APPLIED.get(model, ()))
+
+
+def _forget(applied: list[Intervention], one: Intervention) -> None:
+    place = next(i for i in reversed(range(len(applied))) if applied[i] is one)
+    del applied[place]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON knows it."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def frozen(value: Any) -> Any:
+    """A JSON value with tuples for lists."""
+    return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+
+def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:
     """Pass the first input of `module` through `change` until `stack` closes."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

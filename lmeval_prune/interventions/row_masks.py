@@ -8,32 +8,66 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lmeval_prune.architectures import AttentionLayer, AttentionMap
+from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import Intervention, add_input_hook
+from lmeval_prune.interventions.base import Intervention, change_input
 from lmeval_prune.interventions.head_mask import HeadMask, dropped_columns
 
+Layer = tuple[str, int]  # stack and number
 
-@dataclass(frozen=True)
+
 class MaskTable:
     """Masks resolved against a model.
 
     Attributes:
         count: how many masks, M.
-        drops: of each layer that some mask prunes, the columns that each mask drops, (M, width).
+        drops: of each layer that some mask prunes, the columns that each mask drops, (M, width), where that layer's
+            activations are.
+        pruning: of each such layer, the numbers of the masks that prune something there.
     """
 
-    count: int
-    drops: dict[tuple[str, int], torch.Tensor]
+    def __init__(self, masks: Sequence[HeadMask | None], model_map: ModelMap) -> None:
+        self.count = len(masks)
+        self.drops: dict[Layer, torch.Tensor] = {}
+        self.pruning: dict[Layer, set[int]] = {}
+        for number, mask in enumerate(masks):
+            for layer, heads in mask.by_layer(model_map) if mask else ():
+                key = (layer.stack, layer.index)
+                if key not in self.drops:
+                    self.drops[key] = torch.zeros(self.count, layer.heads * layer.head_dim, dtype=torch.bool)
+                    self.pruning[key] = set()
+                self.drops[key][number] = dropped_columns(layer, heads)
+                self.pruning[key].add(number)
+
+    def rows_of(self, layer: Layer, index: torch.Tensor) -> torch.Tensor:
+        """The columns that each row drops in a layer: the index's shape and (width,), on the index's device."""
+        if self.drops[layer].device != index.device:
+            self.drops[layer] = self.drops[layer].to(index.device)
+        return self.drops[layer][index]
 
 
 @dataclass
+class _Current:
+    """What the forward passes of a `using` block run under."""
+
+    table: MaskTable
+    layers: frozenset[Layer]  # where some row loses something
+    index: torch.Tensor
+
+
+@dataclass
+class _State:
+    model_map: ModelMap | None = None
+    current: _Current | None = None
+
+
+@dataclass(frozen=True)
 class RowMasks(Intervention):
     """Prunes other heads in other rows of the same batch.
 
     ```python
     rows = RowMasks()
-    with rows.applied_to(model), rows.using([HeadMask.parse("L5H3"), None]):
+    with rows.applied_to(model), rows.using([HeadMask("L5H3"), None]):
         model.generate(**batch_of_two)
     ```
 
@@ -41,20 +75,17 @@ class RowMasks(Intervention):
     through untouched.
     """
 
-    _attention: AttentionMap | None = field(default=None, init=False, repr=False)
-    _drops: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    tokenwise = True
+    _state: _State = field(default_factory=_State, init=False, compare=False, repr=False)
 
-    def attach(self, attention: AttentionMap, stack: ExitStack) -> None:
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Install one hook a layer; see the base class."""
-        if self._attention is not None:
+        if self._state.model_map is not None:
             raise InputError("these RowMasks are already applied to a model; make another one")
-        self._attention = attention
-        stack.callback(self._detach)
-        for layer in attention:
-            add_input_hook(layer.output, _RowDrop(self, layer), stack)
-
-    def _detach(self) -> None:
-        self._attention = None
+        self._state.model_map = model_map
+        stack.callback(setattr, self._state, "model_map", None)
+        for layer in model_map.attention:
+            change_input(layer.o_proj, _RowDrop(self._state, layer), stack)
 
     def table(self, masks: Sequence[HeadMask | None]) -> MaskTable:
         """Resolve masks against the model once, for many `using` blocks.
@@ -62,20 +93,16 @@ class RowMasks(Intervention):
         Raises:
             InputError: a mask does not fit the model, or these RowMasks are not applied to one.
         """
-        if self._attention is None:
+        if self._state.model_map is None:
             raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
-        drops: dict[tuple[str, int], torch.Tensor] = {}
-        for number, mask in enumerate(masks):
-            for layer, heads in mask.by_layer(self._attention) if mask else ():
-                key = (layer.stack, layer.index)
-                if key not in drops:
-                    drops[key] = torch.zeros(len(masks), layer.heads * layer.head_dim, dtype=torch.bool)
-                drops[key][number] = dropped_columns(layer, heads)
-        return MaskTable(len(masks), drops)
+        return MaskTable(masks, self._state.model_map)
 
     @contextmanager
     def using(
-        self, masks: Sequence[HeadMask | None] | MaskTable, index: torch.Tensor | None = None, repeats: int = 1
+        self,
+        masks: Sequence[HeadMask | None] | MaskTable,
+        index: torch.Tensor | Sequence[int] | None = None,
+        repeats: int = 1,
     ) -> Iterator[None]:
         """Choose the masks of the forward passes inside the block.
 
@@ -90,39 +117,37 @@ class RowMasks(Intervention):
             InputError: a mask does not fit the model, `index` points outside `masks`, or (in the forward
                 pass) its shape does not fit the batch.
         """
-        if self._attention is None:
-            raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
-        if index is None:
-            index = torch.arange(masks.count if isinstance(masks, MaskTable) else len(masks))
-        index = index.cpu()
-        whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
         table = masks if isinstance(masks, MaskTable) else self.table(masks)
-        fits = table.count and index.dim() in (1, 2) and index.numel() and whole
-        if not fits or int(index.min()) < 0 or int(index.max()) >= table.count:
+        if self._state.model_map is None:
+            raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
+        index = torch.arange(table.count) if index is None else torch.as_tensor(index)
+        whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+        used = set(index.flatten().tolist()) if whole else set()
+        if not used or index.dim() not in (1, 2) or min(used) < 0 or max(used) >= table.count:
             raise InputError(f"index must be (batch,) or (batch, tokens) with values 0 to {table.count - 1}")
-        before = self._drops
-        index = index.long().repeat_interleave(repeats, dim=0)
-        chosen = {key: drop[index] for key, drop in table.drops.items()}
-        self._drops = {key: drop for key, drop in chosen.items() if drop.any()}
+        layers = frozenset(layer for layer, pruning in table.pruning.items() if pruning & used)
+        before = self._state.current
+        self._state.current = _Current(table, layers, index.long().repeat_interleave(repeats, dim=0))
         try:
             yield
         finally:
-            self._drops = before
+            self._state.current = before
 
 
 class _RowDrop:
     """The hook of one layer: zeroes what the current masks say."""
 
-    def __init__(self, rows: RowMasks, layer: AttentionLayer) -> None:
-        self.rows = rows
+    def __init__(self, state: _State, layer: AttentionLayer) -> None:
+        self.state = state
         self.key = (layer.stack, layer.index)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        drop = self.rows._drops.get(self.key)  # (batch, width) or (batch, tokens, width)
-        if drop is None:
+        current = self.state.current
+        if current is None or self.key not in current.layers:
             return x
-        if drop.device != x.device:
-            drop = self.rows._drops[self.key] = drop.to(x.device)
+        if current.index.device != x.device:
+            current.index = current.index.to(x.device)
+        drop = current.table.rows_of(self.key, current.index)  # (batch, width) or (batch, tokens, width)
         if drop.dim() == 2:
             drop = drop.unsqueeze(1)
         if x.dim() != 3 or drop.shape[0] != x.shape[0] or drop.shape[1] not in (1, x.shape[1]):

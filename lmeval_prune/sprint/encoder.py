@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.models import embedded
 
 
 def load_encoder(name: str) -> Any:

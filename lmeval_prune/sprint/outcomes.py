@@ -1,21 +1,20 @@
 """The outcome matrix Z: which question is solved with which head pruned (SPRINT §3.1).
 
 Rows are questions, columns the pool: the unpruned model (`dense`) and one column for each pruned head. A cell is
-1 (solved), 0, or unknown until it was run. The store on disk also keeps texts, tokens, the model's identity
-and every setting that answers depend on:
+1 (solved), 0, or unknown until it was run. The store on disk also keeps the model's identity and every setting that
+answers depend on; the answers themselves are in the answer store in the same folder:
 
     store.json          what model, tasks and settings; which columns
     questions.parquet   task, split, doc_id, question, prompt, attributes (JSON)
-    cells.parquet       task, split, doc_id, head, outcome, extracted, text, tokens
-    rank-*.jsonl        answers of a run that has not ended yet
+    cells.parquet       task, split, doc_id, head, outcome, extracted, answer (its key in the answer store)
+    answers.*           see `models/answer_store.py`
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,17 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as parquet
-from filelock import FileLock, Timeout
 
-from lmeval_prune.artefacts import read_artefact, write_artefact, write_bytes
+from lmeval_prune.architectures import Head
+from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.heads import Head, parse_selectors
-from lmeval_prune.journal import Journal, read_journals
+from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
+from lmeval_prune.models.tries import DENSE
 
 SCHEMA = "lmeval-prune/outcomes"
-SCHEMA_VERSION = 1
-DENSE = "dense"
+SCHEMA_VERSION = 2  # 1: texts in the table of cells
 
 
 class Question(NamedTuple):
@@ -44,16 +41,9 @@ class Question(NamedTuple):
     doc_id: int
 
 
-def head_of(column: str) -> Head:
-    """The head that a column other than `dense` prunes."""
-    (selector,) = parse_selectors(column)
-    assert selector.layers and selector.heads
-    return Head(selector.stack, selector.layers[0], selector.heads[0])
-
-
 def pool_order(columns: Iterable[str]) -> list[str]:
     """Columns in the order of the pool: dense first, then by layer and head; each once."""
-    return sorted(set(columns), key=lambda column: Head("", -1, -1) if column == DENSE else head_of(column))
+    return sorted(set(columns), key=lambda column: Head("", -1, -1) if column == DENSE else Head.named(column))
 
 
 @dataclass(frozen=True)
@@ -148,12 +138,10 @@ _CELLS = pa.schema(
         ("head", pa.string()),
         ("outcome", pa.bool_()),
         ("extracted", pa.string()),
-        ("text", pa.string()),
-        ("tokens", pa.list_(pa.uint32())),
+        ("answer", pa.string()),
     ]
 )
 Cell = dict[str, Any]
-Score = Callable[[list[tuple[Question, Cell]]], list[tuple[bool, str]]]
 
 
 class OutcomeStore:
@@ -166,13 +154,11 @@ class OutcomeStore:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.about = self.folder / "store.json"
-        self._journal: Journal | None = None
-        self._lock: FileLock | None = None
 
     # ------------------------------------------------------------------ reading
 
     def read(self) -> Outcomes:
-        """The merged outcomes. Answers of a run that has not ended are left out.
+        """The outcomes. Those of a run that has not ended are left out.
 
         Raises:
             InputError: the folder is not a store, or it is empty or broken.
@@ -197,9 +183,14 @@ class OutcomeStore:
         z[rows, columns] = np.array(cells["outcome"].to_pylist(), np.float32)  # None becomes NaN
         return Outcomes(z, pool, questions, about["model"], about["tasks"])
 
-    def cells(self) -> pa.Table:
-        """All merged cells with texts and tokens, as an Arrow table."""
-        return self._table("cells", _CELLS)
+    def cells(self) -> list[Cell]:
+        """All cells, each with the `text` and `tokens` of its answer."""
+        answers = {record["key"]: record for record in read_answers(self.folder)}
+        cells = self._table("cells", _CELLS).to_pylist()
+        for cell in cells:
+            found = answers.get(cell["answer"], {})
+            cell |= {"text": found.get("response"), "tokens": found.get("tokens")}
+        return cells
 
     def check(self) -> dict[str, Any]:
         """What `store.json` says.
@@ -218,16 +209,12 @@ class OutcomeStore:
             isinstance(content.get(key), kind) for key, kind in (("pool", list), ("model", dict), ("tasks", dict))
         ):
             raise InputError(f"{self.about} lacks the fields of an outcome store")
+        if content["schema_version"] < SCHEMA_VERSION:
+            raise InputError(f"{self.folder} was written by an older lmeval-prune; sweep into a new folder")
         return content
 
     def _table(self, name: str, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-        path = self.folder / f"{name}.parquet"
-        try:
-            return parquet.read_table(path, columns=columns)
-        except FileNotFoundError:
-            return schema.empty_table()
-        except (OSError, pa.ArrowInvalid) as error:
-            raise InputError(f"{path} cannot be read ({error}); the store is damaged") from None
+        return read_table(self.folder / f"{name}.parquet", schema, columns)
 
     # ------------------------------------------------------------------ writing
 
@@ -242,8 +229,7 @@ class OutcomeStore:
             InputError: the store is of another model or was made with other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
-        self._only_run()
+        foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
         known: list[dict[str, Any]] = []
         if self.about.exists():
             about = self.check()
@@ -255,7 +241,6 @@ class OutcomeStore:
             known = self._table("questions", _QUESTIONS).to_pylist()
         elif foreign:
             raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
-        self.merge()  # what a run that was killed left
         numbered = {_where(row): row for row in known}
         for row in questions:
             old = numbered.get(_where(row))
@@ -265,98 +250,19 @@ class OutcomeStore:
         content = {"model": model, "tasks": dict(sorted(tasks.items())), "pool": pool_order(pool)}
         write_artefact(self.about, SCHEMA, SCHEMA_VERSION, content)
         rows = [numbered[key] for key in sorted(numbered)]
-        _write(self.folder / "questions.parquet", pa.Table.from_pylist(rows, _QUESTIONS))
+        write_table(self.folder / "questions.parquet", pa.Table.from_pylist(rows, _QUESTIONS))
 
-    def _only_run(self) -> None:
-        self._lock = FileLock(self.folder / ".lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
-
-    def open(self, rank: int) -> None:
-        """Begin to write answers as this rank.
-
-        Raises:
-            InputError: another run is writing to the store.
-        """
-        self._journal = Journal(self.folder, rank)
-
-    def add(self, question: Question, head: str, text: str, tokens: Sequence[int]) -> None:
-        """Write one answer; it survives a kill from now on."""
-        assert self._journal is not None
-        self._journal.add({"place": list(question), "head": head, "text": text, "tokens": list(tokens)})
-
-    def end_journal(self) -> None:
-        """This rank has no more answers."""
-        if self._journal:
-            self._journal.close()
-            self._journal = None
-
-    def close(self) -> None:
-        """End writing, and let other runs write."""
-        self.end_journal()
-        if self._lock:
-            self._lock.release()
-
-    def answered(self) -> set[tuple[Question, str]]:
-        """Cells that have an answer, scored or not."""
-        cells = self._table("cells", _CELLS, [*Question._fields, "head"])
-        return set(zip(_places(cells), cells["head"].to_pylist(), strict=True))
-
-    def merge(self) -> None:
-        """Move the answers of all ranks' journals into the table of cells, where they are not yet scored.
-
-        Only one process of a run calls this, when no other writes.
-        """
-        known, new = self.answered(), []
-        for record in read_journals(self.folder):
-            try:
-                where, head = Question(*record["place"]), str(record["head"])
-                cell = {**where._asdict(), "head": head, "text": record["text"], "tokens": record["tokens"]}
-            except (KeyError, TypeError):
-                continue  # not a whole record
-            if (where, head) not in known:
-                known.add((where, head))
-                new.append({"outcome": None, "extracted": None, **cell})
-        if new:
-            self._write_cells(self._table("cells", _CELLS).to_pylist() + new)
-        for path in self.folder.glob("rank-*.jsonl"):
-            path.unlink()
-
-    def score(self, score: Score, only: Container[Question] | None = None) -> int:
-        """Score the answers that are not scored yet.
-
-        Args:
-            score: of answers with their questions, whether each is right, and the answer found in it.
-            only: score answers to these questions only; others stay unknown.
-
-        Returns:
-            How many were scored.
-        """
-        cells = self._table("cells", _CELLS).to_pylist()
-        unscored = [(_where(cell), cell) for cell in cells if cell["outcome"] is None]
-        todo = [(where, cell) for where, cell in unscored if only is None or where in only]
-        for (_, cell), (right, extracted) in zip(todo, score(todo) if todo else [], strict=True):
-            cell["outcome"], cell["extracted"] = right, extracted
-        if todo:
-            self._write_cells(cells)
-        return len(todo)
-
-    def _write_cells(self, cells: list[Cell]) -> None:
-        order = {name: i for i, name in enumerate(pool_order({cell["head"] for cell in cells}))}
-        cells.sort(key=lambda cell: (_where(cell), order[cell["head"]]))
-        _write(self.folder / "cells.parquet", pa.Table.from_pylist(cells, _CELLS))
+    def add(self, cells: Iterable[Cell]) -> None:
+        """Write outcomes: new ones, or other ones in the place of old ones. Only one process of a run calls this."""
+        known = {(_where(cell), cell["head"]): cell for cell in self._table("cells", _CELLS).to_pylist()}
+        known |= {(_where(cell), cell["head"]): cell for cell in cells}
+        order = {name: i for i, name in enumerate(pool_order(head for _, head in known))}
+        rows = sorted(known.values(), key=lambda cell: (_where(cell), order[cell["head"]]))
+        write_table(self.folder / "cells.parquet", pa.Table.from_pylist(rows, _CELLS))
 
 
 def _places(cells: pa.Table) -> list[Question]:
     return [Question(*place) for place in zip(*(cells[name].to_pylist() for name in Question._fields), strict=True)]
-
-
-def _write(path: Path, table: pa.Table) -> None:
-    buffer = io.BytesIO()
-    parquet.write_table(table, buffer, compression="zstd", row_group_size=16384)
-    write_bytes(path, buffer.getvalue())
 
 
 def _where(row: dict[str, Any]) -> Question:

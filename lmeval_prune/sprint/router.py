@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
 from lmeval_prune.errors import InputError
+from lmeval_prune.models.tries import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import encoder as encoders
 from lmeval_prune.sprint.loss import (
@@ -33,7 +34,7 @@ from lmeval_prune.sprint.loss import (
     ranking_term,
     squared_distances,
 )
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes
+from lmeval_prune.sprint.outcomes import Outcomes
 
 SCHEMA = "lmeval-prune/router"
 SCHEMA_VERSION = 1

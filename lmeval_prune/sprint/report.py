@@ -13,10 +13,11 @@ import numpy as np
 
 from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.errors import InputError
-from lmeval_prune.reporting import curves as curve
-from lmeval_prune.reporting import figures
-from lmeval_prune.reporting.heads import HeadTable, changes, gains, gains_by_luck
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore
+from lmeval_prune.models.tries import DENSE
+from lmeval_prune.sprint import curves as curve
+from lmeval_prune.sprint import figures
+from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_luck
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Best, Nearest, RandomTop
 from lmeval_prune.sprint.router import Router, text_key
 

@@ -8,16 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmeval_prune.architectures import Head
 from lmeval_prune.errors import InputError
-from lmeval_prune.sprint.outcomes import DENSE, Outcomes, head_of
+from lmeval_prune.models.tries import DENSE
+from lmeval_prune.sprint.outcomes import Outcomes
 
 GROUPINGS = ("subject", "complexity", "grade", "solution_type", "level", "type", "task")
-
-
-def layer_and_head(column: str) -> tuple[str, int]:
-    """`("L5", 3)` of `L5H3`."""
-    found = head_of(column)
-    return f"{found.stack + '.' if found.stack else ''}L{found.layer}", found.head
 
 
 def groups(outcomes: Outcomes, by: str | None = None) -> dict[str, list[int]]:
@@ -74,8 +70,8 @@ class HeadTable:
         layers: dict[str, dict[int, str]] = defaultdict(dict)
         for column in outcomes.pool:
             if column != DENSE:
-                layer, head = layer_and_head(column)
-                layers[layer][head] = column
+                head = Head.named(column)
+                layers[head.layer_label][head.head] = column
         if not layers:
             raise InputError("the store holds the unpruned model only; sweep some heads")
         found = groups(outcomes, by)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from lmeval_prune.decoding.requests import Settings
+from lmeval_prune.decoding.request import SamplingParams
 from lmeval_prune.errors import InputError
 
 
-class Stops:
+class Stopping:
     """Tells whether an answer has ended.
 
     Args:
-        tokenizer: decodes tokens for stop texts; without one, settings with `stop` are refused.
-        ends: end tokens of settings that name none.
+        tokenizer: decodes tokens for stop texts; without one, parameters with `stop` are refused.
+        ends: end tokens of parameters that name none.
     """
 
     def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = ()) -> None:
@@ -23,30 +23,30 @@ class Stops:
         self._ends = ends
         self._look_back = lru_cache(maxsize=None)(self._tokens_of)
 
-    def check(self, settings: Settings) -> None:
+    def check(self, params: SamplingParams) -> None:
         """Refuse stop texts that cannot be looked for.
 
         Raises:
             InputError: there is no tokenizer, or a stop text is empty.
         """
-        if settings.stop and self.tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise InputError("stop texts need a tokenizer: Engine(model, tokenizer)")
-        if "" in settings.stop:
+        if "" in params.stop:
             raise InputError("an empty stop text would end every answer at once; leave it out")
 
-    def ends(self, settings: Settings) -> tuple[int, ...]:
-        """End tokens under some settings."""
-        return self._ends if settings.eos is None else settings.eos
+    def ends(self, params: SamplingParams) -> tuple[int, ...]:
+        """End tokens under some parameters."""
+        return self._ends if params.eos is None else params.eos
 
-    def ended(self, tokens: Sequence[int], settings: Settings) -> bool:
+    def ended(self, tokens: Sequence[int], params: SamplingParams) -> bool:
         """Whether `tokens`, an answer that had not ended without its last token, ends with it."""
-        if len(tokens) >= settings.max_new_tokens or tokens[-1] in self.ends(settings):
+        if len(tokens) >= params.max_new_tokens or tokens[-1] in self.ends(params):
             return True
-        if not settings.stop:
+        if not params.stop:
             return False
         # as lm-eval looks: into the last tokens, some more than the stop text takes
-        text = self.tokenizer.decode(tokens[-self._look_back(settings.stop) :])
-        return any(stop in text for stop in settings.stop)
+        text = self.tokenizer.decode(tokens[-self._look_back(params.stop) :])
+        return any(stop in text for stop in params.stop)
 
     def _tokens_of(self, stop: tuple[str, ...]) -> int:
         return 2 + max(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in stop)

@@ -1,7 +1,7 @@
 """Makes released lm-eval (0.4.13) find us; a `.pth` file imports this at interpreter start.
 
 lm-eval 0.4.13 reads no entry points. A finder in front of `sys.meta_path` waits until lm-eval's own
-`lm_eval.models` and `lm_eval.tasks.manager` have been executed, then calls `lmeval_prune.plugin`, and
+`lm_eval.models` and `lm_eval.tasks.manager` have been executed, then calls `lmeval_prune.plugin.registration`, and
 is gone. Nothing is imported before that: this file must stay as small as it is, for every Python
 process of the environment runs it.
 
@@ -50,9 +50,9 @@ class _Finder:
         if hook is None:
             return
         try:
-            from lmeval_prune import plugin
+            from lmeval_prune.plugin import registration
 
-            getattr(plugin, hook)()
+            getattr(registration, hook)()
         except Exception as error:
             import warnings
 

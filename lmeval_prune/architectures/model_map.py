@@ -1,9 +1,9 @@
-"""Reads the attention layers of a live model: projections, head counts, sizes, key-value groups."""
+"""Reads a live model layer by layer: attention projections, head counts, sizes, key-value heads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmeval_prune.architectures.identity import model_name, weights_fingerprint
 from lmeval_prune.architectures.table import FAMILIES, Family
 from lmeval_prune.errors import InputError
 
@@ -37,9 +38,9 @@ class AttentionLayer:
         stack: `""` in a model with one stack, else `"encoder"`, `"decoder"` or `"cross"`.
         index: layer number, zero-based, as in `L5H3`.
         name: dotted name of the attention module.
-        attention, output: the module and its output projection.
+        module, o_proj: the attention module and its output projection.
         heads: number of query heads.
-        groups: number of key-value heads; group g owns query heads g·G … g·G+G−1, G = heads / groups.
+        kv_heads: number of key-value heads; number g serves query heads g·G … g·G+G−1, G = heads / kv_heads.
         head_dim: width of one head's slice of the output projection's input.
         query_dim: rows of one head in the query projection (differs from `head_dim` in latent attention).
     """
@@ -47,10 +48,10 @@ class AttentionLayer:
     stack: str
     index: int
     name: str
-    attention: nn.Module
-    output: nn.Module
+    module: nn.Module
+    o_proj: nn.Module
     heads: int
-    groups: int
+    kv_heads: int
     head_dim: int
     query_dim: int
     family: Family
@@ -59,21 +60,19 @@ class AttentionLayer:
         """Columns of the output projection's input that `head` fills."""
         return slice(head * self.head_dim, (head + 1) * self.head_dim)
 
-    def group_of(self, head: int) -> int:
-        """Key-value group that a query head reads."""
-        return head // (self.heads // self.groups)
+    def kv_head_of(self, head: int) -> int:
+        """Key-value head that a query head reads."""
+        return head // (self.heads // self.kv_heads)
 
     def rows(self, part: str, index: int) -> Rows:
         """Rows that compute query head `index` (`part="q"`) or key-value head `index` (`"k"`, `"v"`)."""
-        module = _projection(
-            self.attention, {"q": self.family.query, "k": self.family.key, "v": self.family.value}[part]
-        )
+        module = _projection(self.module, {"q": self.family.query, "k": self.family.key, "v": self.family.value}[part])
         assert module is not None
         if self.family.fused:
-            start = self.family.fused(part, index, self.heads, self.groups, self.head_dim)
+            start = self.family.fused(part, index, self.heads, self.kv_heads, self.head_dim)
             return Rows(module, start, start + self.head_dim)
         if self.family.key_value_pairs and part != "q":
-            pair = _out_features(module) // self.groups
+            pair = _out_features(module) // self.kv_heads
             start = index * pair + (pair - self.head_dim if part == "v" else 0)
             return Rows(module, start, start + (self.head_dim if part == "v" else pair - self.head_dim))
         size = self.query_dim if part in "qk" else self.head_dim
@@ -85,50 +84,58 @@ class AttentionLayer:
         return f"{self.stack}.L{self.index}" if self.stack else f"L{self.index}"
 
 
-class AttentionMap:
-    """All attention layers of a model, in order, found by `find_attention`."""
+class ModelMap:
+    """Where everything is in a live model; made by `map_model`.
 
-    def __init__(self, layers: list[AttentionLayer], model_type: str, name: str = "", revision: str = "") -> None:
-        self.layers = tuple(layers)
+    Attributes:
+        model: the model.
+        attention: its attention layers, in order.
+        model_type, name, revision: what its configuration says.
+    """
+
+    def __init__(
+        self, model: Any, attention: Sequence[AttentionLayer], model_type: str, name: str = "", revision: str = ""
+    ) -> None:
+        self.model = model
+        self.attention = tuple(attention)
         self.model_type = model_type
         self.name = name
         self.revision = revision
 
-    def __iter__(self) -> Iterator[AttentionLayer]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
     @cached_property
     def by_key(self) -> dict[tuple[str, int], AttentionLayer]:
-        """Layers by (stack, index)."""
-        return {(layer.stack, layer.index): layer for layer in self.layers}
+        """Attention layers by (stack, index)."""
+        return {(layer.stack, layer.index): layer for layer in self.attention}
+
+    @cached_property
+    def weights(self) -> str | None:
+        """`weights_fingerprint` of the model, as its weights were when this was first asked."""
+        return weights_fingerprint(self.model)
 
     @property
     def stacks(self) -> tuple[str, ...]:
         """Names of the stacks; `("",)` for a model with one."""
-        return tuple(dict.fromkeys(layer.stack for layer in self.layers))
+        return tuple(dict.fromkeys(layer.stack for layer in self.attention))
 
     @property
     def total_heads(self) -> int:
         """Query heads in the whole model."""
-        return sum(layer.heads for layer in self.layers)
+        return sum(layer.heads for layer in self.attention)
 
     def signature(self) -> dict[str, Any]:
-        """What an artefact records of the shapes: `{"model_type", "heads": {"L0": [heads, groups, head_dim]}}`."""
-        shapes = {layer.label: [layer.heads, layer.groups, layer.head_dim] for layer in self.layers}
+        """What an artefact records of the shapes: `{"model_type", "heads": {"L0": [heads, kv_heads, head_dim]}}`."""
+        shapes = {layer.label: [layer.heads, layer.kv_heads, layer.head_dim] for layer in self.attention}
         return {"model_type": self.model_type, "heads": shapes}
 
 
-def find_attention(
+def map_model(
     model: nn.Module,
     *,
     attention_path: str | None = None,
     attention_output: str | None = None,
     attention_heads: int | None = None,
-) -> AttentionMap:
-    """Find the attention layers of a transformers model, wrapped in PEFT or not.
+) -> ModelMap:
+    """Read a transformers model, wrapped in PEFT or not.
 
     Args:
         model: a live model (its weights may be on the meta device).
@@ -183,24 +190,13 @@ def find_attention(
     if {layer.stack for layer in layers.values()} == {"decoder"}:  # only one stack: no prefix needed
         layers = {("", index): replace(layer, stack="") for (_, index), layer in layers.items()}
     order = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
-    return AttentionMap(
+    return ModelMap(
+        model,
         sorted(layers.values(), key=lambda layer: (order[layer.stack], layer.index)),
         model_type,
         model_name(getattr(config, "_name_or_path", "") or ""),
         getattr(config, "_commit_hash", None) or "",
     )
-
-
-def model_name(name_or_path: str) -> str:
-    """Name of a model, the same for `org/NAME`, a folder `…/NAME` and a hub cache folder of it.
-
-    A training checkpoint keeps its run's name: `…/RUN/checkpoint-500` is `RUN/checkpoint-500`.
-    """
-    parts = [part for part in name_or_path.replace("\\", "/").split("/") if part]
-    if len(parts) >= 3 and parts[-2] == "snapshots":
-        return parts[-3].rpartition("--")[2]
-    generic = len(parts) > 1 and re.fullmatch(r"(checkpoint|step|epoch)[-_]?\d+", parts[-1])
-    return "/".join(parts[-2:]) if generic else parts[-1] if parts else ""
 
 
 def _read(name: str, module: nn.Module, found: dict[str, str], family: Family, count: int | None) -> AttentionLayer:
@@ -215,22 +211,22 @@ def _read(name: str, module: nn.Module, found: dict[str, str], family: Family, c
     heads = inputs // width
     cross = found.get("kind") in {"EncDecAttention", "encoder_attn"}
     query, key = _projection(module, family.query), _projection(module, family.key)
-    groups, query_dim = heads, width
+    kv_heads, query_dim = heads, width
     if query is not None and key is not None:
         if family.fused:
-            groups = (_out_features(query) // width - heads) // 2
+            kv_heads = (_out_features(query) // width - heads) // 2
         else:
             query_dim = _out_features(query) // heads
             if not family.key_value_pairs:
-                groups = _out_features(key) // query_dim
+                kv_heads = _out_features(key) // query_dim
     return AttentionLayer(
         stack="cross" if cross else found.get("stack") or "",
         index=int(found["layer"]),
         name=name,
-        attention=module,
-        output=output,
+        module=module,
+        o_proj=output,
         heads=heads,
-        groups=groups,
+        kv_heads=kv_heads,
         head_dim=width,
         query_dim=query_dim,
         family=family,

@@ -1,9 +1,9 @@
 """Keys and values of many answers, stored once and read in place, and the attention over them.
 
-The store takes the place of the model's attention function, through transformers' `AttentionInterface`.
-The model runs without a cache of its own on a packed batch (1, tokens): rows of any length, one after
-another, no padding. In each layer the function writes the new keys and values into their slots and attends
-to the slots. Key-value heads are never repeated: the G query heads of a group are G queries to one head.
+The cache takes the place of the model's own attention (`interventions/attention_call.py`). The model runs on a
+packed batch (1, tokens): rows of any length, one after another, no padding. In each layer the new keys and values
+are written into their slots, and attention reads the slots. Key-value heads are never repeated: the G query heads
+of a group are G queries to one head.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
+
+from lmeval_prune.interventions.attention_call import AttentionCall, UnsupportedAttention
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ class Layout:
         both = torch.tensor([slots, positions]).to(self.device)
         self.slots, self.positions = both[0], both[1]
 
-    def mask(self, number: int, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, number: int, share: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask of a span: 0 where a query sees a key, else the lowest number.
 
-        Shape (slots, 1, groups · tokens, keys), or (slots, 1, 1, keys) with one token a slot.
+        Shape (slots, 1, share · tokens, keys), `share` query heads a key-value head; with one token a slot
+        (slots, 1, 1, keys).
         """
-        key = (number, groups, window, dtype)
+        key = (number, share, window, dtype)
         if key not in self._masks:
             span = self.spans[number]
             starts = torch.tensor(span.starts, device=self.device)
@@ -74,15 +76,11 @@ class Layout:
                 hidden |= seen <= query - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
             mask.masked_fill_(hidden, torch.finfo(dtype).min)
-            self._masks[key] = (mask.repeat(1, groups, 1) if span.tokens > 1 else mask)[:, None]
+            self._masks[key] = (mask.repeat(1, share, 1) if span.tokens > 1 else mask)[:, None]
         return self._masks[key]
 
 
-class UnsupportedError(Exception):
-    """The model's attention needs something that the store does not do."""
-
-
-class Slots:
+class KVCache:
     """Storage for `count` answers of at most `length` tokens each.
 
     Attention runs block by block, each of `block` slots and as long as the longest of them.
@@ -99,61 +97,50 @@ class Slots:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Attention function of transformers' `AttentionInterface`.
+    def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
+        """The attention of new tokens, whose keys and values are stored.
 
         Args:
-            module: the attention module; its `layer_idx` names the storage.
-            query, key, value: (1, heads, tokens, width), of the packed batch.
-            attention_mask: None, as no mask function is registered for us.
-            scaling, softcap, sliding_window: the module's own.
-            others: `dropout` and the like; those that would change the result are refused.
+            call: of a packed batch (1, heads, tokens, width); its module's `layer_idx` names the storage.
 
         Returns:
             (1, tokens, heads, width of values), and None for the weights.
 
         Raises:
-            UnsupportedError: the module asks for attention sinks, a bias, or dropout.
+            UnsupportedAttention: the module asks for attention sinks, a bias, or dropout.
         """
+        module: Any = call.module
+        query, key, value, options = call.query, call.key, call.value, call.options
+        sliding_window: int | None = options.get("sliding_window")
         for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
-            if others.get(name) is not None:
-                raise UnsupportedError(name)
+            if options.get(name) is not None:
+                raise UnsupportedAttention(name)
         kinds = getattr(getattr(module, "config", None), "layer_types", None)
         if kinds and kinds[module.layer_idx] == "sliding_attention" and sliding_window is None:
-            raise UnsupportedError("its attention modules do not say how wide their window is")
-        if others.get("dropout") or query.shape[0] != 1 or attention_mask is not None:
-            raise UnsupportedError("dropout, a padded batch or a ready-made mask")
-        rule = _Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
-        heads, groups = query.shape[1], query.shape[1] // key.shape[1]
+            raise UnsupportedAttention("its attention modules do not say how wide their window is")
+        if options.get("dropout") or query.shape[0] != 1 or call.mask is not None:
+            raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
+        scaling = options.get("scaling")
+        rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
+        heads, share = query.shape[1], query.shape[1] // key.shape[1]  # query heads a key-value head
         if self.layout is None:
             alone = Layout([Span(0, (0,), query.shape[2])], query.device)
-            mask = alone.mask(0, groups, sliding_window, query.dtype)
+            mask = alone.mask(0, share, sliding_window, query.dtype)
             folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
             out = rule.attend(folded, key, value, mask).reshape(1, heads, -1, value.shape[-1])
             return out.transpose(1, 2), None
         layout = self.layout
-        keys, values = self._storage(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+        keys, values = self._storage(int(module.layer_idx), key, value)
         keys[layout.slots, :, layout.positions] = key[0].transpose(0, 1)
         values[layout.slots, :, layout.positions] = value[0].transpose(0, 1)
         parts = []
         at = 0
         for number, span in enumerate(layout.spans):
             rows, tokens = len(span.starts), span.tokens
-            q = query[0, :, at : at + rows * tokens].reshape(-1, groups, rows, tokens, query.shape[-1])
-            q = q.permute(2, 0, 1, 3, 4).reshape(rows, key.shape[1], groups * tokens, query.shape[-1])
+            q = query[0, :, at : at + rows * tokens].reshape(-1, share, rows, tokens, query.shape[-1])
+            q = q.permute(2, 0, 1, 3, 4).reshape(rows, key.shape[1], share * tokens, query.shape[-1])
             near = slice(span.slot, span.slot + rows)
-            mask = layout.mask(number, groups, sliding_window, query.dtype)
+            mask = layout.mask(number, share, sliding_window, query.dtype)
             out = rule.attend(q, keys[near, :, : span.end], values[near, :, : span.end], mask)
             out = out.reshape(rows, heads, tokens, -1).transpose(1, 2)  # heads stand together again
             parts.append(out.reshape(rows * tokens, heads, -1))
@@ -198,7 +185,6 @@ class Slots:
 class _Rule:
     scaling: float
     softcap: float | None
-    window: int | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if self.softcap is None:

@@ -76,13 +76,13 @@ def add_to(commands: Any) -> None:
 
 def run_sweep(given: dict[str, Any]) -> int:
     """`lmeval-prune sweep`."""
-    from lmeval_prune import plugin
+    from lmeval_prune.plugin import registration
 
     _need(given, "sweep", "model_args", "tasks", "output")
     if "layers" in given and "heads" in given:
         raise InputError("give layers or heads, not both")
-    plugin.register()
-    from lmeval_prune.models.sweep import Sweep
+    registration.register()
+    from lmeval_prune.sprint.sweep import Sweep
 
     for name in ("model_args", "gen_kwargs", "metadata"):
         if name in given:
@@ -109,7 +109,7 @@ def run_sweep(given: dict[str, Any]) -> int:
 
 def run_fit(given: dict[str, Any]) -> int:
     """`lmeval-prune fit`."""
-    from lmeval_prune.models.embedded import ENCODER
+    from lmeval_prune.checkpoints.embedded import ENCODER
     from lmeval_prune.sprint.outcomes import OutcomeStore
     from lmeval_prune.sprint.router import FitOptions, fit
 
@@ -160,7 +160,7 @@ def run_questions(given: dict[str, Any]) -> int:
 
 def run_report(given: dict[str, Any]) -> int:
     """`lmeval-prune report sprint`."""
-    from lmeval_prune.reporting.sprint import SprintReport
+    from lmeval_prune.sprint.report import SprintReport
 
     given.pop("kind")
     _need(given, "report", "test", "output")

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import write_bytes
-from lmeval_prune.reporting.curves import Curve
-from lmeval_prune.reporting.heads import HeadTable, layer_and_head
+from lmeval_prune.sprint.curves import Curve
+from lmeval_prune.sprint.head_table import HeadTable
 
 # Okabe and Ito's colours, told apart with any colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -112,8 +113,8 @@ def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Pa
     count = 1 + max(head for numbers in table.layers.values() for head in numbers)
     grid = np.full((len(layers), count), np.nan)
     for column, (change, _) in changes.items():
-        layer, head = layer_and_head(column)
-        grid[layers.index(layer), head] = change
+        head = Head.named(column)
+        grid[layers.index(head.layer_label), head.head] = change
     figure, axes = _figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4))
     limit = max(float(np.nanmax(np.abs(grid))), 1e-9)
     image = axes.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")

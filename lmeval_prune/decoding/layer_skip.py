@@ -6,17 +6,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import AttentionMap
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 
 
 @dataclass
-class Route:
+class PartialPass:
     """Which layers a forward pass runs.
 
     Attributes:
@@ -33,14 +32,14 @@ class Route:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class _Gate(nn.Module):
-    """Stands in a decoder layer's place and does what the current route says."""
+class _SkippableLayer(nn.Module):
+    """Stands in a decoder layer's place and does what the current pass says."""
 
-    def __init__(self, layer: nn.Module, index: int, gates: Gates) -> None:
+    def __init__(self, layer: nn.Module, index: int, skip: LayerSkip) -> None:
         super().__init__()
         self.layer = layer
         self._index = index
-        self._gates = [gates]  # in a list: not a submodule, no circle of modules
+        self._skip = [skip]  # in a list: not a submodule, no circle of modules
         self._tuple = False
 
     def __getattr__(self, name: str) -> Any:
@@ -50,69 +49,39 @@ class _Gate(nn.Module):
             return getattr(super().__getattr__("layer"), name)  # `attention_type` and the like
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        gates = self._gates[0]
-        route, following = gates.route, self._index + 1
-        if self._index == route.start and route.hidden is not None:
-            hidden_states = route.hidden
-        if self._index >= route.start:
-            if self._index in route.keep:
-                route.kept[self._index] = hidden_states
+        skip = self._skip[0]
+        current, following = skip.current, self._index + 1
+        if self._index == current.start and current.hidden is not None:
+            hidden_states = current.hidden
+        if self._index >= current.start:
+            if self._index in current.keep:
+                current.kept[self._index] = hidden_states
             out = self.layer(hidden_states, *args, **kwargs)
             self._tuple = isinstance(out, tuple)
         else:
-            passed = route.hidden if following == gates.count == route.start else hidden_states
+            passed = current.hidden if following == skip.count == current.start else hidden_states
             out = (passed,) if self._tuple else passed
-        if following == gates.count and following in route.keep:
-            route.kept[following] = out[0] if self._tuple else out
+        if following == skip.count and following in current.keep:
+            current.kept[following] = out[0] if self._tuple else out
         return out
 
 
-_IN_USE: WeakSet[nn.Module] = WeakSet()  # attention modules of models that engines decode on
-
-
-@contextmanager
-def in_use(model: nn.Module, attention: AttentionMap) -> Iterator[None]:
-    """The model is one run's as long as the block lasts.
-
-    Raises:
-        InputError: it is another run's.
-    """
-    refuse_in_use(model)
-    modules = [layer.attention for layer in attention]
-    _IN_USE.update(modules)
-    try:
-        yield
-    finally:
-        _IN_USE.difference_update(modules)
-
-
-def refuse_in_use(model: nn.Module) -> None:
-    """Refuse a model that an engine is decoding on.
-
-    Raises:
-        InputError: saying what to do.
-    """
-    if any(module in _IN_USE for module in model.modules()):
-        raise InputError("the engine is decoding on this model already; finish or close that run first")
-
-
-class Gates:
-    """Control over a model's decoder layers while `installed`.
+class LayerSkip:
+    """Control over which of a model's decoder layers run, while `installed`.
 
     Args:
-        model: a stock decoder-only model.
-        attention: its attention layers; they name the decoder layers.
+        model_map: of a stock decoder-only model; its attention layers name the decoder layers.
 
     Raises:
         InputError: the decoder layers are not the entries of one list, in order.
     """
 
-    def __init__(self, model: nn.Module, attention: AttentionMap) -> None:
-        self.route = Route()
-        self.count = len(attention)
-        modules = dict(model.named_modules())
+    def __init__(self, model_map: ModelMap) -> None:
+        self.current = PartialPass()
+        self.count = len(model_map.attention)
+        modules = dict(model_map.model.named_modules())
         holders = set()
-        for layer in attention:
+        for layer in model_map.attention:
             parts = layer.name.split(".")
             ends = [i for i in range(1, len(parts)) if isinstance(modules.get(".".join(parts[:i])), nn.ModuleList)]
             if not ends or parts[ends[0]] != str(layer.index):
@@ -124,10 +93,10 @@ class Gates:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put the gates in; take them out at the end."""
+        """Put skippable layers in; take them out at the end."""
         layers = list(self._list)
         for index, layer in enumerate(layers):
-            self._list[index] = _Gate(layer, index, self)
+            self._list[index] = _SkippableLayer(layer, index, self)
         try:
             yield
         finally:
@@ -135,11 +104,13 @@ class Gates:
                 self._list[index] = layer
 
     @contextmanager
-    def routed(self, start: int = 0, hidden: torch.Tensor | None = None, keep: Iterable[int] = ()) -> Iterator[Route]:
-        """Choose the layers of the forward passes inside the block; see `Route`."""
-        before = self.route
-        self.route = Route(start, hidden, frozenset(keep))
+    def running(
+        self, start: int = 0, hidden: torch.Tensor | None = None, keep: Iterable[int] = ()
+    ) -> Iterator[PartialPass]:
+        """Choose the layers of the forward passes inside the block; see `PartialPass`."""
+        before = self.current
+        self.current = PartialPass(start, hidden, frozenset(keep))
         try:
-            yield self.route
+            yield self.current
         finally:
-            self.route = before
+            self.current = before

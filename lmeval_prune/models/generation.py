@@ -10,12 +10,14 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.decoding import Engine, Request, Settings
+from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 
 Done = Callable[[int, str, list[int]], None]
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+_SAMPLING = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+)
 
 
 def samples(settings: dict[str, Any]) -> bool:
@@ -26,6 +28,11 @@ def samples(settings: dict[str, Any]) -> bool:
 def greedily(settings: dict[str, Any]) -> dict[str, Any]:
     """lm-eval's generation settings without those that sample."""
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
+
+
+def draw_of(seed: int, request: Any, repeat: int) -> list[Any]:
+    """What a drawn answer depends on beside the settings: the run's seed, and which try of which document it is."""
+    return [seed, request.task_name, request.doc_id, request.idx, repeat]
 
 
 def generate_until(
@@ -53,7 +60,7 @@ def generate_until(
     Raises:
         InputError: a generation setting is one that the engine does not know.
     """
-    prepared: dict[str, tuple[Settings, list[str]]] = {}
+    prepared: dict[str, tuple[SamplingParams, list[str]]] = {}
     asked = []
     for place, request in enumerate(requests):
         context, given = request.args
@@ -62,21 +69,21 @@ def generate_until(
         key = digest(given)
         if key not in prepared:
             prepared[key] = _settings(lm, given)
-        settings, _ = prepared[key]
-        room = lm.max_length - settings.max_new_tokens
+        params, _ = prepared[key]
+        room = lm.max_length - params.max_new_tokens
         if room <= 0:
             raise InputError(
-                f"max_gen_toks={settings.max_new_tokens} leaves no room for a prompt in max_length={lm.max_length}"
+                f"max_gen_toks={params.max_new_tokens} leaves no room for a prompt in max_length={lm.max_length}"
             )
         if not context:
             raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
         ids, seen = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
-        own = digest([seed, request.task_name, request.doc_id, request.idx, repeats[place]])
+        own = digest(draw_of(seed, request, repeats[place]))
         asked.append(
             Request(
                 tuple(ids[0][seen[0].bool()].tolist()),
                 masks[place] if masks else None,
-                settings,
+                params,
                 int(own, 16) & (1 << 63) - 1,
                 (place, key),
             )
@@ -89,7 +96,7 @@ def generate_until(
     return texts
 
 
-def _settings(lm: HFLM, given: dict[str, Any]) -> tuple[Settings, list[str]]:
+def _settings(lm: HFLM, given: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
     """The engine's settings for lm-eval's, over the model's generation config as in `generate`; and stop texts."""
     options: dict[str, Any] = dict(normalize_gen_kwargs(given, lm.max_gen_toks))
     end = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
@@ -106,7 +113,7 @@ def _settings(lm: HFLM, given: dict[str, Any]) -> tuple[Settings, list[str]]:
     unknown = config.update(**options)
     if unknown:
         raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
-    return Settings.of_generation_config(config, max_new_tokens=length, stop=tuple(until)), until
+    return SamplingParams.of_generation_config(config, stop=tuple(until), max_new_tokens=length), until
 
 
 def _text(lm: HFLM, tokens: list[int], until: list[str]) -> str:

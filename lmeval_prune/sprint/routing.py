@@ -6,29 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.architectures import AttentionMap
+from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.heads import parse_selectors
-from lmeval_prune.models.batched import greedily
-from lmeval_prune.sprint.outcomes import DENSE, OutcomeStore, pool_order, question_field
+from lmeval_prune.models.tries import DENSE, Tries
+from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
 from lmeval_prune.sprint.policies import POLICIES, Best, Nearest, Oracle, Policy, Random, RandomTop
 from lmeval_prune.sprint.router import Router
 
 
-class Routing:
+class Routing(Tries):
     """Orders a pool of heads for each question; the i-th try of a question takes the i-th.
 
     Args:
         router: folder of a fitted router, or `random`, `random_top`, `best`, `oracle`.
-        store: outcome store: of training questions for `random_top` and `best` (and the pool of `random`), of
+        router_store: outcome store: of training questions for `random_top` and `best` (and the pool of `random`), of
             the questions that are asked for `oracle`.
-        pool: heads for `random` (as for `heads=`), `dense` among them if wanted.
-        seed: of the random ones.
-        size: of `random_top`'s shortlist.
+        router_pool: heads for `random` (as for `heads=`), `dense` among them if wanted.
+        router_seed: of the random ones.
+        router_size: of `random_top`'s shortlist.
         question_field: field of a task's documents that holds the question; default the one that the router or the
             store was made with.
-        any_model: accept a router or store of another model, if it fits.
+        allow_other_model: accept a router or store of another model, if it fits.
 
     Raises:
         InputError: something is missing, or does not belong together.
@@ -37,19 +35,19 @@ class Routing:
     def __init__(
         self,
         router: str,
-        store: str | None = None,
-        pool: str | None = None,
-        seed: int = 0,
-        size: int = 16,
+        router_store: str | None = None,
+        router_pool: str | None = None,
+        router_seed: int = 0,
+        router_size: int = 16,
         question_field: str | None = None,
-        any_model: bool = False,
+        allow_other_model: bool = False,
     ) -> None:
-        self.any_model, self.source = any_model, router
+        super().__init__()
+        self.any_model, self.source = allow_other_model, router
         self.orders: dict[str, list[str]] = {}
-        self.masks: dict[str, HeadMask | None] = {DENSE: None}
         self.model: dict[str, Any] = {}
         self._random: tuple[str, int] | None = None
-        self.policy, made_with = self._policy(router, store, pool, int(seed), int(size))
+        self.policy, made_with = self._policy(router, router_store, router_pool, int(router_seed), int(router_size))
         self.question_field = question_field or made_with or "question"
 
     def _policy(
@@ -68,7 +66,7 @@ class Routing:
             raise InputError(f"router_pool is for router=random; router={router} takes its pool from router_store")
         if pool:
             self._random = (pool, seed)
-            parse_selectors([part for part in pool.split("+") if part != DENSE] or ["L0H0"])  # refuses nonsense now
+            head_names([part for part in pool.split("+") if part != DENSE] or ["L0H0"])  # refuses nonsense now
             return None, None  # until the model's heads are known
         if not store:
             extra = ", or router_pool=HEADS" if router == "random" else ""
@@ -83,21 +81,10 @@ class Routing:
         }
         return made[router](), outcomes.question_field
 
-    def fit_to(self, attention: AttentionMap, weights: str | None, mask: str) -> None:
-        """Check that this is the model that the router or the outcomes are of.
-
-        Args:
-            attention: of the model.
-            weights, mask: fingerprints of its weights and of the heads that are pruned anyway.
-
-        Raises:
-            InputError: it is another model, or has no such heads.
-        """
-        if (
-            self.model
-            and (self.model.get("weights"), self.model.get("mask", "")) != (weights, mask)
-            and not self.any_model
-        ):
+    def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
+        """Check that this is the model that the router or the outcomes are of; see the base class."""
+        made_for = (self.model.get("weights"), self.model.get("interventions", []))
+        if self.model and made_for != (weights, interventions) and not self.any_model:
             raise InputError(
                 f"router={self.source} was made for {self.model.get('name', 'another model')}, and this model's "
                 f"weights or heads differ; fit one for this model, or give allow_other_model=true if it fits"
@@ -105,19 +92,15 @@ class Routing:
         if self._random:
             text, seed = self._random
             parts = text.split("+")
-            heads = [head for s in parse_selectors([p for p in parts if p != DENSE]) for head in s.expand(attention)]
+            heads = Head.parse([part for part in parts if part != DENSE], model_map)
             self.policy = Random(pool_order([*map(str, heads), *([DENSE] if DENSE in parts else [])]), seed)
-        assert self.policy is not None
-        for name in self.policy.pool:
-            if name != DENSE:
-                self.masks[name] = HeadMask.parse(name)
-                self.masks[name].heads(attention)  # type: ignore[union-attr]
+        super().fit_to(model_map, weights, interventions)
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """JSON value that determines which head answers what."""
+    def pool(self) -> Sequence[str]:
+        """The policy's."""
         assert self.policy is not None
-        return {**self.policy.identity, "question_field": self.question_field}
+        return self.policy.pool
 
     def prepare(self, requests: Sequence[Any]) -> None:
         """Order the pool for the questions of these requests.
@@ -129,25 +112,18 @@ class Routing:
         questions: dict[str, None] = {}
         for request in requests:
             questions[self._question(request)] = None
-            if request.repeats > len(self.policy.pool):
+            if request.repeats > len(self.pool):
                 raise InputError(
                     f"task {request.task_name} has {request.repeats} tries, and the pool of router={self.source} only "
-                    f"{len(self.policy.pool)} heads; ask for fewer, or take a larger pool"
+                    f"{len(self.pool)} heads; ask for fewer, or take a larger pool"
                 )
         new = [question for question in questions if question not in self.orders]
         if new:
             self.orders |= dict(zip(new, self.policy.order(new), strict=True))
 
-    def head(self, request: Any, occurrence: int) -> str:
-        """The head of a request's try; copies beyond its tries (padding of ranks) begin again."""
-        return self.orders[self._question(request)][occurrence % request.repeats]
-
-    def record(self, requests: Sequence[Any]) -> None:
-        """Write what was done into each request's arguments, where `--log_samples` shows it: heads, and no sampling."""
-        for request in {id(request): request for request in requests}.values():
-            context, settings = request.args
-            heads = self.orders[self._question(request)][: request.repeats]
-            request.arguments = (context, {**greedily(settings), "heads": heads})
+    def order(self, request: Any) -> Sequence[str]:
+        """That of the request's question."""
+        return self.orders[self._question(request)]
 
     def _question(self, request: Any) -> str:
         document = request.doc or {}
@@ -163,4 +139,5 @@ class Routing:
         """For the results file."""
         assert self.policy is not None
         note = {"note": self.policy.note} if self.policy.note else {}
-        return {"source": self.source, "decoding": "greedy", "pool": self.policy.pool, **self.identity, **note}
+        made = {**self.policy.identity, "question_field": self.question_field}
+        return {"source": self.source, "decoding": "greedy", "pool": list(self.pool), **made, **note}

@@ -1,0 +1,74 @@
+"""By what a model is known again: its name, and a fingerprint of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def model_name(name_or_path: str) -> str:
+    """Name of a model, the same for `org/NAME`, a folder `…/NAME` and a hub cache folder of it.
+
+    A training checkpoint keeps its run's name: `…/RUN/checkpoint-500` is `RUN/checkpoint-500`.
+    """
+    parts = [part for part in name_or_path.replace("\\", "/").split("/") if part]
+    if len(parts) >= 3 and parts[-2] == "snapshots":
+        return parts[-3].rpartition("--")[2]
+    generic = len(parts) > 1 and re.fullmatch(r"(checkpoint|step|epoch)[-_]?\d+", parts[-1])
+    return "/".join(parts[-2:]) if generic else parts[-1] if parts else ""
+
+
+def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None) -> str | None:
+    """Digest of the values of all parameters and buffers: names, shapes, and two checksums of every tensor.
+
+    Values count, not how they are stored: bfloat16 weights loaded as float32 have the same fingerprint. The
+    checksums (a sum, and a sum weighted by place, modulo 2⁶⁴) are computed where the tensor is.
+
+    Args:
+        model: the model.
+        rounded_to: floating-point parameters are rounded to this type first: the fingerprint that the model has
+            when it is loaded so.
+
+    Returns:
+        None if a tensor has no data here (offloaded weights).
+    """
+    state = hashlib.sha256()
+    for name, tensor, is_weight in _tensors(model):
+        if tensor.is_meta:
+            return None
+        local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().reshape(-1)
+        sums = [0, 0]
+        for number, chunk in enumerate(local.split(2**22)):
+            if rounded_to and is_weight and chunk.is_floating_point():
+                chunk = chunk.to(rounded_to)
+            values = _bits(chunk)
+            places = torch.arange(1, len(values) + 1, device=values.device)
+            sums[0] += int(values.sum())
+            sums[1] += int((values * (places * 2654435761 + number)).sum())
+        state.update(f"{name}{tuple(tensor.shape)}{sums[0] % 2**64},{sums[1] % 2**64};".encode())
+    return state.hexdigest()[:16]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter, True
+    for name, buffer in model.named_buffers():
+        yield name, buffer, False
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Whole numbers that are equal where the values are; of a float64 the folded halves of its bits."""
+    if not values.is_floating_point():
+        words = values.contiguous().view(torch.uint8)
+        return words.to(torch.int64)
+    if values.dtype != torch.float64:
+        # every smaller type is a part of float32, which MPS has too
+        return (values.to(torch.float32) + 0.0).contiguous().view(torch.int32).to(torch.int64)
+    small = values.to(torch.float32)
+    exact = small.to(torch.float64) == values
+    wide = (values + 0.0).contiguous().view(torch.int64)
+    return torch.where(exact, (small + 0.0).contiguous().view(torch.int32).to(torch.int64), wide)

@@ -1,0 +1,1 @@
+"""Where models come from: embedded ones, and models without weights."""

@@ -1,0 +1,48 @@
+"""A model without weights: enough to read its layers and to check what is to be done to it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.errors import InputError, first_line
+
+
+def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> Any:
+    """The model of a configuration, on the meta device.
+
+    Args:
+        config: transformers' configuration; it is copied.
+        kind: auto class; default what suits the configuration.
+        trust_remote_code: as for `from_pretrained`.
+
+    Raises:
+        InputError: transformers has no class for it.
+    """
+    kinds = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModel)
+    kind = kind or next((k for k in kinds if type(config) in k._model_mapping), None)
+    if kind is None:
+        raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
+    with torch.device("meta"):
+        model: Any = kind.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    model.config._name_or_path = getattr(config, "_name_or_path", "")
+    return model
+
+
+def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
+    """As `skeleton`, by a model's name or folder.
+
+    Raises:
+        InputError: its configuration cannot be read, or transformers has no class for it.
+    """
+    try:
+        config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
+    return skeleton(config)

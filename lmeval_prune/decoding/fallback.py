@@ -1,0 +1,102 @@
+"""What is done for models that the engine does not run: transformers' `generate`, each row with its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.decoding.in_use import in_use
+from lmeval_prune.decoding.request import Request, SamplingParams
+from lmeval_prune.decoding.stopping import Stopping
+from lmeval_prune.interventions.row_masks import RowMasks
+
+
+class _Ended(StoppingCriteria):
+    """Ends rows where `Stopping` does."""
+
+    def __init__(self, stopping: Stopping, prompt: int, params: SamplingParams) -> None:
+        self.stopping, self.prompt, self.params = stopping, prompt, params
+        self.done: list[bool] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        answers = input_ids[:, self.prompt :].tolist()
+        self.done = self.done or [False] * len(answers)
+        for i, answer in enumerate(answers):
+            self.done[i] = self.done[i] or self.stopping.ended(answer, self.params)
+        return torch.tensor(self.done, device=input_ids.device)
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Answers requests by `generate`: greedy ones in batches, sampled ones alone, each by its seed.
+
+    Attributes:
+        model_map: of the model.
+        stopping: where answers end.
+        context: tokens that prompt and answer may have.
+        rows: of a batch.
+    """
+
+    model_map: ModelMap
+    stopping: Stopping
+    context: int
+    rows: int = 16
+
+    def decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
+        """Answers, batch by batch.
+
+        A batch has the same parameters and prompts of one length: some families (bloom, mpt) give other answers to
+        padded prompts.
+        """
+        batches: dict[Any, list[Request]] = {}
+        for place, request in enumerate(requests):
+            alone = place if request.params.do_sample else -1
+            batches.setdefault((request.params, len(request.prompt), alone), []).append(request)
+        model, masks = self.model_map.model, RowMasks()
+        with in_use(self.model_map), masks.applied_to(model, self.model_map), _plain_generation(model):
+            for (params, *_), group in batches.items():
+                for begin in range(0, len(group), self.rows):
+                    batch = group[begin : begin + self.rows]
+                    with torch.inference_mode(), masks.using([request.mask for request in batch]):
+                        answers = self._generate(batch, params)
+                    yield from zip(batch, answers, strict=True)
+
+    def _generate(self, batch: Sequence[Request], params: SamplingParams) -> list[list[int]]:
+        model: Any = self.model_map.model
+        device = next(model.parameters()).device
+        ids = torch.tensor([request.prompt for request in batch], device=device)
+        width = ids.shape[1]
+        ends = self.stopping.ends(params)
+        arguments = {**params.generation_settings(), "eos_token_id": list(ends) or None}
+        arguments["max_new_tokens"] = min(params.max_new_tokens, self.context - width)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(batch[0].seed)
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                pad_token_id=ends[0] if ends else 0,
+                stopping_criteria=StoppingCriteriaList([_Ended(self.stopping, width, params)]),
+                **arguments,
+            )
+        return [answer[: self._end(answer, params)] for answer in out[:, width:].tolist()]
+
+    def _end(self, answer: list[int], params: SamplingParams) -> int:
+        ends = (n for n in range(1, len(answer) + 1) if self.stopping.ended(answer[:n], params))
+        return next(ends, len(answer))
+
+
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    """No setting comes from the model's own generation config."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before

@@ -1,0 +1,361 @@
+"""Which sequences are decoded when, and what they share.
+
+A *prompt group* is all requests with one prompt. Its request with the highest first pruned layer (the unpruned
+one, if there is one) leads. The leader decodes like any sequence, and what enters the layers at which its siblings
+start to differ is kept. Each sibling then *follows* the leader: as long as it chooses the same tokens, all
+that it needs below its first pruned layer is known, so it runs the layers from there up, on the prompt and on
+a stretch of the leader's answer at once, and checks whether it would have written that stretch. Where it
+differs, it goes on alone, as one row of the common batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lmeval_prune.decoding.drafts import GrowingLookup, Lookup
+from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
+from lmeval_prune.decoding.sampling import Sampler, is_plain
+from lmeval_prune.decoding.sequence import PromptGroup, Sequence
+from lmeval_prune.decoding.stopping import Stopping
+from lmeval_prune.errors import InputError
+
+PASS = 2048  # tokens of prompts in one pass (or one prompt): rows that are being decoded never wait for long
+
+
+@dataclass
+class Statistics:
+    """What runs did, in counts."""
+
+    answers: int = 0
+    answer_tokens: int = 0
+    prompt_tokens: int = 0  # of leaders
+    follow_tokens: int = 0  # of prompts and leaders' answers, run by followers from their first layer up
+    followed: int = 0  # answer tokens that followers took over from their leader
+    steps: int = 0
+    step_rows: int = 0
+    step_tokens: int = 0
+    drafted: int = 0
+    draft_accepted: int = 0
+    alone: int = 0  # near-ties decided alone
+    layer_tokens: int = 0  # tokens × layers
+    head_tokens: int = 0  # tokens whose logits were computed
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which of the engine's ideas are used, and how far; for measurements of each.
+
+    Attributes:
+        share: whether requests with one prompt share what is equal among them.
+        follow: tokens of the leader's answer that a follower checks at a time; 0 shares the prompt only.
+        refill: whether a waiting request enters as soon as a row is free; else a batch ends as a whole.
+        drafts: at most so many tokens are proposed to a row by lookup; 0 for none.
+        budget: tokens of a decoding step up to which drafts are proposed. Default: measured, as the number of
+            tokens that take twice as long as one.
+
+    Raises:
+        InputError: a number is negative.
+    """
+
+    share: bool = True
+    follow: int = 16
+    refill: bool = True
+    drafts: int = 8
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("follow", "drafts", "budget"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise InputError(f"{name} must be at least 0, not {value}")
+
+
+@dataclass
+class Scheduler:
+    """Decodes prompt groups; see `Engine` and `Schedule` for the options."""
+
+    runner: ModelRunner
+    waiting: deque[PromptGroup]
+    sampler: Sampler
+    stopping: Stopping
+    statistics: Statistics
+    schedule: Schedule
+    budget: int
+    deterministic: bool
+    leaders: int  # with followers, at most, at a time
+    ready: deque[PromptGroup] = field(default_factory=deque)  # their leaders have gone ahead, followers wait
+    active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
+
+    def answers(self) -> Iterator[Sequence]:
+        """Sequences as they end."""
+        before = (self.statistics.layer_tokens, self.statistics.head_tokens)
+        while self.waiting or self.ready or self.active:
+            with torch.inference_mode():
+                if self.schedule.refill or not self.active:
+                    self._admit()
+                if not any(row.ended for row in self.active):
+                    self._step()
+                ended = self._leave()
+            self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
+            self.statistics.head_tokens = before[1] + self.runner.head_tokens
+            yield from ended
+
+    # ------------------------------------------------------------------ coming and going
+
+    def _admit(self) -> None:
+        """Fill free slots: first with followers whose leader has gone ahead, then with new leaders.
+
+        Where these are all there are, and slots for all their followers are free, followers do not wait for the rest of
+        their leaders' answers: steps with few rows cost more than what they would take over. Rows that are being
+        decoded wait for one pass of prompts, and for its followers to check their leaders' answers.
+        """
+        others_wait = bool(self.active)
+        while len(self.active) < self.runner.cache.count:
+            if self.ready:
+                self._start_followers()
+            elif not self._start_leaders():
+                leading = [row.group for row in self.active if row.kept_layers()]
+                free = self.runner.cache.count - len(self.active)
+                if self.waiting or not leading or sum(len(group.followers) for group in leading) > free:
+                    return
+                for group in leading:
+                    self._let_follow(group)
+                continue
+            if others_wait:
+                return
+
+    def _room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
+        """Whether `row` can start in a pass that has so many tokens, and computes so many logits, already."""
+        fits = tokens + len(row.request.prompt) + (self._follow_tokens if logits else 0) <= PASS and logits < PASS // 4
+        return len(self.active) < self.runner.cache.count and (fits or not tokens)
+
+    def _enter(self, row: Sequence) -> Sequence:
+        row.slot = len(self.active)
+        self.active.append(row)
+        return row
+
+    def _start_leaders(self) -> bool:
+        """Run the prompts of new leaders, if there are any; no more lead at once than memory holds what is kept of."""
+        leading = sum(bool(row.kept_layers()) for row in self.active)
+        rows: list[Sequence] = []
+        tokens = 0
+        while self.waiting and self._room(self.waiting[0].leader, tokens):
+            group = self.waiting[0]
+            if group.followers and leading >= self.leaders:
+                break
+            leading += bool(group.followers)
+            tokens += len(group.leader.request.prompt)
+            rows.append(self._enter(self.waiting.popleft().leader))
+        prompts = [row.request.prompt for row in rows]
+        if rows:
+            logits = self._forward(rows, prompts, [len(prompt) - 1 for prompt in prompts])
+            picks = self._picks(logits, rows)
+        for i, row in enumerate(rows):
+            row.stored = len(prompts[i])
+            self.statistics.prompt_tokens += row.stored
+            self._take(row, logits[i : i + 1], [], picks[i : i + 1])
+            if not self._follow_tokens:
+                self._let_follow(row.group)
+        return bool(rows)
+
+    def _let_follow(self, group: PromptGroup) -> None:
+        """Keep what followers need of their leader's slot, and let them start."""
+        if group.followers and not group.led:
+            leader = group.leader
+            group.led = leader.tokens if self._follow_tokens else list(leader.request.prompt)
+            group.shared = self.runner.cache.take(leader.slot, leader.stored, group.followers[0].first)
+            self.ready.append(group)
+
+    def _start_followers(self) -> None:
+        """Start followers with one first layer: run the prompt and the leader's answer from there up."""
+        first = self.ready[0].followers[0].first
+        rows: list[Sequence] = []
+        known: dict[int, torch.Tensor] = {}  # what entered layer `first` at all tokens of `led` but the last
+        tokens = logits = 0
+        for group in self.ready:
+            while (
+                group.followers and group.followers[0].first == first and self._room(group.followers[0], tokens, logits)
+            ):
+                rows.append(self._enter(group.followers.popleft()))
+                known.setdefault(id(group), torch.cat(group.kept[first]))
+                tokens += len(rows[-1].request.prompt) + self._follow_tokens
+                logits += 1 + self._follow_tokens
+        following = rows
+        while following:
+            following = self._follow(following, first, [known[id(row.group)] for row in following])
+        for row in rows:
+            group = row.group
+            self.runner.cache.put(row.slot, group.shared, min(row.stored, len(known[id(group)])), first)
+            self.statistics.followed += _common(row.tokens, group.led) - len(row.request.prompt)
+        for group in [group for group in self.ready if not group.followers]:
+            self.ready.remove(group)
+            group.shared, group.kept = [], {}
+
+    def _follow(self, rows: list[Sequence], first: int, known: list[torch.Tensor]) -> list[Sequence]:
+        """Check a stretch of the leader's answer in each row; returns the rows that would have written it all."""
+        stretches, hidden, skips = [], [], []
+        for row, kept in zip(rows, known, strict=True):
+            prompt, place = len(row.request.prompt), row.stored
+            until = min(max(place, prompt) + self._follow_tokens, len(kept))
+            stretches.append(row.group.led[place:until])
+            hidden.append(kept[place:until])
+            skips.append(max(prompt - 1 - place, 0))  # from the prompt's last token on, logits say what comes next
+        logits = self._forward(rows, stretches, skips, first, torch.cat(hidden))
+        picks = self._picks(logits, rows)
+        still, at = [], 0
+        for row, kept, stretch, skip in zip(rows, known, stretches, skips, strict=True):
+            led, until = row.group.led, row.stored + len(stretch)
+            lines = slice(at, at + len(stretch) - skip)
+            at = lines.stop
+            row.stored += skip + 1
+            self._take(row, logits[lines], led[row.stored : until], picks[lines])
+            if not row.ended and until < len(kept) and row.tokens == led[: until + 1]:
+                still.append(row)
+        self.statistics.follow_tokens += sum(map(len, stretches))
+        return still
+
+    def _leave(self) -> list[Sequence]:
+        """Take ended rows out; the last rows move into their slots."""
+        ended = [row for row in reversed(self.active) if row.ended]  # reversed: no ended row is moved
+        for row in ended:
+            group = row.group
+            group.left -= 1
+            if row is group.leader:
+                self._let_follow(group)
+            if self.schedule.drafts and group.left:
+                group.answers = group.answers or Lookup()
+                group.answers.add(row.tokens)
+            self._close(row.slot)
+        self.statistics.answers += len(ended)
+        self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
+        return ended
+
+    def _close(self, hole: int) -> None:
+        """Fill a free slot: rows stay in the first slots, and longer ones stay, block by block, before shorter ones.
+
+        Each block gives its longest row to the block before it, the last one the last row.
+        """
+        block = self.runner.cache.block
+        while following := self.active[(hole // block + 1) * block :][:block]:
+            hole = self._move(max(following, key=lambda row: row.stored), hole)
+        if hole < len(self.active) - 1:
+            self._move(self.active[-1], hole)
+        self.active.pop()
+
+    def _move(self, row: Sequence, slot: int) -> int:
+        """Move a row to a free slot; returns the slot that becomes free."""
+        self.runner.cache.move(row.slot, slot, row.stored)
+        free, row.slot, self.active[slot] = row.slot, slot, row
+        return free
+
+    # ------------------------------------------------------------------ computing
+
+    def _forward(
+        self, rows: Items[Sequence], tokens: Items[Items[int]], skips: Items[int] | None = None, *args: Any
+    ) -> torch.Tensor:
+        """Run new tokens of some rows, keep what their followers need, and return the logits."""
+        batch = [
+            Chunk(row.slot, row.stored, row.mask, new, skip, row.kept_layers())
+            for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
+        ]
+        logits, kept = self.runner.forward(batch, *args)
+        for row, found in zip(rows, kept, strict=True):
+            for layer, hidden in found.items():
+                row.group.kept.setdefault(layer, []).append(hidden)
+        return logits
+
+    def _step(self) -> None:
+        """One more token for every row, or several where drafts are right."""
+        rows = self.active
+        drafts = self._proposals(rows)
+        logits = self._forward(rows, [[row.answer[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
+        self.statistics.steps += 1
+        self.statistics.step_rows += len(rows)
+        self.statistics.step_tokens += len(logits)
+        picks = self._picks(logits, rows)
+        at = 0
+        for row, draft in zip(rows, drafts, strict=True):
+            lines = slice(at, at + 1 + len(draft))
+            at = lines.stop
+            row.stored += 1
+            taken = self._take(row, logits[lines], draft, picks[lines])
+            self.statistics.drafted += len(draft)
+            self.statistics.draft_accepted += taken - 1
+            for layer in row.kept_layers():  # without what was kept for rejected drafts
+                pieces = row.group.kept[layer]
+                pieces[-1] = pieces[-1][:taken]
+
+    def _proposals(self, rows: Items[Sequence]) -> list[list[int]]:
+        """Drafts by lookup, as long as the step stays within the budget."""
+        found: list[list[int]] = [[] for _ in rows]
+        room = self.budget - len(rows)
+        if not self.schedule.drafts or room <= 0:
+            return found
+        each = min(self.schedule.drafts, max(1, room // len(rows)))
+        for i, row in enumerate(rows):
+            left = min(each, room, self._limit(row) - len(row.answer) - 1)
+            if left <= 0:
+                continue
+            tokens = row.tokens
+            row.own = row.own or GrowingLookup()
+            row.own.extend(tokens[len(row.own.text) :])
+            size, found[i] = row.own.propose(tokens, left)
+            if row.group.answers:
+                longer, other = row.group.answers.propose(tokens, left)
+                found[i] = other if longer >= size else found[i]
+            room -= len(found[i])
+        return found
+
+    @property
+    def _follow_tokens(self) -> int:
+        return self.schedule.follow if self.schedule.share else 0
+
+    def _limit(self, row: Sequence) -> int:
+        return min(row.request.params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
+
+    def _picks(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[int]:
+        """The largest logit's token for each line, if some row wants just that."""
+        if any(is_plain(row.request.params) for row in rows):
+            # as `generate` does it: float32, whatever the model's type
+            return logits.float().argmax(-1).tolist()
+        return [-1] * len(logits)
+
+    def _take(self, row: Sequence, logits: torch.Tensor, draft: Items[int], picks: Items[int]) -> int:
+        """Choose tokens from the logits, as long as the drafts are right.
+
+        Args:
+            row: its `stored` counts the tokens up to the first of these logits; right drafts are added to it.
+            logits: (1 + drafts, vocabulary).
+            draft: tokens that the logits after the first assume.
+            picks: tokens of the largest logits.
+
+        Returns:
+            How many tokens were added to the answer.
+        """
+        for i, pick in enumerate(picks):
+            token = self._choose(row, logits[i], pick)
+            row.answer.append(token)
+            row.ended = self.stopping.ended(row.answer, row.request.params) or len(row.answer) >= self._limit(row)
+            if row.ended or i == len(draft) or token != draft[i]:
+                break
+            row.stored += 1
+        return i + 1
+
+    def _choose(self, row: Sequence, logits: torch.Tensor, pick: int) -> int:
+        if self.deterministic and self.sampler.near_tie(logits, row.request, row.answer):
+            self.statistics.alone += 1
+            logits = self.runner.alone(row.tokens, row.mask)
+            pick = int(logits.float().argmax())
+        return pick if is_plain(row.request.params) else self.sampler.choose(logits, row.request, row.answer)
+
+
+def _common(one: Items[int], other: Items[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,79 @@
+"""Whether the engine runs a model: its logits are compared with the model's own, path by path."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.decoding.in_use import refuse_in_use
+from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
+from lmeval_prune.errors import first_line
+from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions.attention_call import UnsupportedAttention
+from lmeval_prune.interventions.table import method_name
+
+logger = logging.getLogger(__name__)
+
+
+def why_unsupported(model_map: ModelMap) -> str | None:
+    """Why a model, with what is applied to it, is left to `generate`; None if the engine runs it."""
+    refuse_in_use(model_map.model)
+    try:
+        _check(model_map)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model that works otherwise raises in our hands
+        reason = first_line(error).removeprefix("UnsupportedAttention: ")
+        logger.warning(
+            "%s is decoded by plain generate, each row with its mask: %s", model_map.model_type or "the model", reason
+        )
+        return reason
+    return None
+
+
+def _check(model_map: ModelMap) -> None:
+    """Compare logits on a few tokens in two rows.
+
+    Raises:
+        UnsupportedAttention: they differ, or the model is one that such a check cannot judge.
+    """
+    model: Any = model_map.model
+    for one in interventions_on(model):
+        if not one.tokenwise:
+            raise UnsupportedAttention(f"{method_name(type(one))} does not say that it treats each token by itself")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedAttention("its layers are on several devices")
+    config = model.config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise UnsupportedAttention(f"it has layers of type {', '.join(sorted(others))}")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
+        if rope.get("rope_type") in ("dynamic", "longrope"):  # turns every row by the longest one's length
+            raise UnsupportedAttention(f"its positions are scaled by the longest row ({rope['rope_type']})")
+    tokens = [7 * i % config.vocab_size for i in range(12)]
+    (layer,) = middle = frozenset({len(model_map.attention) // 2})
+    (device,) = devices
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
+        with ModelRunner.on(model_map, KVCache(2, 12), [None]) as runner:
+
+            def both(start: int, stop: int, skip: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
+                batch = [Chunk(slot, start, 0, tokens[start:stop], skip, **kwargs) for slot in (0, 1)]
+                logits, kept = runner.forward(batch, *args)
+                hidden.append(kept)
+                return logits.unflatten(0, (2, -1)).float() - expected[start + skip : stop]
+
+            hidden: list[Any] = []
+            differences = [both(0, 8, keep=middle), both(8, 11, 2), both(11, 12)]
+            again = torch.cat([kept[layer] for kept in hidden[0]])
+            differences.append(both(0, 8, 5, layer, again))
+    difference = max(float(part.abs().max()) for part in differences)
+    share = 0.05 if next(model.parameters()).element_size() < 4 else 1e-3
+    if not difference <= share * float(expected.abs().max()):  # not-a-number is a difference too
+        raise UnsupportedAttention(f"its logits would differ by {difference:.2g}")

@@ -1,0 +1,168 @@
+"""The one attention function that we register with transformers.
+
+Whatever needs queries, keys and values after rotary embedding goes through it: *handlers* stand in front of a layer's
+attention (a token filter, a probe of its entropy), the last one put in first; behind them, in place of the attention
+itself, there may be a *store* of keys and values (the decoding engine's). So a handler works with the model's own
+attention and with the engine's alike.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.errors import InputError
+
+NAME = "lmeval_prune"  # ours among transformers' attention functions; masks are the store's business
+IN_FRONT = ("sdpa", "eager")  # implementations that handlers can stand in front of
+
+Attended = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class UnsupportedAttention(Exception):  # noqa: N818 - a reason to fall back, not a failure
+    """A model's attention asks for something that is not done here."""
+
+
+@dataclass
+class AttentionCall:
+    """What an attention module asks for.
+
+    Attributes:
+        module: the attention module.
+        query: (batch, heads, tokens, width).
+        key, value: (batch, key-value heads, keys, width), after rotary embedding, as they are cached.
+        mask: the model's own mask, as its implementation wants it (None may mean causal); always None before a store.
+        options: `scaling`, `softcap`, `sliding_window`, `dropout` and the like.
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+
+Attend = Callable[[AttentionCall], Attended]
+Handler = Callable[[AttentionCall, Attend], Attended]
+
+
+@dataclass
+class _Wiring:
+    original: str
+    handlers: list[Handler] = field(default_factory=list)
+    store: Attend | None = None
+
+
+_WIRED: WeakKeyDictionary[nn.Module, _Wiring] = WeakKeyDictionary()  # attention modules that call us
+
+
+def put_in_front(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
+    """Let `handler(call, attend)` answer all attention calls of a model until `stack` closes.
+
+    It may change the call, call `attend` or not, and change what comes back: attention outputs (batch, tokens, heads,
+    width), and weights or None.
+
+    Raises:
+        InputError: the model does not call attention functions, or uses one that nothing can stand in front of.
+    """
+    check_attention_calls(model_map)
+    _wire(model_map, stack)
+    for layer in model_map.attention:
+        handlers = _WIRED[layer.module].handlers
+        handlers.append(handler)
+        stack.callback(handlers.remove, handler)
+
+
+def check_attention_calls(model_map: ModelMap) -> None:
+    """Refuse a model whose attention cannot be handled; on a model without weights, too.
+
+    Raises:
+        InputError: saying why.
+    """
+    model: Any = model_map.model
+    model = getattr(model, "get_base_model", lambda: model)()  # PEFT
+    if not type(model)._can_set_attn_implementation():
+        raise InputError(f"{model_map.model_type} models do not compute attention through transformers' interface")
+    implementation = model.config._attn_implementation
+    if implementation not in (NAME, *IN_FRONT, *map(_in_front, IN_FRONT)):
+        raise InputError(f"attn_implementation={implementation} cannot be intercepted; use {' or '.join(IN_FRONT)}")
+
+
+def replace_attention(model_map: ModelMap, store: Attend, stack: ExitStack) -> None:
+    """Let `store` compute the attention of all layers, behind what stands in front, until `stack` closes."""
+    _wire(model_map, stack)
+    for layer in model_map.attention:
+        wiring = _WIRED[layer.module]
+        stack.callback(setattr, wiring, "store", wiring.store)
+        wiring.store = store
+    _name_implementation(model_map, NAME, stack)
+
+
+def _wire(model_map: ModelMap, stack: ExitStack) -> None:
+    """Make a model call us."""
+    if all(layer.module in _WIRED for layer in model_map.attention):
+        return
+    original = model_map.model.config._attn_implementation
+    for layer in model_map.attention:
+        _WIRED[layer.module] = _Wiring(original)
+        stack.callback(_WIRED.pop, layer.module)
+    _name_implementation(model_map, _in_front(original), stack)
+
+
+def _in_front(original: str) -> str:
+    return f"{NAME}_{original}"
+
+
+def _name_implementation(model_map: ModelMap, name: str, stack: ExitStack) -> None:
+    configs = {id(module.config): module.config for module in model_map.model.modules() if hasattr(module, "config")}
+    for config in configs.values():
+        if hasattr(config, "_attn_implementation"):
+            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            config._attn_implementation = name
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> Attended:
+    """What transformers calls."""
+    wiring = _WIRED.get(module)
+    if wiring is None:
+        raise UnsupportedAttention("its attention is computed by modules that are not known")
+    attend: Attend = wiring.store or _original
+    for handler in wiring.handlers:
+        attend = _after(handler, attend)
+    return attend(AttentionCall(module, query, key, value, attention_mask, options))
+
+
+def _after(handler: Handler, attend: Attend) -> Attend:
+    return lambda call: handler(call, attend)
+
+
+def _original(call: AttentionCall) -> Attended:
+    """The model's own attention."""
+    family: Any = sys.modules[type(call.module).__module__]
+    eager: Any = getattr(family, "eager_attention_forward", None)
+    function: Any = AttentionInterface().get_interface(_WIRED[call.module].original, eager)
+    attended: Attended = function(call.module, call.query, call.key, call.value, call.mask, **call.options)
+    return attended
+
+
+AttentionInterface.register(NAME, _attend)
+for _implementation in IN_FRONT:
+    AttentionInterface.register(_in_front(_implementation), _attend)
+    AttentionMaskInterface.register(_in_front(_implementation), AttentionMaskInterface()[_implementation])

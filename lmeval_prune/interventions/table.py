@@ -1,0 +1,22 @@
+"""The methods by the names of their model_args. A line a method; nothing is imported before it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+METHODS = {
+    "heads": "lmeval_prune.interventions.head_mask:HeadMask",
+}
+
+
+def method_class(name: str) -> Any:
+    """The class of a method."""
+    module, _, attribute = METHODS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def method_name(kind: type) -> str:
+    """Name of a class in the table; of one that is not there, its own."""
+    path = f"{kind.__module__}:{kind.__qualname__}"
+    return next((name for name, target in METHODS.items() if target == path), path)

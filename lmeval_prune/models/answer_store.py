@@ -1,0 +1,271 @@
+"""The one store of answers (`responses=FOLDER`); a sweep's folder is one, too.
+
+lm-eval's own cache keys an answer by prompt and generation settings alone. Here it is keyed by all that it depends
+on, and by nothing else: the request's kind, prompt and settings, the model (weights, tokenizer, type, other
+arguments), what is applied to it (for a try under a head: that head), and, where it is drawn, the seed. Not by the
+task, the try's number, or the router that chose the head: whoever asks the same finds it.
+
+    answers.json      schema
+    rank-*.jsonl      answers as they come, a file a process; a line that a kill cut short is ignored
+    answers.parquet   answers of runs that have been compacted
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+from filelock import FileLock, Timeout
+
+from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
+from lmeval_prune.errors import InputError
+
+logger = logging.getLogger(__name__)
+SCHEMA = "lmeval-prune/answers"
+SCHEMA_VERSION = 1
+FILES = ("answers.", "rank-")  # ours begin so
+BESIDE = ("store.json", "questions.parquet", "cells.parquet")  # an outcome store's, in the same folder
+Answered = Callable[[str, tuple[Any, ...], Any], None]
+
+_TABLE = pa.schema(
+    [
+        ("key", pa.string()),
+        ("kind", pa.string()),
+        ("task", pa.string()),
+        ("prompt", pa.string()),  # a digest
+        ("head", pa.string()),
+        ("response", pa.string()),  # JSON
+        ("tokens", pa.list_(pa.uint32())),
+    ]
+)
+
+
+class AnswerStore:
+    """Answers of one or more runs in a folder.
+
+    Args:
+        folder: made if it does not exist.
+        rank: this process; it alone writes `rank-RANK.jsonl`.
+
+    Attributes:
+        known: key → response.
+
+    Raises:
+        InputError: the folder holds something else, or another run is writing to it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int = 0) -> None:
+        self.folder = Path(folder)
+        about = self.folder / "answers.json"
+        self.path = self.folder / f"rank-{rank}.jsonl"
+        self._lock = FileLock(self.folder / f".rank-{rank}.lock")
+        self._file: Any = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES, *BESIDE))]
+            if foreign and not about.exists():
+                raise InputError(f"{folder} holds {foreign[0]} and is not an answer store; give a new folder")
+            if about.exists():
+                read_artefact(about, SCHEMA, SCHEMA_VERSION)
+            self._lock.acquire(timeout=0)
+            if not about.exists():  # several ranks may do this at once; they write the same
+                write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
+        except Timeout:
+            raise InputError(f"another run is writing to {self.path}; wait for it, or give another folder") from None
+        except OSError as error:
+            raise InputError(
+                f"responses={folder} cannot be used ({error}); give a folder that can be written"
+            ) from error
+        self.known: dict[str, Any] = {record["key"]: record["response"] for record in read_answers(self.folder)}
+
+    def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
+        """Write one answer; it is with the operating system when this returns."""
+        self.known[key] = response
+        if self._file is None:
+            cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a line was cut short
+            self._file = self.path.open("a", encoding="utf-8")
+            self._file.write("\n" if cut and self.path.stat().st_size else "")
+        self._file.write(json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file and let other runs write."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._lock.release()
+
+    def compact(self) -> None:
+        """Move all processes' lines into `answers.parquet`, by key; only while no other process writes."""
+        if not any(self.folder.glob("rank-*.jsonl")):
+            return
+        records = {record["key"]: record for record in read_answers(self.folder)}
+        rows = [
+            {**records[key], "response": json.dumps(records[key]["response"], ensure_ascii=False)}
+            for key in sorted(records)
+        ]
+        write_table(self.folder / "answers.parquet", pa.Table.from_pylist(rows, _TABLE))
+        for path in self.folder.glob("rank-*.jsonl"):
+            path.unlink()
+
+
+def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
+    """All answers of a store, but lines that a kill cut short.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    for row in read_table(folder / "answers.parquet", _TABLE).to_pylist():
+        yield {**row, "response": json.loads(row["response"])}
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                if isinstance(record, dict) and isinstance(record.get("key"), str) and "response" in record:
+                    yield record
+
+
+def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
+    """A parquet file as an Arrow table; empty, if there is none.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        return parquet.read_table(path, columns=columns)
+    except FileNotFoundError:
+        return schema.empty_table()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"{path} cannot be read ({error}); the store is damaged") from None
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a parquet file atomically."""
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer, compression="zstd", row_group_size=16384)
+    write_bytes(path, buffer.getvalue())
+
+
+class Recorder:
+    """A cache hook (lm-eval's word) that stores each response when the model reports it.
+
+    lm-eval's model class calls `add_partial(attr, args, response)` as soon as a request is answered.
+    """
+
+    def __init__(self, inner: Any, answered: Answered) -> None:
+        self.inner = inner
+        self.answered = answered
+
+    def add_partial(self, attr: str, req: Iterable[Any], res: Any) -> None:
+        """Pass a response on to the store and to lm-eval's own hook."""
+        self.answered(attr, tuple(req), res)
+        self.inner.add_partial(attr, req, res)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Requests whose answers are not stored yet, no two with one key.
+
+    Attributes:
+        requests, keys: the requests and their keys in the store.
+        repeats: of each, how many requests for the same document came before it.
+        answered: to be called as lm-eval's cache hook is, as soon as some request has its response.
+        record: to be called with a key, its response and further columns, where it is known which request was answered.
+    """
+
+    requests: list[Any]
+    keys: list[str]
+    repeats: list[int]
+    answered: Answered
+    record: Callable[..., None]
+
+
+def occurrences(requests: Iterable[Any]) -> list[int]:
+    """Of each request, how many for the same task, document and index came before it."""
+    seen: dict[tuple[Any, ...], int] = defaultdict(int)
+    found = []
+    for request in requests:
+        place = (request.task_name, request.doc_id, request.idx)
+        found.append(seen[place])
+        seen[place] += 1
+    return found
+
+
+def answer(
+    store: AnswerStore,
+    requests: Sequence[Any],
+    kind: str,
+    depends_on: Callable[[Any, int], tuple[dict[str, Any], str]],
+    run: Callable[[Missing], list[Any]],
+    any_rank: Callable[[bool], bool] = bool,
+) -> tuple[list[Any], list[str]]:
+    """Answer requests from the store, run the rest, and store each as it comes.
+
+    Args:
+        store: the store.
+        requests: lm-eval Instances; the same Instance stands N times for N repeats.
+        kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
+        depends_on: of a request and its repeat, a JSON value of all that its answer depends on, and what is written
+            beside the answer as `head`.
+        run: answers the requests that are missing, and reports each as it is answered.
+        any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
+            inside a call, so while one rank has work, each makes the call (with a request it needs not).
+
+    Returns:
+        Responses in the order of `requests`, and their keys.
+    """
+    repeats = occurrences(requests)
+    keys: list[str] = []
+    about: dict[str, dict[str, Any]] = {}
+    missing: dict[str, int] = {}
+    for place, (request, repeat) in enumerate(zip(requests, repeats, strict=True)):
+        depends, head = depends_on(request, repeat)
+        keys.append(key := digest({"kind": kind, **depends}))
+        if key not in store.known and key not in missing:
+            missing[key] = place
+            prompt = digest(request.args[0])
+            about[key] = {"kind": kind, "task": request.task_name, "prompt": prompt, "head": head}
+    if stored := sum(key in store.known for key in keys):
+        logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
+    pending: dict[str, deque[str]] = defaultdict(deque)
+    for key, place in missing.items():
+        pending[_text(requests[place].args)].append(key)
+
+    def answered(attr: str, args: tuple[Any, ...], response: Any) -> None:
+        queue = pending.get(_text(args))
+        if attr == kind and queue:
+            record(queue.popleft(), response)
+
+    def record(key: str, response: Any, **columns: Any) -> None:
+        store.add(key, response, {**about[key], **columns})
+
+    def part(places: Iterable[int], *reports: Any) -> Missing:
+        chosen = list(places)
+        asked, named = [requests[i] for i in chosen], [keys[i] for i in chosen]
+        return Missing(asked, named, [repeats[i] for i in chosen], *reports)
+
+    if any_rank(bool(missing)) and not missing:
+        run(part([0], lambda *_: None, lambda *_, **__: None))
+    if missing:
+        responses = run(part(missing.values(), answered, record))
+        for key, response in zip(missing, responses, strict=True):
+            if key not in store.known:  # the model did not report this one on its own
+                record(key, response)
+    restore = tuple if kind == "loglikelihood" else lambda x: x
+    return [restore(store.known[key]) for key in keys], keys
+
+
+def _text(args: Iterable[Any]) -> str:
+    return json.dumps(list(args), sort_keys=True, default=str)

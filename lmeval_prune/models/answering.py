@@ -1,0 +1,171 @@
+"""How requests of lm-eval's are answered: from the store, by the decoding engine, or by lm-eval's own model class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from lm_eval.models.huggingface import HFLM
+
+from lmeval_prune.artefacts import digest
+from lmeval_prune.errors import InputError
+from lmeval_prune.models import generation
+from lmeval_prune.models.answer_store import AnswerStore, Missing, Recorder, answer, occurrences
+from lmeval_prune.models.arguments import joined
+from lmeval_prune.models.tries import DENSE
+
+
+class Answering:
+    """Answers the requests of one model.
+
+    Args:
+        lm: the `PrunedHFLM`.
+
+    Attributes:
+        store: of answers, if there is one.
+
+    Raises:
+        InputError: the tries' heads do not fit the model, or answers cannot be stored.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        self._lm = ref(lm)  # no circle: the model ends, and what it applied, when nobody else holds it
+        self.tries = lm.given.tries
+        self._identities: dict[str, list[Any]] = {}
+        self._model = ""
+        if self.tries:
+            self.tries.fit_to(lm.model_map, lm.weights, self.interventions())
+        folder = lm.given.responses
+        self.store = AnswerStore(folder, lm.rank) if folder else None
+        if self.store:
+            self._model = digest(lm.identity)  # refuses what cannot be told apart, before anything is computed
+
+    @property
+    def lm(self) -> Any:
+        """The model."""
+        return self._lm()
+
+    def close(self) -> None:
+        """Release the store."""
+        if self.store:
+            self.store.close()
+
+    def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        """Responses to requests of one kind.
+
+        Raises:
+            InputError: tries are to score given texts, or a setting cannot be used.
+        """
+        if self.tries is None:
+            return self._answer(kind, requests, disable_tqdm)[0]
+        if kind != "generate_until":
+            raise InputError("router= answers generative tasks only; leave out tasks that score given texts")
+        self.tries.prepare(requests)
+        responses, keys = self._answer(kind, requests, disable_tqdm)
+        self._record(requests, keys)
+        return responses
+
+    # ------------------------------------------------------------------ what an answer depends on
+
+    def interventions(self, head: str = DENSE) -> list[Any]:
+        """Identities of what is applied to the model in a try under a head, and of the layers that it names."""
+        if head not in self._identities:
+            mask = self.tries.masks[head] if self.tries and head != DENSE else None
+            everything = joined([*self.lm.given.interventions, *([mask] if mask else [])])
+            found: list[Any] = [one.identity(self.lm.model_map) for one in everything]
+            self._identities[head] = [*found, digest(self.lm.model_map.signature())] if found else []
+        return self._identities[head]
+
+    def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
+        """JSON value of everything that an answer depends on; and the head of the try."""
+        arguments = list(request.args)
+        head = self.tries.head(request, repeat) if self.tries else DENSE
+        drawn: list[Any] = []
+        if kind == "generate_until":
+            if self.tries or not generation.samples(arguments[1]):
+                arguments[1] = generation.greedily(arguments[1])
+            else:  # the engine's draws are others than `generate`'s
+                drawn = [self.lm.given.engine.engine, *generation.draw_of(self.lm.seed, request, repeat)]
+        applied = self.interventions(head)
+        return {"model": self._model, "interventions": applied, "request": arguments, "drawn": drawn}, head
+
+    # ------------------------------------------------------------------ answering
+
+    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> tuple[list[Any], list[str]]:
+        """Responses, and their keys in the store, if there is one."""
+        lm = self.lm
+        on_engine = kind == "generate_until" and lm.engine is not None
+        if self.store is None and on_engine:
+
+            def pass_on(place: int, text: str, _: list[int]) -> None:
+                lm.cache_hook.add_partial(kind, requests[place].args, text)
+
+            return self._batched(requests, occurrences(requests), pass_on, disable_tqdm), []
+        if self.store is None:
+            return getattr(HFLM, kind)(lm, requests, disable_tqdm=disable_tqdm), []
+
+        def run(missing: Missing) -> list[Any]:
+            if not on_engine:
+                return self._plainly(kind, missing, disable_tqdm)
+
+            def keep(place: int, text: str, tokens: list[int]) -> None:
+                missing.record(missing.keys[place], text, tokens=tokens)
+
+            return self._batched(missing.requests, missing.repeats, keep, disable_tqdm)
+
+        def depends_on(request: Any, repeat: int) -> tuple[dict[str, Any], str]:
+            return self._depends_on(kind, request, repeat)
+
+        return answer(self.store, requests, kind, depends_on, run, lm.any_rank)
+
+    def _plainly(self, kind: str, missing: Missing, disable_tqdm: bool) -> list[Any]:
+        """By lm-eval's own model class, which reports each answer as it comes."""
+        lm = self.lm
+
+        def compute(requests: list[Any]) -> list[Any]:
+            return list(getattr(HFLM, kind)(lm, requests, disable_tqdm=disable_tqdm))
+
+        hook, schedule = lm.cache_hook, lm.batch_schedule
+        lm.cache_hook = Recorder(hook, missing.answered)
+        lm.batch_schedule = min(schedule, len(missing.requests))  # lm-eval divides the requests by it
+        try:
+            if kind == "generate_until" and any(generation.samples(request.args[1]) for request in missing.requests):
+                # A run that goes on must not draw again what the first requests drew: every set of
+                # requests has a random stream of its own.
+                with torch.random.fork_rng():
+                    torch.manual_seed(int(digest([lm.seed, missing.keys]), 16) >> 1)
+                    return compute(missing.requests)
+            if kind != "loglikelihood_rolling" or lm.world_size > 1 or not isinstance(lm.batch_size, int):
+                return compute(missing.requests)
+            # lm-eval reports rolling requests only at the end of a call: make several calls
+            size = 4 * lm.batch_size
+            parts = [missing.requests[i : i + size] for i in range(0, len(missing.requests), size)]
+            return [response for part in parts for response in compute(part)]
+        finally:
+            lm.cache_hook, lm.batch_schedule = hook, schedule
+
+    def _batched(
+        self, requests: list[Any], repeats: Sequence[int], done: generation.Done, disable_tqdm: bool
+    ) -> list[str]:
+        lm, masks = self.lm, None
+        assert lm.engine is not None
+        lm.engine.progress = not disable_tqdm and lm.rank == 0
+        if self.tries:
+            pairs = zip(requests, repeats, strict=True)
+            masks = [self.tries.masks[self.tries.head(request, repeat)] for request, repeat in pairs]
+        greedy = self.tries is not None
+        return generation.generate_until(lm, lm.engine, requests, repeats, done, lm.seed, masks, greedy)
+
+    def _record(self, requests: list[Any], keys: list[str]) -> None:
+        """Write what was done into each request's arguments, where `--log_samples` shows it."""
+        assert self.tries
+        found: dict[int, tuple[Any, list[str]]] = {}
+        for request, key in zip(requests, keys or [""] * len(requests), strict=True):
+            found.setdefault(id(request), (request, []))[1].append(key)
+        for request, own in found.values():
+            context, settings = request.args
+            done: dict[str, Any] = {"heads": list(self.tries.order(request)[: request.repeats])}
+            done |= {"answers": own[: request.repeats]} if keys else {}
+            request.arguments = (context, {**generation.greedily(settings), **done})

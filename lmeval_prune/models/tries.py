@@ -1,0 +1,64 @@
+"""What `pruned-hf` asks of whoever decides under which heads the tries at a question are answered."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.interventions.head_mask import HeadMask
+
+DENSE = "dense"  # among names of heads: nothing is pruned
+
+
+class Tries(ABC):
+    """Answers the i-th try at a question greedily under the i-th head of an order.
+
+    Attributes:
+        masks: of each name that an order may hold, its mask; filled by `fit_to`.
+        ready: whether a head can be named that the model does not have (False until `fit_to`).
+    """
+
+    def __init__(self) -> None:
+        self.masks: dict[str, HeadMask | None] = {DENSE: None}
+
+    def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
+        """Check that the pool fits the model, and make its masks.
+
+        Args:
+            model_map: of the model.
+            weights: fingerprint of its weights.
+            interventions: identities of what is applied to it anyway.
+
+        Raises:
+            InputError: it does not fit.
+        """
+        for name in self.pool:
+            if name != DENSE:
+                self.masks[name] = HeadMask(name).fit_to(model_map)
+
+    @property
+    @abstractmethod
+    def pool(self) -> Sequence[str]:
+        """All names that an order may hold."""
+
+    def prepare(self, requests: Sequence[Any]) -> None:  # noqa: B027 - most have nothing to get ready
+        """Get ready for these requests of lm-eval's.
+
+        Raises:
+            InputError: they cannot be answered so.
+        """
+
+    @abstractmethod
+    def order(self, request: Any) -> Sequence[str]:
+        """Names of the heads of a request's tries."""
+
+    @property
+    @abstractmethod
+    def info(self) -> dict[str, Any]:
+        """For the results file."""
+
+    def head(self, request: Any, repeat: int) -> str:
+        """The head of a request's try; copies beyond its tries (padding of ranks) begin again."""
+        return self.order(request)[repeat % request.repeats]

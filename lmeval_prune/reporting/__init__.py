@@ -1,1 +1,0 @@
-"""Tables and figures from artefacts and results files, never from a live run."""

@@ -13,9 +13,11 @@ from lmeval_prune.artefacts import check_writable, write_text
 MODEL = "smollm2-135m"
 LONGEST = 256  # new tokens of a GSM8K answer
 NEXT = """
-At 135 million parameters the model answers hardly any word problem: this shows that everything runs, not what pruning does.
-Next, on a model of your own:   lm_eval --model pruned-hf --model_args pretrained=NAME,heads={heads} --tasks prune_gsm8k --apply_chat_template
-or every head of some layers:   lmeval-prune sweep --config configs/sprint/smollm2.yaml --limit 20"""
+At 135 million parameters the model answers hardly any word problem: this shows that everything runs, not what pruning
+does. Next, on a model of your own:
+  lm_eval --model pruned-hf --model_args pretrained=NAME,heads={heads} --tasks prune_gsm8k --apply_chat_template
+or, for every head of some layers:
+  lmeval-prune sweep --config configs/sprint/smollm2.yaml --limit 20"""
 
 
 def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -> int:

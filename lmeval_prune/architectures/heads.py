@@ -17,6 +17,11 @@ _NAME = re.compile(rf"(?:(encoder|decoder|cross)\.)?L({_RANGE})H({_RANGE})", re.
 _HELP = "write heads as L5H3, L5H0-3 or L5H*, joined by +, e.g. heads=L5H3+L15H0"
 
 
+def label_of(stack: str, layer: int) -> str:
+    """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
+    return f"{stack}.L{layer}" if stack else f"L{layer}"
+
+
 class Head(NamedTuple):
     """One attention head; `stack` is empty in a model that has one stack."""
 
@@ -25,13 +30,12 @@ class Head(NamedTuple):
     head: int
 
     def __str__(self) -> str:
-        prefix = f"{self.stack}." if self.stack else ""
-        return f"{prefix}L{self.layer}H{self.head}"
+        return f"{self.layer_label}H{self.head}"
 
     @property
     def layer_label(self) -> str:
         """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
-        return f"{self.stack}.L{self.layer}" if self.stack else f"L{self.layer}"
+        return label_of(self.stack, self.layer)
 
     @classmethod
     def named(cls, name: str) -> Head:

@@ -1,6 +1,7 @@
 """The decoding engine against transformers' `generate`, one request at a time with its mask hooked."""
 
 import gc
+import inspect
 import itertools
 import random
 from contextlib import nullcontext
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import CAUSAL, VOCABULARY, tiny
 from torch import nn
+from transformers import EpsilonLogitsWarper, EtaLogitsWarper, GenerationConfig, TypicalLogitsWarper
+from transformers.generation.logits_process import TopHLogitsWarper
 
 from lmeval_prune import InputError
 from lmeval_prune.architectures import map_model
@@ -204,6 +207,19 @@ def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "scaled by the longest row",
+        ),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 16,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [4.0] * 4,
+                },
+            },
             "scaled by the longest row",
         ),
     ],
@@ -504,6 +520,93 @@ def test_draws_have_the_distribution_that_generate_would_draw_from() -> None:
     expected = kept.softmax(0)
     assert float((logits[:4] / 0.7).softmax(0)[:3].sum()) > 0.95 > float((logits[:4] / 0.7).softmax(0)[:2].sum())
     assert torch.allclose(counts / 4000, expected, atol=0.03) and counts[3:].sum() == 0
+
+
+def test_min_p_cuts_by_the_share_of_the_most_probable() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
+    setting = SamplingParams(10, do_sample=True, min_p=0.3)
+    drawn = [SAMPLER.choose(logits, Request((1,), None, setting, seed), []) for seed in range(2000)]
+    kept = torch.where(logits.softmax(0) >= 0.3 * logits.softmax(0).max(), logits, -torch.inf)
+    assert set(drawn) == {0, 1} == set(kept.isfinite().nonzero().flatten().tolist())
+    assert drawn.count(1) / 2000 == pytest.approx(float(kept.softmax(0)[1]), abs=0.03)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"suppress_tokens": [5, 9, 11]},
+    {"begin_suppress_tokens": list(range(30, 60))},
+    {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[7], [12, 13]]},
+    {"min_new_tokens": 9},
+    {"min_length": 12},
+    {"sequence_bias": [[[20], 4.0], [[21], -4.0]]},
+    {"exponential_decay_length_penalty": [3, 1.5]},
+    {"forced_eos_token_id": 2},
+    {"encoder_repetition_penalty": 1.7},
+    {"encoder_no_repeat_ngram_size": 1},
+    {"renormalize_logits": True, "repetition_penalty": 1.4},
+    {"remove_invalid_values": True},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("setting", OTHERS, ids=lambda setting: next(iter(setting)))
+def test_what_changes_logits_is_done_as_generate_does_it(family: str, setting: dict[str, Any]) -> None:
+    """By the engine and by its fallback, for prompts of several lengths at once."""
+    model = model_of(family)
+    config = GenerationConfig(eos_token_id=2, do_sample=False, max_new_tokens=14, **setting)
+    params = SamplingParams.of_generation_config(config)
+    requests = [
+        Request(tuple(range(5, 5 + length)), mask, params, tag=(length, str(mask)))
+        for length in (1, 4, 6)
+        for mask in (None, HeadMask("L1H1"))
+    ]
+    for deterministic in (False, True):
+        found = answers(Engine(model, deterministic=deterministic), requests)
+        for request in requests:
+            ids = torch.tensor([request.prompt])
+            with request.mask.applied_to(model) if request.mask else nullcontext():
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, generation_config=config)
+            assert found[request.tag] == out[0, ids.shape[1] :].tolist(), request
+
+
+def test_the_private_function_that_makes_logits_processors_is_as_we_call_it() -> None:
+    parameters = inspect.signature(tiny("llama")._get_logits_processor).parameters
+    assert {"generation_config", "input_ids_seq_length", "encoder_input_ids", "device"} <= set(parameters)
+
+
+@pytest.mark.parametrize(
+    ("setting", "warper"),
+    [
+        ({"typical_p": 0.6}, TypicalLogitsWarper(0.6)),
+        ({"epsilon_cutoff": 0.1}, EpsilonLogitsWarper(0.1)),
+        ({"eta_cutoff": 0.3}, EtaLogitsWarper(0.3)),
+        ({"top_h": 0.5}, TopHLogitsWarper(0.5)),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_draws_cut_is_that_of_generate(setting: dict[str, float], warper: Any) -> None:
+    logits = torch.tensor([2.0, 1.7, 0.9, 0.5, -0.5, -1.0])
+    params = SamplingParams.of_generation_config(GenerationConfig(do_sample=True, top_k=0, **setting))
+    kept = set(warper(torch.zeros(1, 1, dtype=torch.long), logits[None])[0].isfinite().nonzero().flatten().tolist())
+    drawn = {SAMPLER.choose(logits, Request((1,), None, params, seed), []) for seed in range(1000)}
+    assert drawn == kept and 0 < len(kept) < 6
+
+
+def test_a_stop_text_is_found_however_the_answer_spells_it() -> None:
+    """The stop text alone is two tokens, in the answer four; the text is looked for in as many as lm-eval looks."""
+
+    class Pairs:
+        def encode(self, text: str, add_special_tokens: bool = False) -> list[str]:
+            return [text[i : i + 2] for i in range(0, len(text), 2)]
+
+        def decode(self, tokens: list[str]) -> str:
+            return "".join(tokens)
+
+    stopping, params = Stopping(Pairs()), SamplingParams(100, (), ("BCDE",))
+    answer = ["x", "B", "C", "D"]
+    assert not stopping.ended(answer, params)  # type: ignore[arg-type]
+    assert stopping.ended([*answer, "E"], params)  # type: ignore[arg-type]
+    assert not stopping.ended([*answer, "E", "y", "z"][2:], params)  # type: ignore[arg-type]
 
 
 def test_positions_and_seeds_are_drawn_independently() -> None:

@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, map_model
-from lmeval_prune.architectures import weights_fingerprint
+from lmeval_prune.architectures import ModelMap, weights_fingerprint
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.tiny_models import output, tiny, tokens
 
@@ -315,6 +315,15 @@ def test_masks_of_other_models_broken_files_and_pickles_are_refused(tiny_folder:
     path.write_text(json.dumps({**content, "model": {**renamed, "weights": []}}))  # as version 1 wrote them
     with pytest.raises(InputError, match="made for another-llama, this model is tiny-llama"):
         model(tiny_folder, mask=str(path))
+    here = {**content["model"], "revision": "0123456789abcdef", "weights": []}
+    path.write_text(json.dumps({**content, "model": here}))
+    with pytest.raises(InputError, match="made for revision 0123456789ab, this one is fedcba987654"):
+        HeadMask.load(path).fit_to(
+            ModelMap(attention.model, attention.attention, "llama", "tiny-llama", "fedcba9876543210")
+        )
+    assert HeadMask.load(path).fit_to(
+        ModelMap(attention.model, attention.attention, "llama", "tiny-llama", here["revision"])
+    )
     path.write_text(json.dumps({**content, "schema_version": 99}))
     with pytest.raises(InputError, match="schema version 99"):
         model(tiny_folder, mask=str(path))
@@ -381,6 +390,21 @@ def test_sampled_repeats_on_the_engine_resume_with_the_same_texts(tiny_folder: P
     again = model(tiny_folder, engine="batched", responses=str(tmp_path / "store"))
     assert again.generate_until(asked) == whole
     assert again.engine.statistics.answers == 5
+
+
+@pytest.mark.parametrize("think_end", ["=", 100, "is"])
+def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think_end: str | int) -> None:
+    """A delimiter that is a text, or a token; the answers are those of `generate`, cut alike."""
+    asked = [request("generate_until", (p, {"until": [], "max_gen_toks": 60}), i) for i, p in enumerate(PROMPTS)]
+    plain = model(tiny_folder, batch_size=1).generate_until(asked)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    if isinstance(think_end, int):
+        think_end = next(t for text in plain for t in tokenizer.encode(text)[3:6])
+    else:
+        think_end = next(text[4] for text in plain)
+    expected = model(tiny_folder, batch_size=1, think_end_token=think_end).generate_until(asked)
+    assert expected != plain
+    assert model(tiny_folder, engine="batched", think_end_token=think_end).generate_until(asked) == expected
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def model_name(name_or_path: str) -> str:
 
 
 def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None) -> str | None:
-    """Digest of the values of all parameters and buffers: names, shapes, and two checksums of every tensor.
+    """Digest of the values of all weights (parameters, and buffers that are saved): names, shapes, two checksums each.
 
     Values count, not how they are stored: bfloat16 weights loaded as float32 have the same fingerprint. The
     checksums (a sum, and a sum weighted by place, modulo 2⁶⁴) are computed where the tensor is.
@@ -54,10 +54,12 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    saved = model.state_dict().keys()
     for name, parameter in model.named_parameters():
         yield name, parameter, True
     for name, buffer in model.named_buffers():
-        yield name, buffer, False
+        if name in saved:
+            yield name, buffer, False
 
 
 def _bits(values: Tensor) -> Tensor:

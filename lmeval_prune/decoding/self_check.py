@@ -14,7 +14,6 @@ from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.errors import first_line
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.attention_call import UnsupportedAttention
-from lmeval_prune.interventions.table import method_name
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ def _check(model_map: ModelMap) -> None:
     model: Any = model_map.model
     for one in interventions_on(model):
         if not one.tokenwise:
-            raise UnsupportedAttention(f"{method_name(type(one))} does not say that it treats each token by itself")
+            raise UnsupportedAttention(f"{type(one).__name__} does not say that it treats each token by itself")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise UnsupportedAttention("its layers are on several devices")

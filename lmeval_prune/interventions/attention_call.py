@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
 
 NAME = "lmeval_prune"  # ours among transformers' attention functions; masks are the store's business
@@ -37,13 +37,15 @@ class AttentionCall:
     """What an attention module asks for.
 
     Attributes:
-        module: the attention module.
+        layer: whose attention it is.
+        module: the module that asks: the layer's attention module, or in some families a part of it.
         query: (batch, heads, tokens, width).
         key, value: (batch, key-value heads, keys, width), after rotary embedding, as they are cached.
         mask: the model's own mask, as its implementation wants it (None may mean causal); always None before a store.
         options: `scaling`, `softcap`, `sliding_window`, `dropout` and the like.
     """
 
+    layer: AttentionLayer
     module: nn.Module
     query: torch.Tensor
     key: torch.Tensor
@@ -58,12 +60,19 @@ Handler = Callable[[AttentionCall, Attend], Attended]
 
 @dataclass
 class _Wiring:
-    original: str
+    """What a model's attention modules are made to call."""
+
+    originals: list[tuple[Any, str]]  # configurations, and the implementations that they named
     handlers: list[Handler] = field(default_factory=list)
-    store: Attend | None = None
+    stores: list[Attend] = field(default_factory=list)
+
+    @property
+    def original(self) -> str:
+        return self.originals[0][1]
 
 
-_WIRED: WeakKeyDictionary[nn.Module, _Wiring] = WeakKeyDictionary()  # attention modules that call us
+# Of the modules that call us: what they were wired to, and which layer they belong to.
+_WIRED: WeakKeyDictionary[nn.Module, tuple[_Wiring, AttentionLayer]] = WeakKeyDictionary()
 
 
 def put_in_front(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
@@ -76,11 +85,18 @@ def put_in_front(model_map: ModelMap, handler: Handler, stack: ExitStack) -> Non
         InputError: the model does not call attention functions, or uses one that nothing can stand in front of.
     """
     check_attention_calls(model_map)
-    _wire(model_map, stack)
-    for layer in model_map.attention:
-        handlers = _WIRED[layer.module].handlers
-        handlers.append(handler)
-        stack.callback(handlers.remove, handler)
+    wiring = _wiring_of(model_map)
+    wiring.handlers.append(handler)
+    stack.callback(_take_out, model_map, wiring, wiring.handlers, handler)
+    _name_implementation(wiring)
+
+
+def replace_attention(model_map: ModelMap, store: Attend, stack: ExitStack) -> None:
+    """Let `store` compute the attention of all layers, behind what stands in front, until `stack` closes."""
+    wiring = _wiring_of(model_map)
+    wiring.stores.append(store)
+    stack.callback(_take_out, model_map, wiring, wiring.stores, store)
+    _name_implementation(wiring)
 
 
 def check_attention_calls(model_map: ModelMap) -> None:
@@ -98,37 +114,38 @@ def check_attention_calls(model_map: ModelMap) -> None:
         raise InputError(f"attn_implementation={implementation} cannot be intercepted; use {' or '.join(IN_FRONT)}")
 
 
-def replace_attention(model_map: ModelMap, store: Attend, stack: ExitStack) -> None:
-    """Let `store` compute the attention of all layers, behind what stands in front, until `stack` closes."""
-    _wire(model_map, stack)
+def _wiring_of(model_map: ModelMap) -> _Wiring:
+    """What the model is wired to already, or a new wiring of all modules in its attention layers."""
+    if found := _WIRED.get(model_map.attention[0].module):
+        return found[0]
+    configs = {id(module.config): module.config for module in model_map.model.modules() if hasattr(module, "config")}
+    named = [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+    wiring = _Wiring([(config, config._attn_implementation) for config in named])
     for layer in model_map.attention:
-        wiring = _WIRED[layer.module]
-        stack.callback(setattr, wiring, "store", wiring.store)
-        wiring.store = store
-    _name_implementation(model_map, NAME, stack)
+        for module in layer.module.modules():  # in some families a part of it calls
+            _WIRED[module] = (wiring, layer)
+    return wiring
 
 
-def _wire(model_map: ModelMap, stack: ExitStack) -> None:
-    """Make a model call us."""
-    if all(layer.module in _WIRED for layer in model_map.attention):
+def _take_out(model_map: ModelMap, wiring: _Wiring, where: list[Any], one: Any) -> None:
+    del where[next(i for i in reversed(range(len(where))) if where[i] is one)]
+    if wiring.handlers or wiring.stores:
+        _name_implementation(wiring)
         return
-    original = model_map.model.config._attn_implementation
     for layer in model_map.attention:
-        _WIRED[layer.module] = _Wiring(original)
-        stack.callback(_WIRED.pop, layer.module)
-    _name_implementation(model_map, _in_front(original), stack)
+        for module in layer.module.modules():
+            _WIRED.pop(module, None)
+    for config, implementation in wiring.originals:
+        config._attn_implementation = implementation
 
 
 def _in_front(original: str) -> str:
     return f"{NAME}_{original}"
 
 
-def _name_implementation(model_map: ModelMap, name: str, stack: ExitStack) -> None:
-    configs = {id(module.config): module.config for module in model_map.model.modules() if hasattr(module, "config")}
-    for config in configs.values():
-        if hasattr(config, "_attn_implementation"):
-            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-            config._attn_implementation = name
+def _name_implementation(wiring: _Wiring) -> None:
+    for config, original in wiring.originals:
+        config._attn_implementation = NAME if wiring.stores else _in_front(original)
 
 
 def _attend(
@@ -140,13 +157,14 @@ def _attend(
     **options: Any,
 ) -> Attended:
     """What transformers calls."""
-    wiring = _WIRED.get(module)
-    if wiring is None:
+    found = _WIRED.get(module)
+    if found is None:
         raise UnsupportedAttention("its attention is computed by modules that are not known")
-    attend: Attend = wiring.store or _original
+    wiring, layer = found
+    attend: Attend = wiring.stores[-1] if wiring.stores else _original
     for handler in wiring.handlers:
         attend = _after(handler, attend)
-    return attend(AttentionCall(module, query, key, value, attention_mask, options))
+    return attend(AttentionCall(layer, module, query, key, value, attention_mask, options))
 
 
 def _after(handler: Handler, attend: Attend) -> Attend:
@@ -157,7 +175,7 @@ def _original(call: AttentionCall) -> Attended:
     """The model's own attention."""
     family: Any = sys.modules[type(call.module).__module__]
     eager: Any = getattr(family, "eager_attention_forward", None)
-    function: Any = AttentionInterface().get_interface(_WIRED[call.module].original, eager)
+    function: Any = AttentionInterface().get_interface(_WIRED[call.module][0].original, eager)
     attended: Attended = function(call.module, call.query, call.key, call.value, call.mask, **call.options)
     return attended
 

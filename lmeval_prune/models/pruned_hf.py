@@ -143,6 +143,7 @@ class PrunedHFLM(HFLM):
         others = self.given.others.items()
         return {
             "weights": self.weights,
+            "config": _config_fingerprint(self.config),
             "dtype": str(self.model.dtype),
             "tokenizer": _tokenizer_fingerprint(self.tokenizer),
             "generation_config": made_by.to_json_string() if made_by else "",
@@ -228,6 +229,12 @@ def _leave_group() -> None:
     """A process that ends with gloo's threads running may abort, and its launcher then kills the others."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _config_fingerprint(config: Any) -> str:
+    """Of what a configuration says of the model's computation, not of where and by what it was written."""
+    elsewhere = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+    return digest({key: str(value) for key, value in config.to_dict().items() if key not in elsewhere})
 
 
 def _tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -1,0 +1,64 @@
+"""Draws the house: which room imports which. `python docs/pictures/house.py` writes house.png beside this file."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+FLOORS = [
+    [("cli · demo", "the commands")],
+    [("sprint", "outcomes, sweep, router, report")],
+    [("models", "pruned-hf and the store of answers"), ("plugin", "how lm-eval finds us")],
+    [("decoding", "the engine: scheduler, KV cache, layer skipping")],
+    [("interventions", "head masks, row masks, the attention call; kernels/")],
+    [("checkpoints", "embedded models, models without weights")],
+    [("architectures", "the model map, names of heads, fingerprints")],
+]
+BESIDE = [
+    ("tasks", "lm-eval's YAML and\nits Python", 2.0),
+    ("scoring", "reads and compares\nanswers", 3.4),
+    ("reporting", "statistics, tables,\nplot style", 5.3),
+    ("artefacts · errors", "used by all", 6.6),
+]
+
+
+def box(axes: object, x: float, y: float, width: float, height: float, name: str, about: str, colour: str) -> None:
+    axes.add_patch(
+        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", fc=colour, ec="0.35")
+    )
+    axes.text(x + 0.16, y + height - 0.3, name, fontsize=10, weight="bold", va="center")
+    axes.text(x + 0.16, y + (height - 0.3) / 2 - 0.02, about, fontsize=8.5, va="center", color="0.25")
+
+
+def main() -> None:
+    figure = Figure(figsize=(9, 5.4), layout="constrained")
+    axes = figure.subplots()
+    axes.set_axis_off()
+    axes.set(xlim=(-0.1, 12.2), ylim=(0, 7.75))
+    for number, rooms in enumerate(FLOORS):
+        y, each = 6.75 - 1.08 * number, 8.0 / len(rooms)
+        for place, (name, about) in enumerate(rooms):
+            box(
+                axes,
+                place * each,
+                y,
+                each - 0.15 * (place + 1 < len(rooms)),
+                0.86,
+                name,
+                about,
+                "#dcebf7" if number < 2 else "#eef4e6",
+            )
+        if number:
+            arrow = {"arrowstyle": "-|>", "color": "0.35", "lw": 1.2}
+            axes.annotate("", (4, y + 0.88), (4, y + 1.07), arrowprops=arrow)
+    for name, about, place in BESIDE:
+        box(axes, 8.9, 7.6 - place - 0.9, 3.2, 1.15, name, about, "#f6efdc")
+    axes.annotate("", (10.5, 4.5), (10.5, 4.68), arrowprops={"arrowstyle": "-|>", "color": "0.35", "lw": 1.2})
+    axes.text(
+        8.9, 7.05, "Imports point down, never up\nand never in a circle.", fontsize=9, style="italic", va="center"
+    )
+    figure.savefig(Path(__file__).with_name("house.png"), dpi=140)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The matrix's rows: a method each. `tests/test_methods.py` puts every row through everything that a method must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lmeval_prune import HeadMask, RowMasks
+
+
+@contextmanager
+def _same_mask_in_every_row(model: nn.Module) -> Iterator[None]:
+    rows, forward = RowMasks(), model.forward
+
+    def masked(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with rows.using([None, HeadMask("L0H1+L1H2-3")], [1] * len(tokens)):
+            return forward(tokens, *args, **kwargs)
+
+    with rows.applied_to(model), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", masked)
+        yield
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method.
+
+    Attributes:
+        name: its name in the table of methods, or of the class, if it is none of model_args.
+        value: what a user gives for it, `name=value`; None if it is none of model_args.
+        others: values that must give other answers, or at least other identities.
+        same: values that mean the same.
+        wrong: (value, message) that do not fit the tiny Llama of 2 layers × 4 heads; refused before weights are loaded.
+        apply: applies it to a model in Python; default what `value` says.
+        families: on which it is tried.
+    """
+
+    name: str
+    value: Any = None
+    others: tuple[Any, ...] = ()
+    same: tuple[Any, ...] = ()
+    wrong: tuple[tuple[Any, str], ...] = ()
+    apply: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
+    families: tuple[str, ...] = ("llama", "qwen3", "gemma3_text", "gpt2", "phi3")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ROWS = [
+    Row(
+        "heads",
+        "L0H1+L1H2-3",
+        others=("L0H1", "L0H1+L1H2", {"heads": "L1H2-3"}),
+        same=("L1H3+L1H2+L0H1", ["L0H1", "L1H2-3"], [[0, 1], [1, 2], [1, 3]], {"heads": "L0H1+L1H2-3"}),
+        wrong=(("L9H0", "no attention in layer 9"), ("L0H*", "allow_empty_layer"), ({"head": "L0H1"}, "no setting")),
+    ),
+    Row("RowMasks", apply=_same_mask_in_every_row),
+]

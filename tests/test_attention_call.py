@@ -1,0 +1,170 @@
+"""The one attention function: what stands in front of attention, of the model's own and of the engine's store."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.interventions import Intervention
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, put_in_front
+from tests.tiny_models import CAUSAL, ENCODERS, SEQ2SEQ, output, tiny, tokens
+
+HANDLED = {
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("olmo", "olmo2", "olmo3", "cohere", "cohere2", "stablelm", "starcoder2", "granite", "granitemoe", "smollm3"),
+    *("glm", "glm4", "helium", "arcee", "hunyuan_v1_dense", "ministral", "gpt_oss", "deepseek_v3", "phi", "phi3"),
+    *("gpt2", "gpt_bigcode", "gpt_neox", "opt", "bert", "roberta", "xlm-roberta", "distilbert", "bart", "mbart"),
+    *("t5", "mt5"),
+}
+
+
+@dataclass(frozen=True)
+class Dimmed(Intervention):
+    """Scales a head of every layer, through the attention call; depends on each token alone."""
+
+    tokenwise = True
+    factor: float = -1.0
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        def dim(call: AttentionCall, attend: Attend) -> Any:
+            out, weights = attend(call)
+            return torch.cat([out[:, :, :1] * self.factor, out[:, :, 1:]], dim=2), weights
+
+        put_in_front(model_map, dim, stack)
+
+
+def through(model: Any, handler: Any, inputs: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    with ExitStack() as stack:
+        put_in_front(map_model(model), handler, stack)
+        return output(model, inputs, **arguments)
+
+
+def passed_on(call: AttentionCall, attend: Attend) -> Any:
+    return attend(call)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS, *SEQ2SEQ])
+def test_a_handler_that_passes_on_changes_nothing(family: str, attention: str) -> None:
+    """With a padded batch, so that masks count; families that compute attention otherwise are refused."""
+    model = tiny(family, attention)
+    before = model.config._attn_implementation
+    if family not in HANDLED:
+        with pytest.raises(InputError, match="do not compute attention through"):
+            check_attention_calls(map_model(model))
+        return
+    inputs, mask = tokens(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[1, :2] = 0
+    calls: list[AttentionCall] = []
+
+    def seen(call: AttentionCall, attend: Attend) -> Any:
+        calls.append(call)
+        return attend(call)
+
+    expected = output(model, inputs, attention_mask=mask)
+    assert torch.equal(through(model, seen, inputs, attention_mask=mask).nan_to_num(), expected.nan_to_num())
+    assert {call.layer.name for call in calls} == {layer.name for layer in map_model(model).attention}
+    assert model.config._attn_implementation == before
+    assert torch.equal(output(model, inputs, attention_mask=mask).nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_it_sees_keys_as_they_are_cached(family: str) -> None:
+    model, inputs = tiny(family), tokens(2, 5)
+    cache, keys = DynamicCache(config=model.config), []
+    with ExitStack() as stack:
+        put_in_front(map_model(model), lambda call, attend: (keys.append(call.key.clone()), attend(call))[1], stack)
+        model(inputs, past_key_values=cache, use_cache=True)
+    assert all(torch.equal(layer.keys, key) for layer, key in zip(cache.layers, keys, strict=True))
+
+
+def test_the_last_one_put_in_stands_first_and_may_answer_alone() -> None:
+    model, inputs, order = tiny("llama"), tokens(1, 4), []
+
+    def noted(name: str, answers: bool = False) -> Any:
+        def handler(call: AttentionCall, attend: Attend) -> Any:
+            order.append(name)
+            if answers:
+                return torch.zeros_like(call.query).transpose(1, 2), None
+            return attend(call)
+
+        return handler
+
+    with ExitStack() as stack:
+        model_map = map_model(model)
+        for name, answers in (("a", False), ("b", True), ("c", False)):
+            put_in_front(model_map, noted(name, answers), stack)
+        got = output(model, inputs)
+    assert order == ["c", "b"] * 2
+    with HeadMask("L*H*", allow_empty_layer=True).applied_to(model):
+        torch.testing.assert_close(got, output(model, inputs), rtol=0, atol=1e-12)
+
+
+def test_it_is_undone_in_any_order_and_by_an_exception() -> None:
+    model, inputs = tiny("qwen3"), tokens(1, 4)
+    expected, model_map = output(model, inputs), map_model(model)
+    first, second = ExitStack(), ExitStack()
+    put_in_front(model_map, passed_on, first)
+    put_in_front(model_map, lambda call, attend: (attend(call)[0] * 2, None), second)
+    doubled = output(model, inputs)
+    first.close()
+    assert torch.equal(output(model, inputs), doubled) and not torch.equal(doubled, expected)
+    second.close()
+    assert torch.equal(output(model, inputs), expected) and model.config._attn_implementation == "sdpa"
+    with pytest.raises(RuntimeError), ExitStack() as stack:
+        put_in_front(model_map, passed_on, stack)
+        raise RuntimeError
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral"])
+def test_it_stands_in_front_of_the_engines_store_too(family: str) -> None:
+    model = tiny(family, **({"sliding_window": 6} if family == "mistral" else {}))
+    requests = [
+        Request(tuple(tokens(1, length, seed=length)[0].tolist()), mask, SamplingParams(12, ()), tag=length)
+        for length in (3, 9, 5)
+        for mask in (None, HeadMask("L1H2"))
+    ]
+    with Dimmed().applied_to(model):
+        engine = Engine(model)
+        assert engine.unsupported is None
+        got = {(request.tag, request.mask): answer for request, answer in engine.decode(requests)}
+        for request in requests:
+            ids = torch.tensor([request.prompt])
+            with request.mask.applied_to(model) if request.mask else ExitStack():
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, eos_token_id=None)
+            assert got[request.tag, request.mask] == out[0, ids.shape[1] :].tolist()
+    dense = {(request.tag, request.mask): answer for request, answer in Engine(model).decode(requests)}
+    assert got != dense
+
+
+def test_what_does_not_say_that_it_treats_each_token_by_itself_is_left_to_generate() -> None:
+    class Unsaid(Dimmed):
+        tokenwise = False
+
+    model = tiny("llama")
+    engine = Engine(model)
+    assert engine.unsupported is None
+    with Unsaid().applied_to(model):
+        assert "Unsaid does not say that it treats each token by itself" in str(engine.unsupported)
+        request = Request((5, 6, 7), None, SamplingParams(8, ()))
+        ((_, answer),) = engine.decode([request])
+        ids = torch.tensor([request.prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, eos_token_id=None)
+        assert answer == out[0, 3:].tolist()
+    assert engine.unsupported is None
+
+
+def test_other_implementations_are_refused() -> None:
+    model = tiny("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(InputError, match="flash_attention_2 cannot be intercepted; use sdpa or eager"):
+        check_attention_calls(map_model(model))

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures.heads import label_of
 from lmeval_prune.architectures.table import Family
+
+
+def label_of(stack: str, layer: int) -> str:
+    """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
+    return f"{stack}.L{layer}" if stack else f"L{layer}"
 
 
 @dataclass(frozen=True)

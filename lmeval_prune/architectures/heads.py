@@ -7,19 +7,15 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lmeval_prune.architectures.blocks import AttentionLayer, label_of
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
-    from lmeval_prune.architectures.model_map import AttentionLayer, ModelMap
+    from lmeval_prune.architectures.model_map import ModelMap
 
 _RANGE = r"(?:\*|\d+(?:-\d+)?)"
 _NAME = re.compile(rf"(?:(encoder|decoder|cross)\.)?L({_RANGE})H({_RANGE})", re.IGNORECASE)
 _HELP = "write heads as L5H3, L5H0-3 or L5H*, joined by +, e.g. heads=L5H3+L15H0"
-
-
-def label_of(stack: str, layer: int) -> str:
-    """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
-    return f"{stack}.L{layer}" if stack else f"L{layer}"
 
 
 class Head(NamedTuple):

@@ -40,10 +40,10 @@ class ModelMap:
         self,
         model: Any,
         attention: Sequence[AttentionLayer],
-        feed_forward: Sequence[FeedForward],
         model_type: str,
         name: str = "",
         revision: str = "",
+        feed_forward: Sequence[FeedForward] = (),
     ) -> None:
         self.model = model
         self.attention = tuple(attention)
@@ -138,10 +138,10 @@ def map_model(
     return ModelMap(
         model,
         sorted(attention.values(), key=lambda layer: (order[layer.stack], layer.index)),
-        sorted(feed_forward, key=lambda block: (order[block.stack], block.index)),
         model_type,
         model_name(getattr(config, "_name_or_path", "") or ""),
         getattr(config, "_commit_hash", None) or "",
+        sorted(feed_forward, key=lambda block: (order[block.stack], block.index)),
     )
 
 

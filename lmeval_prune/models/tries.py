@@ -17,7 +17,6 @@ class Tries(ABC):
 
     Attributes:
         masks: of each name that an order may hold, its mask; filled by `fit_to`.
-        ready: whether a head can be named that the model does not have (False until `fit_to`).
     """
 
     def __init__(self) -> None:
@@ -62,3 +61,29 @@ class Tries(ABC):
     def head(self, request: Any, repeat: int) -> str:
         """The head of a request's try; copies beyond its tries (padding of ranks) begin again."""
         return self.order(request)[repeat % request.repeats]
+
+
+class InTurn(Tries):
+    """Try i under member i of a pool, the same for every question.
+
+    Args:
+        pool: names of heads, or of several joined by `+`; `dense` for none.
+    """
+
+    def __init__(self, pool: Sequence[str]) -> None:
+        super().__init__()
+        self._pool = list(pool)
+
+    @property
+    def pool(self) -> Sequence[str]:
+        """Its members."""
+        return self._pool
+
+    def order(self, request: Any) -> Sequence[str]:
+        """The pool."""
+        return self._pool
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The pool."""
+        return {"source": "in turn", "decoding": "greedy", "pool": self._pool}

@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.models.tries import DENSE, Tries
+from lmeval_prune.models.tries import DENSE, InTurn
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question, pool_order
 from lmeval_prune.sprint.swept_task import SweptTask, swept
 
@@ -267,8 +267,8 @@ class Sweep:
         return {**json.loads(json.dumps(found)), "deterministic": lm.engine.deterministic}
 
 
-class Pool(Tries):
-    """Try i under member i of a pool, the same for every question: the unpruned model, then heads in their order.
+class Pool(InTurn):
+    """The unpruned model, then heads in their order.
 
     Args:
         heads: as for `heads=`.
@@ -278,33 +278,18 @@ class Pool(Tries):
     """
 
     def __init__(self, heads: str) -> None:
-        super().__init__()
+        super().__init__([])
         self.heads = heads
-        self.begin: Any = lambda: None
-        self._pool: list[str] = []
+        self.begin: Callable[[], None] = lambda: None
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         """Find the heads in the model; see the base class."""
         self._pool = pool_order([DENSE, *map(str, Head.parse(self.heads, model_map))])
         super().fit_to(model_map, weights, interventions)
 
-    @property
-    def pool(self) -> list[str]:
-        """Its members."""
-        return self._pool
-
     def prepare(self, requests: Sequence[Any]) -> None:
         """Call `begin`."""
         self.begin()
-
-    def order(self, request: Any) -> Sequence[str]:
-        """The pool."""
-        return self._pool
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """The pool."""
-        return {"source": "sweep", "decoding": "greedy", "pool": self._pool}
 
 
 def _attributes(doc: dict[str, Any], question: str) -> dict[str, Any]:

@@ -152,8 +152,11 @@ def list_heads(pretrained: str, revision: str | None) -> int:
     from lmeval_prune.checkpoints.skeleton import skeleton_of
 
     model_map = map_model(skeleton_of(pretrained, revision))
+    channels = model_map.channels()
     for layer in model_map.attention:
         sizes = f"{layer.heads} heads, {layer.kv_heads} key-value heads, head_dim {layer.head_dim}"
+        if layer.label in channels:
+            sizes += f", {channels[layer.label]} channels"
         print(f"{layer.label:>12}  {sizes}  {layer.name}")
     found = f"{model_map.total_heads} heads in {len(model_map.attention)} attention layers"
     print(f"{found} of {model_map.name} ({model_map.model_type})")

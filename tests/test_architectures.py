@@ -1,11 +1,15 @@
 """The architecture table against the behaviour of live models."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lmeval_prune import InputError, map_model
-from lmeval_prune.architectures import FAMILIES
+from lmeval_prune.architectures import FAMILIES, FeedForward, Rows
+from lmeval_prune.architectures.blocks import is_transposed
 from tests.tiny_models import ALL, ENCODERS, SEQ2SEQ, VOCABULARY, output, tiny, tokens
 
 
@@ -29,13 +33,24 @@ def test_counts(family: str) -> None:
         assert layer.name in dict(model.named_modules())
 
 
-def _head_outputs(model, layer, inputs) -> torch.Tensor:
+def _weight(module: nn.Module) -> torch.Tensor:
+    """Weight as (outputs, inputs), to be read and changed."""
+    return module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
+
+
+def _inputs_of(model: nn.Module, modules: list[nn.Module]) -> list[torch.Tensor]:
+    """What the modules get in one forward pass."""
+    seen: dict[nn.Module, torch.Tensor] = {}
+    handles = [x.register_forward_pre_hook(lambda own, args: seen.update({own: args[0]})) for x in modules]
+    output(model, tokens())
+    for handle in handles:
+        handle.remove()
+    return [seen[module] for module in modules]
+
+
+def _head_outputs(model, layer) -> torch.Tensor:
     """Input of the output projection, as (…, heads, head_dim)."""
-    seen = []
-    handle = layer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    output(model, inputs)
-    handle.remove()
-    return seen[0].unflatten(-1, (layer.heads, layer.head_dim))
+    return _inputs_of(model, [layer.o_proj])[0].unflatten(-1, (layer.heads, layer.head_dim))
 
 
 @pytest.mark.parametrize("part", ["q", "k", "v"])
@@ -44,16 +59,15 @@ def test_rows_belong_to_the_heads_that_the_table_says(family: str, part: str) ->
     """Changing one head's query rows, or one group's key or value rows, changes that head's output alone."""
     model = tiny(family)
     attention = map_model(model)
-    inputs = tokens()
     normed_across_heads = family in {"olmo2", "olmo3"} and part != "v"
     for layer in attention.attention:
-        before = _head_outputs(model, layer, inputs)
+        before = _head_outputs(model, layer)
         for index in range(layer.heads if part == "q" else layer.kv_heads):
             rows = layer.rows(part, index)
-            weight = rows.module.weight.data.T if isinstance(rows.module, Conv1D) else rows.module.weight.data
+            weight = _weight(rows.module)
             kept = weight[rows.start : rows.stop].clone()
             weight[rows.start : rows.stop] = torch.randn(kept.shape, dtype=kept.dtype)
-            after = _head_outputs(model, layer, inputs)
+            after = _head_outputs(model, layer)
             weight[rows.start : rows.stop] = kept
             changed = {h for h in range(layer.heads) if (after - before)[..., h, :].abs().max() > 1e-9}
             mine = {index} if part == "q" else {h for h in range(layer.heads) if layer.kv_head_of(h) == index}
@@ -70,6 +84,148 @@ def test_stablelm_bigcode_and_falcon_variants() -> None:
     } == {4}
 
 
+PLAIN = {
+    *(
+        [
+            "gpt2",
+            "gpt_bigcode",
+            "gptj",
+            "codegen",
+            "gpt_neo",
+            "gpt_neox",
+            "phi",
+            "opt",
+            "falcon",
+            "bloom",
+            "mpt",
+            "starcoder2",
+            "arcee",
+        ]
+    ),
+    *(["bert", "roberta", "xlm-roberta", "distilbert", "t5", "bart", "mbart", "mt5-plain", "falcon-old"]),
+}
+EXPERTS_ONLY = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss"}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in ALL if family not in EXPERTS_ONLY},
+    "t5-gated": ("t5", {"feed_forward_proj": "gated-gelu"}),
+    "mt5-plain": ("mt5", {"feed_forward_proj": "relu"}),
+    "falcon-old": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "ffn_hidden_size": 40}),
+    "qwen2_moe-dense-layer": ("qwen2_moe", {"mlp_only_layers": [0]}),
+}
+GATED = set(VARIANTS) - PLAIN
+
+
+def _blocks(variant: str) -> tuple[nn.Module, tuple[FeedForward, ...]]:
+    family, changes = VARIANTS[variant]
+    model = tiny(family, **changes)
+    return model, map_model(model).feed_forward
+
+
+@pytest.mark.parametrize("family", sorted(EXPERTS_ONLY))
+def test_a_layer_of_experts_has_no_feed_forward_block(family: str) -> None:
+    found = map_model(tiny(family))
+    assert found.attention and found.feed_forward == ()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_feed_forward_counts(variant: str) -> None:
+    family, _ = VARIANTS[variant]
+    model, blocks = _blocks(variant)
+    layers = [layer.label for layer in map_model(model).attention if layer.stack != "cross"]
+    assert [block.label for block in blocks] == (layers[:1] if family in {"deepseek_v3", "qwen2_moe"} else layers)
+    wide = {"gpt2", "gpt_bigcode", "gptj", "codegen", "gpt_neo", "falcon", "bloom", "mpt"}
+    channels = 40 if variant == "falcon-old" else 128 if variant in wide else 48
+    assert map_model(model).channels() == dict.fromkeys((block.label for block in blocks), channels)
+    for block in blocks:
+        assert dict(model.named_modules())[block.name] is block.module
+        assert (block.gate is not None) == (variant in GATED)
+        assert (block.gate is block.up) == (family in {"phi3", "glm", "glm4"})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_belong_to_the_channels_that_the_table_says(variant: str) -> None:
+    """Changing a channel's gate or up row changes that channel's activation alone."""
+    model, blocks = _blocks(variant)
+    for block in blocks:
+        (before,) = _inputs_of(model, [block.down])
+        for part, channel in [(part, channel) for part in block.parts for channel in (0, 5, block.channels - 1)]:
+            rows = block.rows(part, channel)
+            weight = _weight(rows.module)
+            kept = weight[rows.start : rows.stop].clone()
+            weight[rows.start : rows.stop] = torch.randn(kept.shape, dtype=kept.dtype)
+            (after,) = _inputs_of(model, [block.down])
+            weight[rows.start : rows.stop] = kept
+            changed = {c for c in range(block.channels) if (after - before)[..., c].abs().max() > 1e-9}
+            assert changed == {channel}, (block.name, part)
+
+
+@pytest.mark.parametrize("variant", sorted(GATED))
+def test_the_gate_is_what_goes_through_the_activation(variant: str) -> None:
+    """The input of `down` is activation(gate) · up, computed here from the rows of either."""
+    model, blocks = _blocks(variant)
+    for block in blocks:
+        x, found = _inputs_of(model, [block.up, block.down])
+        activation = next(child for name, child in block.module.named_children() if name.startswith("act"))
+        gate, up = (_product(x, block.rows(part)) for part in ("gate", "up"))
+        torch.testing.assert_close(found, activation(gate) * up)
+        assert (found - activation(up) * gate).abs().max() > 0.1
+
+
+def _product(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    bias = 0 if rows.module.bias is None else rows.module.bias[rows.start : rows.stop]
+    return x @ _weight(rows.module)[rows.start : rows.stop].T + bias
+
+
+def _keep(module: nn.Module, numbers: list[int], axis: int) -> None:
+    """Leave only these outputs (axis 0) or inputs (axis 1) of a projection."""
+    left = _weight(module)[numbers] if axis == 0 else _weight(module)[:, numbers]
+    module.weight = nn.Parameter(left.T.clone() if isinstance(module, Conv1D) else left.clone())
+    if axis == 0 and module.bias is not None:
+        module.bias = nn.Parameter(module.bias.data[numbers])
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = left.shape
+    else:
+        module.nf, module.nx = left.shape
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_zeroing_channels_is_deleting_them(variant: str) -> None:
+    """Zeroed inputs of `down`, against a model whose rows and columns were taken out one by one."""
+    model, blocks = _blocks(variant)
+    cut, cut_blocks = _blocks(variant)
+    dense = output(model, tokens())
+    handles, widths = [], {}
+    for number, (block, smaller) in enumerate(zip(blocks, cut_blocks, strict=True)):
+        lost = [0, 7, block.channels - 1][number:]
+
+        def zero(_: nn.Module, args: Any, block: FeedForward = block, lost: list[int] = lost) -> Any:
+            x = args[0].clone()
+            for channel in lost:
+                x[..., block.columns(channel)] = 0
+            return (x, *args[1:])
+
+        handles.append(block.down.register_forward_pre_hook(zero))
+        kept = [channel for channel in range(block.channels) if channel not in lost]
+        both = [*kept, *(block.channels + channel for channel in kept)]
+        if smaller.gate is smaller.up:
+            _keep(smaller.up, both, axis=0)
+        else:
+            _keep(smaller.up, kept, axis=0)
+            if smaller.gate is not None:
+                _keep(smaller.gate, kept, axis=0)
+        _keep(smaller.down, kept, axis=1)
+        widths[block.label] = len(kept)
+
+        rows = block.rows_by_module(torch.tensor(kept))
+        assert list(rows) == list(dict.fromkeys(block.parts.values()))
+        for (module, numbers), left in zip(rows.items(), dict.fromkeys(smaller.parts.values()), strict=True):
+            assert torch.equal(_weight(module)[numbers], _weight(left))
+    zeroed, deleted = output(model, tokens()), output(cut, tokens())
+    torch.testing.assert_close(zeroed, deleted)
+    assert (zeroed - dense).abs().max() > 1e-6
+    assert map_model(cut).channels() == widths
+
+
 def test_unknown_family_is_refused_with_the_list_or_described() -> None:
     model = tiny("llama")
     model.config.model_type = "newcomer"
@@ -79,6 +235,11 @@ def test_unknown_family_is_refused_with_the_list_or_described() -> None:
         model, attention_path="model.layers.{i}.self_attn", attention_output="o_proj", attention_heads=4
     )
     assert [(x.index, x.heads, x.head_dim) for x in described.attention] == [(0, 4, 8), (1, 4, 8)]
+    assert described.feed_forward == () and described.channels() == {}
+    whole_layers = map_model(
+        model, attention_path="model.layers.*", attention_output="self_attn.o_proj", attention_heads=4
+    )
+    assert [layer.name for layer in whole_layers.attention] == ["model.layers.0", "model.layers.1"]
     with pytest.raises(InputError, match="all three"):
         map_model(model, attention_path="model.layers.{i}.self_attn")
     with pytest.raises(InputError, match="cannot be divided into heads"):
@@ -89,6 +250,16 @@ def test_unknown_family_is_refused_with_the_list_or_described() -> None:
         map_model(model, attention_path="model.blocks.{i}.attn", attention_output="o_proj", attention_heads=4)
 
 
+def test_layers_of_another_tower_are_no_layers_of_the_model() -> None:
+    model = tiny("llama")
+    alone = map_model(model).feed_forward
+    encoder = tiny("llama").model
+    for layer in encoder.layers:
+        del layer.self_attn
+    model.vision = nn.ModuleDict({"layers": encoder.layers})
+    assert map_model(model).feed_forward == alone
+
+
 def test_peft_wrapping_is_seen_through() -> None:
     peft = pytest.importorskip("peft")
     model = tiny("llama")
@@ -96,3 +267,25 @@ def test_peft_wrapping_is_seen_through() -> None:
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
     assert map_model(wrapped).signature() == before
     assert wrapped.config.vocab_size == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llama", "gate_proj up_proj down_proj"),
+        ("glm", "gate_up_proj down_proj"),
+        ("gpt2", "c_fc c_proj"),
+        ("opt", "fc1 fc2"),
+        ("t5", "wi wo"),
+    ],
+)
+def test_peft_wrapping_of_the_feed_forward_block_is_seen_through(family: str, names: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny(family)
+    before = map_model(model)
+    config = peft.LoraConfig(r=2, target_modules=names.split(), fan_in_fan_out=family == "gpt2")
+    after = map_model(peft.get_peft_model(model, config))
+    assert after.channels() == before.channels()
+    for block, plain in zip(after.feed_forward, before.feed_forward, strict=True):
+        assert block.down.base_layer is plain.down and is_transposed(block.down) == (family == "gpt2")
+        assert {part: module.base_layer for part, module in block.parts.items()} == plain.parts

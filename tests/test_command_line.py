@@ -205,6 +205,7 @@ def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None
     }
     listed = call("-m", "lmeval_prune", "heads", "--pretrained", str(tiny_folder), cwd=tmp_path)
     assert "8 heads in 2 attention layers of tiny-llama (llama)" in listed.stdout
+    assert "L1  4 heads, 2 key-value heads, head_dim 8, 48 channels  model.layers.1.self_attn" in listed.stdout
     wrong = call(
         "-m",
         "lmeval_prune",

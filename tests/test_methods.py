@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmeval_prune import HeadMask, InputError, map_model
-from lmeval_prune.architectures.model_map import is_transposed
+from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on, load_intervention
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM

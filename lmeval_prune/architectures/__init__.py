@@ -1,11 +1,12 @@
 """What is where in a stock transformers model, and what its parts are called."""
 
+from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.identity import weights_fingerprint
-from lmeval_prune.architectures.model_map import AttentionLayer, ModelMap, Rows, map_model
+from lmeval_prune.architectures.model_map import ModelMap, map_model
 from lmeval_prune.architectures.table import FAMILIES, Family
 
 __all__ = [
-    "FAMILIES", "AttentionLayer", "Family", "Head", "ModelMap", "Rows",
+    "FAMILIES", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
     "head_names", "map_model", "weights_fingerprint",
 ]  # fmt: skip

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lmeval_prune.architectures.blocks import AttentionLayer, label_of
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
-    from lmeval_prune.architectures.model_map import AttentionLayer, ModelMap
+    from lmeval_prune.architectures.model_map import ModelMap
 
 _RANGE = r"(?:\*|\d+(?:-\d+)?)"
 _NAME = re.compile(rf"(?:(encoder|decoder|cross)\.)?L({_RANGE})H({_RANGE})", re.IGNORECASE)
@@ -25,13 +26,12 @@ class Head(NamedTuple):
     head: int
 
     def __str__(self) -> str:
-        prefix = f"{self.stack}." if self.stack else ""
-        return f"{prefix}L{self.layer}H{self.head}"
+        return f"{self.layer_label}H{self.head}"
 
     @property
     def layer_label(self) -> str:
         """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
-        return f"{self.stack}.L{self.layer}" if self.stack else f"L{self.layer}"
+        return label_of(self.stack, self.layer)
 
     @classmethod
     def named(cls, name: str) -> Head:

@@ -1,87 +1,28 @@
-"""Reads a live model layer by layer: attention projections, head counts, sizes, key-value heads."""
+"""Reads a live model layer by layer: attention and feed-forward projections, heads, key-value heads, channels."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
+from lmeval_prune.architectures.blocks import (
+    AttentionLayer,
+    Block,
+    FeedForward,
+    attribute_of,
+    find_in,
+    in_features,
+    out_features,
+    projection_in,
+)
 from lmeval_prune.architectures.identity import model_name, weights_fingerprint
-from lmeval_prune.architectures.table import FAMILIES, Family
+from lmeval_prune.architectures.table import FAMILIES, Family, FeedForwardNames
 from lmeval_prune.errors import InputError
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a projection's output that belong to one head.
-
-    Attributes:
-        module: the projection (`nn.Linear`, `Conv1D`, or a wrapper of one).
-        start, stop: the rows; of `module.weight` for a Linear, of `module.weight.T` for a Conv1D.
-    """
-
-    module: nn.Module
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """The attention of one layer.
-
-    Attributes:
-        stack: `""` in a model with one stack, else `"encoder"`, `"decoder"` or `"cross"`.
-        index: layer number, zero-based, as in `L5H3`.
-        name: dotted name of the attention module.
-        module, o_proj: the attention module and its output projection.
-        heads: number of query heads.
-        kv_heads: number of key-value heads; number g serves query heads g·G … g·G+G−1, G = heads / kv_heads.
-        head_dim: width of one head's slice of the output projection's input.
-        query_dim: rows of one head in the query projection (differs from `head_dim` in latent attention).
-    """
-
-    stack: str
-    index: int
-    name: str
-    module: nn.Module
-    o_proj: nn.Module
-    heads: int
-    kv_heads: int
-    head_dim: int
-    query_dim: int
-    family: Family
-
-    def columns(self, head: int) -> slice:
-        """Columns of the output projection's input that `head` fills."""
-        return slice(head * self.head_dim, (head + 1) * self.head_dim)
-
-    def kv_head_of(self, head: int) -> int:
-        """Key-value head that a query head reads."""
-        return head // (self.heads // self.kv_heads)
-
-    def rows(self, part: str, index: int) -> Rows:
-        """Rows that compute query head `index` (`part="q"`) or key-value head `index` (`"k"`, `"v"`)."""
-        module = _projection(self.module, {"q": self.family.query, "k": self.family.key, "v": self.family.value}[part])
-        assert module is not None
-        if self.family.fused:
-            start = self.family.fused(part, index, self.heads, self.kv_heads, self.head_dim)
-            return Rows(module, start, start + self.head_dim)
-        if self.family.key_value_pairs and part != "q":
-            pair = _out_features(module) // self.kv_heads
-            start = index * pair + (pair - self.head_dim if part == "v" else 0)
-            return Rows(module, start, start + (self.head_dim if part == "v" else pair - self.head_dim))
-        size = self.query_dim if part in "qk" else self.head_dim
-        return Rows(module, index * size, (index + 1) * size)
-
-    @property
-    def label(self) -> str:
-        """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
-        return f"{self.stack}.L{self.index}" if self.stack else f"L{self.index}"
 
 
 class ModelMap:
@@ -90,14 +31,23 @@ class ModelMap:
     Attributes:
         model: the model.
         attention: its attention layers, in order.
+        feed_forward: the dense feed-forward blocks of these layers, in order; a layer with experts has none, nor has
+            a family that was described by hand.
         model_type, name, revision: what its configuration says.
     """
 
     def __init__(
-        self, model: Any, attention: Sequence[AttentionLayer], model_type: str, name: str = "", revision: str = ""
+        self,
+        model: Any,
+        attention: Sequence[AttentionLayer],
+        model_type: str,
+        name: str = "",
+        revision: str = "",
+        feed_forward: Sequence[FeedForward] = (),
     ) -> None:
         self.model = model
         self.attention = tuple(attention)
+        self.feed_forward = tuple(feed_forward)
         self.model_type = model_type
         self.name = name
         self.revision = revision
@@ -127,6 +77,10 @@ class ModelMap:
         shapes = {layer.label: [layer.heads, layer.kv_heads, layer.head_dim] for layer in self.attention}
         return {"model_type": self.model_type, "heads": shapes}
 
+    def channels(self) -> dict[str, int]:
+        """Feed-forward channels by layer: `{"L0": 1536}`."""
+        return {block.label: block.channels for block in self.feed_forward}
+
 
 def map_model(
     model: nn.Module,
@@ -152,17 +106,8 @@ def map_model(
     if config is not None and hasattr(config, "get_text_config"):
         text_config = config.get_text_config()
     model_type = getattr(text_config, "model_type", "") or ""
-    described = (attention_path, attention_output, attention_heads)
-    if any(value is not None for value in described):
-        if attention_path is None or attention_output is None or attention_heads is None:
-            raise InputError(
-                "describe an architecture with all three of attention_path, attention_output, attention_heads"
-            )
-        attention_path = attention_path.replace("*", "{i}")  # braces cannot be typed in lm-eval's --model_args
-        if "{i}" not in attention_path:
-            raise InputError(f"attention_path={attention_path} must contain * or {{i}} where the layer number stands")
-        pattern = re.escape(attention_path).replace(re.escape("{i}"), r"(?P<layer>\d+)")
-        family = Family(pattern, attention_output)
+    if attention_path is not None or attention_output is not None or attention_heads is not None:
+        family = _described(attention_path, attention_output, attention_heads)
     elif model_type in FAMILIES:
         family = FAMILIES[model_type]
     else:
@@ -170,60 +115,90 @@ def map_model(
             f"unknown model family {model_type!r}; known: {', '.join(sorted(FAMILIES))}. For another one give "
             f"attention_path (e.g. model.layers.*.self_attn), attention_output (e.g. o_proj) and attention_heads"
         )
-    matcher = re.compile(rf"(?:^|.*\.){family.attention}$")
-    layers: dict[tuple[str, int], AttentionLayer] = {}
-    for name, module in model.named_modules():
-        found = matcher.match(name)
-        if not found or _projection(module, family.output) is None:
-            continue
-        layer = _read(name, module, found.groupdict(), family, attention_heads)
-        key = (layer.stack, layer.index)
-        if key in layers:
-            raise InputError(
-                f"{layers[key].name} and {name} both look like attention layer {layer.label} of this model"
-            )
-        layers[key] = layer
-    if not layers:
+    attention: dict[tuple[str, int], AttentionLayer] = {}
+    feed_forward: list[FeedForward] = []
+    for layer in _layers(model, family):
+        own = _read_attention(layer, family.attention, family, attention_heads)
+        cross = _read_attention(replace(layer, stack="cross"), family.cross_attention, family, attention_heads)
+        for found in filter(None, (own, cross)):
+            other = attention.setdefault((found.stack, found.index), found)
+            if other is not found:
+                raise InputError(
+                    f"{other.name} and {found.name} both look like attention layer {found.label} of this model"
+                )
+        block = _read_feed_forward(layer, family.feed_forward)
+        if own and block:  # what has no such attention is a layer of another tower, such as an image encoder
+            feed_forward.append(block)
+    if not attention:
         raise InputError(
-            f"no attention layers found in this {model_type or type(model).__name__} model by {family.attention!r}"
+            f"no attention layers found in this {model_type or type(model).__name__} model: no {family.attention!r} "
+            f"with {family.output!r} in modules called {family.layer!r}"
         )
-    if {layer.stack for layer in layers.values()} == {"decoder"}:  # only one stack: no prefix needed
-        layers = {("", index): replace(layer, stack="") for (_, index), layer in layers.items()}
     order = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
     return ModelMap(
         model,
-        sorted(layers.values(), key=lambda layer: (order[layer.stack], layer.index)),
+        sorted(attention.values(), key=lambda layer: (order[layer.stack], layer.index)),
         model_type,
         model_name(getattr(config, "_name_or_path", "") or ""),
         getattr(config, "_commit_hash", None) or "",
+        sorted(feed_forward, key=lambda block: (order[block.stack], block.index)),
     )
 
 
-def _read(name: str, module: nn.Module, found: dict[str, str], family: Family, count: int | None) -> AttentionLayer:
-    output = _projection(module, family.output)
-    assert output is not None
-    inputs = _in_features(output)
-    width = inputs // count if count else _attribute(module, family.width)
+def _described(path: str | None, output: str | None, heads: int | None) -> Family:
+    """A family as a user describes it: what its feed-forward blocks are called stays unknown."""
+    if path is None or output is None or heads is None:
+        raise InputError("describe an architecture with all three of attention_path, attention_output, attention_heads")
+    path = path.replace("*", "{i}")  # braces cannot be typed in lm-eval's --model_args
+    if "{i}" not in path:
+        raise InputError(f"attention_path={path} must contain * or {{i}} where the layer number stands")
+    before, _, after = path.partition("{i}")
+    layer, _, attention = after.partition(".")
+    return Family(rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}", attention, output)
+
+
+def _layers(model: nn.Module, family: Family) -> Iterator[Block]:
+    matcher = re.compile(rf"(?:^|.*\.){family.layer}$")
+    for name, module in model.named_modules():
+        found = matcher.match(name)
+        if found:
+            yield Block(found.groupdict().get("stack") or "", int(found["layer"]), name, module)
+
+
+def _inside(layer: Block, path: str) -> Block | None:
+    """What is at a path in a layer; at an empty path, the layer itself."""
+    if not path:
+        return layer
+    found = find_in(layer.module, path)
+    return found and replace(layer, name=f"{layer.name}.{found[0]}", module=found[1])
+
+
+def _read_attention(layer: Block, path: str | None, family: Family, count: int | None) -> AttentionLayer | None:
+    block = None if path is None else _inside(layer, path)
+    if block is None:
+        return None
+    module, output = block.module, projection_in(block.module, family.output)
+    if output is None:
+        return None
+    inputs = in_features(output)
+    width = inputs // count if count else attribute_of(module, family.width)
     if not isinstance(width, int) or width <= 0 or inputs % width:
         raise InputError(
-            f"{name}: {inputs} inputs of {family.output} cannot be divided into heads (width {width}, heads {count})"
+            f"{block.name}: {inputs} inputs of {family.output} cannot be divided into heads "
+            f"(width {width}, heads {count})"
         )
     heads = inputs // width
-    cross = found.get("kind") in {"EncDecAttention", "encoder_attn"}
-    query, key = _projection(module, family.query), _projection(module, family.key)
+    query, key = projection_in(module, family.query), projection_in(module, family.key)
     kv_heads, query_dim = heads, width
     if query is not None and key is not None:
         if family.fused:
-            kv_heads = (_out_features(query) // width - heads) // 2
+            kv_heads = (out_features(query) // width - heads) // 2
         else:
-            query_dim = _out_features(query) // heads
+            query_dim = out_features(query) // heads
             if not family.key_value_pairs:
-                kv_heads = _out_features(key) // query_dim
+                kv_heads = out_features(key) // query_dim
     return AttentionLayer(
-        stack="cross" if cross else found.get("stack") or "",
-        index=int(found["layer"]),
-        name=name,
-        module=module,
+        **vars(block),
         o_proj=output,
         heads=heads,
         kv_heads=kv_heads,
@@ -233,39 +208,11 @@ def _read(name: str, module: nn.Module, found: dict[str, str], family: Family, c
     )
 
 
-def _projection(module: nn.Module, path: str) -> nn.Module | None:
-    """Submodule at a dotted path; alternatives are separated by `|`, the first that exists is taken."""
-    for choice in path.split("|"):
-        found = _attribute(module, choice)
-        if isinstance(found, nn.Module):
-            return found
-    return None
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as in GPT-2's `Conv1D`, and not (outputs, inputs)."""
-    return type(module).__name__ == "Conv1D"
-
-
-def _in_features(module: nn.Module) -> int:
-    return _features(module, "in_features", 0)
-
-
-def _out_features(module: nn.Module) -> int:
-    return _features(module, "out_features", 1)
-
-
-def _features(module: nn.Module, attribute: str, axis: int) -> int:
-    size = getattr(module, attribute, None)
-    if size is None:
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        size = weight.shape[axis if is_transposed(module) else 1 - axis]
-    return int(size)
+def _read_feed_forward(layer: Block, names: FeedForwardNames | None) -> FeedForward | None:
+    block = None if names is None else _inside(layer, names.block)
+    if names is None or block is None:
+        return None
+    gate, up, down = (projection_in(block.module, path) for path in (names.gate, names.up, names.down))
+    if up is None or down is None:
+        return None
+    return FeedForward(**vars(block), gate=gate, up=up, down=down, channels=in_features(down))

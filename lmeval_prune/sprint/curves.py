@@ -25,12 +25,14 @@ class Curve:
         kind: how pass@k is estimated: `ordered`, `exact` (the expectation over random orders), `unbiased`.
         values: shape (questions, N): chance that one of k tries is right, for k = 1 … N; NaN where not known.
         heads: of each question the heads of its tries, where a policy chose them.
+        is_bound: whether it is an upper bound, not a method.
     """
 
     name: str
     kind: str
     values: np.ndarray
     heads: Sequence[Sequence[str]] = ()
+    is_bound: bool = False
 
     @property
     def mean(self) -> np.ndarray:
@@ -68,7 +70,7 @@ def ordered(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
 def in_hindsight(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
     """The oracle: whether any head of the pool solves the question, for any number of tries."""
     solved = solved_by(outcomes, pool).any(axis=1, keepdims=True)
-    return Curve(name, "ordered", np.repeat(solved.astype(float), n, axis=1))
+    return Curve(name, "ordered", np.repeat(solved.astype(float), n, axis=1), is_bound=True)
 
 
 def at_random(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
@@ -118,17 +120,10 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
             f"{path} lacks {len(missing)} of the test store's {len(outcomes.texts)} questions, "
             f"e.g. {missing[0][:60]!r}; `lmeval-prune questions` prints what lm_eval's --samples needs to ask them"
         )
-    return Curve(name, "ordered" if routed else "unbiased", np.array([rows[text] for text in outcomes.texts]))
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values of a family of tests, in the order given; NaN stays NaN."""
-    order = sorted((p, i) for i, p in enumerate(values) if not np.isnan(p))
-    adjusted, highest = [float("nan")] * len(values), 0.0
-    for rank, (p, i) in enumerate(order):
-        highest = max(highest, min(1.0, p * (len(order) - rank)))
-        adjusted[i] = highest
-    return adjusted
+    values = np.array([rows[text] for text in outcomes.texts])
+    if np.isnan(values.mean(0)).all():
+        raise InputError(f"{path} has no pass@k of all questions for any k up to {n}; run a pass@N task to its end")
+    return Curve(name, "ordered" if routed else "unbiased", values)
 
 
 def _lines(path: str) -> list[dict]:
@@ -142,32 +137,4 @@ def _lines(path: str) -> list[dict]:
         raise InputError(f"{path} is not JSON lines ({error})") from None
     if not found:
         raise InputError(f"{path} holds no samples")
-    return found
-
-
-def band(curve: Curve, seed: int = 0, draws: int = 2000) -> tuple[np.ndarray, np.ndarray]:
-    """95% bootstrap interval of pass@k over questions, lower and upper, shape (N,) each."""
-    generator = np.random.default_rng(seed)
-    chosen = generator.integers(0, len(curve.values), (draws, len(curve.values)))
-    means = np.stack([curve.values[rows].mean(0) for rows in chosen])
-    return np.percentile(means, 2.5, axis=0), np.percentile(means, 97.5, axis=0)
-
-
-def paired_test(a: Curve, b: Curve, seed: int = 0, draws: int = 10_000) -> list[tuple[float, float]]:
-    """Of each k, the mean difference a − b and its two-sided p-value by flipping signs of questions' differences.
-
-    Exact if under the null hypothesis a question's difference is as likely as its opposite, which holds for two
-    policies of one try each; against expectations (`exact`, `unbiased`) differences are skewed, and the test is
-    right only for many questions.
-    """
-    generator = np.random.default_rng(seed)
-    signs = generator.choice([-1.0, 1.0], (draws, len(a.values)))
-    found = []
-    for difference in (a.values - b.values).T:
-        observed = float(difference.mean())
-        if np.isnan(observed):
-            found.append((float("nan"), float("nan")))
-            continue
-        flipped = np.abs(signs @ difference / len(difference))
-        found.append((observed, float((1 + (flipped >= abs(observed) - 1e-12).sum()) / (draws + 1))))
     return found

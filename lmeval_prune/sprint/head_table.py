@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from lmeval_prune.architectures import Head
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.tries import DENSE
+from lmeval_prune.reporting.tables import bold, markdown
 from lmeval_prune.sprint.outcomes import Outcomes
 
 GROUPINGS = ("subject", "complexity", "grade", "solution_type", "level", "type", "task")
@@ -82,40 +84,29 @@ class HeadTable:
         }
         return cls(accuracy, found, dict(layers))
 
-    def markdown(self) -> str:
-        """A table a group: rows heads, columns layers, the last row the unpruned model; the best of a column bold."""
-        parts = []
-        for group, rows in self.groups.items():
-            heads = sorted({head for numbers in self.layers.values() for head in numbers})
-            lines = [f"**{group}** ({len(rows)} questions)", ""]
-            lines.append("| pruned head | " + " | ".join(self.layers) + " |")
-            lines.append("| --- |" + " ---: |" * len(self.layers))
-            best = {
-                layer: max(self.accuracy[group, column] for column in numbers.values())
-                for layer, numbers in self.layers.items()
-            }
-            for head in heads:
-                cells = []
-                for layer, numbers in self.layers.items():
-                    value = self.accuracy[group, numbers[head]] if head in numbers else None
-                    text = "" if value is None else f"{value:.3f}"
-                    cells.append(f"**{text}**" if value is not None and value == best[layer] else text)
-                lines.append(f"| {head} | " + " | ".join(cells) + " |")
-            dense = self.accuracy[group, DENSE]
-            lines.append("| none | " + " | ".join(f"{dense:.3f}" for _ in self.layers) + " |")
-            parts.append("\n".join(lines))
-        return "\n\n".join(parts)
-
-    def csv(self) -> str:
-        """Long form: group, questions, layer, head, accuracy, and the unpruned model's."""
-        lines = ["group,questions,layer,head,accuracy,dense_accuracy"]
-        for group, rows in self.groups.items():
-            dense = self.accuracy[group, DENSE]
+    def markdown(self) -> dict[str, str]:
+        """Of each group a table: rows heads, columns layers, last the unpruned model; the best of a column bold."""
+        heads = sorted({head for numbers in self.layers.values() for head in numbers})
+        found = {}
+        for group in self.groups:
+            shown: dict[str, list[str]] = {"pruned head": [*map(str, heads), "none"]}
             for layer, numbers in self.layers.items():
-                for head, column in sorted(numbers.items()):
-                    value = self.accuracy[group, column]
-                    lines.append(f'"{group}",{len(rows)},{layer},{head},{value:.6f},{dense:.6f}')
-        return "\n".join(lines) + "\n"
+                values = {head: self.accuracy[group, column] for head, column in numbers.items()}
+                best = max(values.values())
+                cells = [bold(f"{values[h]:.3f}", values[h] == best) if h in values else "" for h in heads]
+                shown[layer] = [*cells, f"{self.accuracy[group, DENSE]:.3f}"]
+            found[group] = markdown(pd.DataFrame(shown), ["pruned head"])
+        return found
+
+    def long(self) -> pd.DataFrame:
+        """A row for each group, layer and head."""
+        rows = [
+            (group, len(rows), layer, head, self.accuracy[group, column], self.accuracy[group, DENSE])
+            for group, rows in self.groups.items()
+            for layer, numbers in self.layers.items()
+            for head, column in sorted(numbers.items())
+        ]
+        return pd.DataFrame(rows, columns=["group", "questions", "layer", "head", "accuracy", "dense_accuracy"])
 
 
 def gains(table: HeadTable) -> dict[str, list[float]]:

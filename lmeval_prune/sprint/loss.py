@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DIVERSITIES = ("ball", "sphere", "unbounded")
-
 
 def squared_distances(q: Tensor, v: Tensor) -> Tensor:
     """‖q_i − v_j‖², shape (questions, heads), from q (questions, p) and v (heads, p)."""

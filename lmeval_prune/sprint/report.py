@@ -5,49 +5,28 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.tries import DENSE
-from lmeval_prune.sprint import curves as curve
+from lmeval_prune.reporting.documents import render
+from lmeval_prune.reporting.statistics import bootstrap_band, holm, sign_flip_test
+from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures
+from lmeval_prune.sprint.curves import Curve, at_random, from_samples, in_hindsight, ordered
 from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_luck
+from lmeval_prune.sprint.options import ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.policies import Best, Nearest, RandomTop
 from lmeval_prune.sprint.router import Router, text_key
 
 
-@dataclass(frozen=True)
-class SprintReport:
-    """What to report on.
-
-    Attributes:
-        test: outcome store of the questions that are asked; of the store that the router was fitted on, the
-            questions that were held out, and the others are the training questions.
-        output: folder for `report.md`, tables (CSV), figures (PNG, SVG) and `report.json`.
-        train: outcome store of training questions: for the baselines `best` and `random_top`.
-        router: folder of a fitted router.
-        samples: (name, path) of lm-eval samples files of pass@N tasks on the same questions.
-        n: tries.
-        by: attribute by which questions are grouped.
-        shortlist: size of `random_top`'s.
-        seed: of the bootstrap, the permutations and the tests.
-    """
-
-    test: str
-    output: str
-    train: str | None = None
-    router: str | None = None
-    samples: Sequence[tuple[str, str]] = field(default_factory=tuple)
-    n: int = 8
-    by: str | None = None
-    shortlist: int = 16
-    seed: int = 0
+class SprintReport(ReportOptions):
+    """Writes what the options ask for."""
 
     def write(self) -> Path:
         """Write the report.
@@ -68,33 +47,50 @@ class SprintReport:
         if router:
             test, train = self._unseen(test, train, router)
         self._check(test, train, router)
-        folder = Path(self.output)
-        table = HeadTable.of(test, self.by)
-        text = [f"# SPRINT report\n\n{self._about(test, train, router)}"]
-        found: dict[str, Any] = {"created_by": CREATED_BY}
 
-        drawn = self._curves(test, train, router)
+        heads, moved = HeadTable.of(test, self.by), changes(test)
+        measured, lucky = gains(heads), gains_by_luck(test, heads, seed=self.seed)
+        curves = self._curves(test, train, router)
+        bands = [bootstrap_band(curve.values, self.seed) for curve in curves]
         dense = float(test.accuracy()[test.pool.index(DENSE)])
-        bands = [curve.band(c, self.seed) for c in drawn]
-        figures.pass_at_n(drawn, bands, dense, folder / "pass_at_n")
-        text.append(self._passes(drawn, dense, found))
-        write_text(folder / "pass_at_n.csv", _csv(drawn, bands))
-        if router:
-            text.append(self._choices(drawn[0].heads, found))
+        tests = self._tests(curves) if router else {}
+        choices = [Counter(order[k] for order in curves[0].heads) for k in range(self.n)] if router else []
+        medians = {name: _median(values) for name, values in (("measured", measured), ("by_luck", lucky))}
 
-        moved = changes(test)
+        folder = Path(self.output)
+        figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
         figures.head_changes(moved, folder / "head_changes")
-        figures.head_map(moved, table, folder / "head_map")
-        measured, lucky = gains(table), gains_by_luck(test, table, seed=self.seed)
+        figures.head_map(moved, heads, folder / "head_map")
         figures.violins(measured, lucky, folder / "best_head_gains")
-        text.append(self._gains(measured, lucky, moved, found))
-        write_text(folder / "accuracy.csv", table.csv())
-        text.append("## Accuracy by group, layer and head\n\n" + table.markdown())
-        write_text(folder / "report.json", json.dumps(found, indent=1) + "\n")
-        write_text(folder / "report.md", "\n\n".join(text) + "\n")
+        write_text(folder / "pass_at_n.csv", csv(_long(curves, bands)))
+        write_text(folder / "accuracy.csv", csv(heads.long()))
+        numbers = {
+            "created_by": CREATED_BY,
+            "pass": {c.name: {"estimate": c.kind, "values": _plain(c.mean)} for c in curves},
+            "dense": dense,
+            "router_minus": {name: [t for t in row if not np.isnan(t["p"])] for name, row in tests.items()},
+            "choices": [dict(counts.most_common()) for counts in choices],
+            "median_gain_of_best_head": medians,
+            "changes": {name: {"change": c, "standard_error": e} for name, (c, e) in moved.items()},
+        }
+        write_text(folder / "report.json", json.dumps(numbers, indent=1) + "\n")
+        text = render(
+            Path(__file__).with_name("report.md.jinja"),
+            test=test,
+            train=train,
+            router=router,
+            dense=dense,
+            passes=self._passes(curves),
+            tests=self._differences(tests),
+            choices=_choices(choices),
+            changes=[change for change, _ in moved.values()],
+            beyond=sum(bool(error) and abs(change) > 2 * error for change, error in moved.values()),
+            medians=medians,
+            groups=heads.groups,
+            tables=heads.markdown(),
+        )
+        write_text(folder / "report.md", text)
         return folder / "report.md"
-
-    # ------------------------------------------------------------------ parts
 
     def _check(self, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:
         identities = {"test": test.model, "train": train.model if train else None}
@@ -142,127 +138,64 @@ class SprintReport:
         fitted = test.rows([i for i, used in enumerate(is_seen) if used])
         return test.rows([i for i, used in enumerate(is_seen) if not used]), train or fitted
 
-    def _curves(self, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[curve.Curve]:
+    def _curves(self, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Curve]:
         n = self.n
         pool = router.pool if router else test.pool
-        found = [curve.ordered("SPRINT router", Nearest(router), test, n)] if router else []
+        found = [ordered("SPRINT router", Nearest(router), test, n)] if router else []
         if train:
             there = train.columns([name for name in train.pool if name in pool])
-            found.append(curve.ordered("best heads of training", Best.of(there), test, n))
+            found.append(ordered("best heads of training", Best.of(there), test, n))
             top = RandomTop.of(there, min(self.shortlist, len(there.pool)), self.seed).pool
-            found.append(curve.at_random(f"random of the top {len(top)} heads", top, test, n))
-        found.append(curve.at_random(f"random of all {len(pool)}", pool, test, n))
-        found += [curve.from_samples(name, path, test, n) for name, path in self.samples]
-        found.append(curve.in_hindsight("oracle (not a method)", pool, test, n))
+            found.append(at_random(f"random of the top {len(top)} heads", top, test, n))
+        found.append(at_random(f"random of all {len(pool)}", pool, test, n))
+        found += [from_samples(name, path, test, n) for name, path in self.samples]
+        found.append(in_hindsight("oracle (not a method)", pool, test, n))
         return found
 
-    def _about(self, test: Outcomes, train: Outcomes | None, router: Router | None) -> str:
-        lines = [
-            f"Model: {test.model.get('name', '')}. Test: {len(test.questions)} questions of {', '.join(test.tasks)}"
-        ]
-        lines[0] += f" ({', '.join(sorted({row['split'] for row in test.questions}))}), pool of {len(test.pool)}."
-        if train:
-            split = ", ".join(sorted({row["split"] for row in train.questions}))
-            lines.append(f"Training: {len(train.questions)} questions ({split}).")
-        if router:
-            a = router.about
-            lines.append(
-                f"Router: p = {a['p']}, λ = {a['lambda']}, diversity {a['options']['diversity']}; "
-                f"{a['questions_no_head_solves']} of {a['questions']} training questions are solved by no head and "
-                f"{a['questions_all_heads_solve']} by all; encoder {router.encoder}."
-            )
-        return "\n".join(lines)
+    def _tests(self, curves: Sequence[Curve]) -> dict[str, list[dict[str, float]]]:
+        """The router against each rival, at each N: mean difference and p, alone and after Holm's correction."""
+        first, *others = [curve for curve in curves if not curve.is_bound]
+        differences = np.concatenate([first.values - other.values for other in others], axis=1)
+        means, p = differences.mean(0).tolist(), sign_flip_test(differences, self.seed).tolist()
+        rows = zip(means, p, holm(p), strict=True)
+        every = [{"n": i % self.n + 1, "difference": d, "p": p, "p_holm": h} for i, (d, p, h) in enumerate(rows)]
+        return {other.name: every[i * self.n : (i + 1) * self.n] for i, other in enumerate(others)}
 
-    def _passes(self, drawn: list[curve.Curve], dense: float, found: dict[str, Any]) -> str:
-        header = "| policy | estimate | " + " | ".join(f"pass@{k}" for k in range(1, self.n + 1)) + " |"
-        lines = ["## pass@N", "", "![pass@N](pass_at_n.png)", "", header, "| --- | --- |" + " ---: |" * self.n]
-        for c in drawn:
-            lines.append(f"| {c.name} | {c.kind} | " + " | ".join(_number(value) for value in c.mean) + " |")
-        lines += ["", f"Unpruned, greedy: {dense:.3f}.", "", _ESTIMATES]
-        found["pass"] = {c.name: {"estimate": c.kind, "values": _plain(c.mean)} for c in drawn}
-        found["dense"] = dense
-        first = drawn[0]
-        others = [c for c in drawn[1:] if not c.name.startswith("oracle")]
-        if first.name == "SPRINT router" and others:
-            lines += ["", "### Is the router better? Paired tests", ""]
-            lines += [f"Router minus …, mean difference over questions (two-sided p, {_TEST})", ""]
-            lines += [header.replace("| estimate ", "").replace("pass@", "N = "), "| --- |" + " ---: |" * self.n]
-            tests = {other.name: curve.paired_test(first, other, self.seed) for other in others}
-            family = curve.holm([p for found_tests in tests.values() for _, p in found_tests])
-            found["router_minus"] = {}
-            for place, (name, pairs) in enumerate(tests.items()):
-                adjusted = family[place * self.n : (place + 1) * self.n]
-                cells = [
-                    "" if np.isnan(d) else ("**{}**" if a < 0.05 else "{}").format(f"{d:+.3f} ({p:.2g})")
-                    for (d, p), a in zip(pairs, adjusted, strict=True)
-                ]
-                lines.append(f"| {name} | " + " | ".join(cells) + " |")
-                found["router_minus"][name] = [
-                    {"n": k + 1, "difference": d, "p": p, "p_holm": a}
-                    for k, ((d, p), a) in enumerate(zip(pairs, adjusted, strict=True))
-                    if not np.isnan(d)
-                ]
-            lines += ["", "Bold: below 0.05 after Holm's correction over this table."]
-        return "\n".join(lines)
+    def _passes(self, curves: Sequence[Curve]) -> str:
+        rows = [[c.name, c.kind, *("" if np.isnan(v) else f"{v:.3f}" for v in c.mean)] for c in curves]
+        names = ["policy", "estimate", *(f"pass@{k}" for k in range(1, self.n + 1))]
+        return markdown(pd.DataFrame(rows, columns=names), ["policy", "estimate"])
 
-    def _choices(self, orders: Sequence[Sequence[str]], found: dict[str, Any]) -> str:
-        tries = [Counter(order[k] for order in orders) for k in range(self.n)]
-        found["choices"] = [dict(counts.most_common()) for counts in tries]
-        lines = [
-            "## What the router chooses",
-            "",
-            "| try | different heads | most frequent (questions) |",
-            "| --- | ---: | --- |",
-        ]
-        for k, counts in enumerate(tries):
-            often = ", ".join(f"{name} ({count})" for name, count in counts.most_common(4))
-            lines.append(f"| {k + 1} | {len(counts)} | {often} |")
-        lines += ["", "A try that is one head for all questions is not routed by the question."]
-        return "\n".join(lines)
+    def _differences(self, tests: dict[str, list[dict[str, float]]]) -> str:
+        def cell(test: dict[str, float]) -> str:
+            shown = f"{test['difference']:+.3f} ({test['p']:.2g})"
+            return "" if np.isnan(test["p"]) else bold(shown, test["p_holm"] < 0.05)
 
-    def _gains(
-        self,
-        measured: dict[str, list[float]],
-        lucky: dict[str, list[float]],
-        moved: dict[str, tuple[float, float]],
-        found: dict[str, Any],
-    ) -> str:
-        every, luck = (float(np.median(np.concatenate(list(values.values())))) for values in (measured, lucky))
-        beyond = [name for name, (change, error) in moved.items() if error and abs(change) > 2 * error]
-        found["median_gain_of_best_head"] = {"measured": every, "by_luck": luck}
-        found["changes"] = {name: {"change": c, "standard_error": e} for name, (c, e) in moved.items()}
-        return (
-            "## Single heads\n\n![change in accuracy](head_changes.png)\n\n![layer by head](head_map.png)\n\n"
-            f"{sum(change > 0 for change, _ in moved.values())} of {len(moved)} heads raise accuracy when pruned, "
-            f"{sum(change < 0 for change, _ in moved.values())} lower it; {len(beyond)} changes are larger than two "
-            "standard errors (about one in twenty would be by chance).\n\n![best head](best_head_gains.png)\n\n"
-            f"The best head of a layer beats the unpruned model by a median of {every:+.3f} over groups and layers. "
-            "**The best of many noisy numbers is optimistic**: with each question's outcomes shuffled among a layer's "
-            f"heads and the unpruned model, so that no head matters, the median is {luck:+.3f}."
-        )
+        rows = [[name, *map(cell, row)] for name, row in tests.items()]
+        return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in range(1, self.n + 1))]), ["policy"])
 
 
-_TEST = "10,000 random flips of the questions' signs"
-_ESTIMATES = (
-    "*ordered*: any of the policy's first N is right. *exact*: the expectation over random draws without replacement. "
-    "*unbiased*: 1 − C(n−c, N)/C(n, N) over n samples, c of them right. The oracle looks at the test outcomes: an "
-    "upper bound, not a method."
-)
+def _choices(choices: Sequence[Counter[str]]) -> str:
+    def often(counts: Counter[str]) -> str:
+        return ", ".join(f"{name} ({count})" for name, count in counts.most_common(4))
+
+    rows = [(k + 1, len(counts), often(counts)) for k, counts in enumerate(choices)]
+    names = ["try", "different heads", "most frequent (questions)"]
+    return markdown(pd.DataFrame(rows, columns=names), [names[0], names[2]])
 
 
-def _csv(drawn: list[curve.Curve], bands: list[tuple[np.ndarray, np.ndarray]]) -> str:
-    lines = ["policy,estimate,n,pass,low,high"]
-    for c, (low, high) in zip(drawn, bands, strict=True):
-        lines += [
-            f'"{c.name}",{c.kind},{k + 1},{mean:.6f},{low[k]:.6f},{high[k]:.6f}'
-            for k, mean in enumerate(c.mean)
-            if not np.isnan(mean)
-        ]
-    return "\n".join(lines) + "\n"
+def _long(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
+    """A row for each policy and number of tries whose pass@N is known."""
+    rows = [
+        (curve.name, curve.kind, k + 1, mean, low[k], high[k])
+        for curve, (low, high) in zip(curves, bands, strict=True)
+        for k, mean in enumerate(curve.mean)
+    ]
+    return pd.DataFrame(rows, columns=["policy", "estimate", "n", "pass", "low", "high"]).dropna(subset="pass")
 
 
-def _number(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.3f}"
+def _median(values: dict[str, list[float]]) -> float:
+    return float(np.median(np.concatenate(list(values.values()))))
 
 
 def _plain(values: np.ndarray) -> list[float | None]:

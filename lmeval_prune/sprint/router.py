@@ -27,13 +27,13 @@ from lmeval_prune.models.tries import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import encoder as encoders
 from lmeval_prune.sprint.loss import (
-    DIVERSITIES,
     agreement,
     contrastive_loss,
     placed,
     ranking_term,
     squared_distances,
 )
+from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes
 
 SCHEMA = "lmeval-prune/router"
@@ -117,65 +117,18 @@ class Router:
 # --------------------------------------------------------------------------- fitting
 
 
-@dataclass(frozen=True)
-class FitOptions:
-    """How a router is fitted.
-
-    Attributes:
-        sizes: p, the length of q and v; of several the best on validation is taken.
-        weights: λ; of several the best on validation is taken. (The paper gives no value.)
-        diversity: `ball` (default) or `sphere`: places inside or on one of `radius`; `unbounded`, as printed.
-        dense: whether the unpruned model is a candidate too.
-        holdout: share of the questions that is not used at all, so that `lmeval-prune report` can test on it.
-        validation: share of the others that is kept for stopping and choosing.
-        epochs, patience: at most so many passes; stop after so many without a better validation loss.
-        batch, learning_rate, decay: of AdamW; `decay` pulls θ towards 0.
-        seed: of the split, the start and the order.
-    """
-
-    sizes: tuple[int, ...] = (32,)
-    weights: tuple[float, ...] = (0.0, 1e-4, 1e-3)
-    diversity: str = "ball"
-    radius: float = 1.0
-    dense: bool = True
-    holdout: float = 0.0
-    validation: float = 0.2
-    epochs: int = 200
-    patience: int = 20
-    batch: int = 64
-    learning_rate: float = 3e-3
-    decay: float = 1e-2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        wrong = {
-            "p must be whole numbers above 0": not self.sizes or min(self.sizes) < 1,
-            "lambda must not be negative": not self.weights or min(self.weights) < 0,
-            f"diversity must be one of {', '.join(DIVERSITIES)}": self.diversity not in DIVERSITIES,
-            "radius must be above 0": self.radius <= 0,
-            "validation must be at least 0 and below 1": not 0 <= self.validation < 1,
-            "holdout must be at least 0 and below 1": not 0 <= self.holdout < 1,
-            "epochs, patience and batch must be at least 1": min(self.epochs, self.patience, self.batch) < 1,
-            "the learning rate must be above 0": self.learning_rate <= 0,
-            "several values of lambda or p need a validation split": self.validation == 0
-            and len(self.sizes) * len(self.weights) > 1,
-        }
-        for message, is_wrong in wrong.items():
-            if is_wrong:
-                raise InputError(message)
-
-
-def fit(outcomes: Outcomes, encoder: str, options: FitOptions = FitOptions()) -> Router:
+def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> Router:
     """Fit a router to outcomes: minimise eq. 1 over θ and V.
 
     Args:
         outcomes: of training questions.
         encoder: name of the sentence encoder.
-        options: see there.
+        options: default `FitOptions()`.
 
     Raises:
         InputError: there is nothing to learn from the outcomes, or too little for a validation split.
     """
+    options = options or FitOptions()
     if not options.dense:
         outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
     groups = _by_text(outcomes.texts)

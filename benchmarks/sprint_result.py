@@ -121,8 +121,10 @@ def main() -> None:
     registration.register()
     from lm_eval import simple_evaluate
 
-    from lmeval_prune.sprint import FitOptions, OutcomeStore, fit
+    from lmeval_prune.sprint.options import FitOptions
+    from lmeval_prune.sprint.outcomes import OutcomeStore
     from lmeval_prune.sprint.report import SprintReport
+    from lmeval_prune.sprint.router import fit
     from lmeval_prune.sprint.sweep import Sweep
 
     model = work / "model"
@@ -190,8 +192,8 @@ def main() -> None:
             "environment": environment(),
             "seconds": seconds,
             "sweep_against_hf": json.loads(factor.read_text()),
-            "answers": {name: table.num_rows for name, table in cells.items()},
-            "answer_tokens": {name: sum(map(len, table["tokens"].to_pylist())) for name, table in cells.items()},
+            "answers": {name: len(rows) for name, rows in cells.items()},
+            "answer_tokens": {name: sum(len(row["tokens"]) for row in rows) for name, rows in cells.items()},
             "report": json.loads((Path(options.output) / "report.json").read_text()),
         },
     )

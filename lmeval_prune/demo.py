@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune.artefacts import check_writable, write_text
+from lmeval_prune.errors import InputError
 
 MODEL = "smollm2-135m"
 LONGEST = 256  # new tokens of a GSM8K answer
@@ -31,6 +32,8 @@ def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -
         limit: GSM8K problems, where they are at hand
         output: folder for answers and results
     """
+    if limit < 1:
+        raise InputError(f"limit must be at least 1, not {limit}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: threads that wait leave the processor to others
     from lm_eval.tasks import TaskManager

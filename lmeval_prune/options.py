@@ -109,6 +109,7 @@ class Parser(ArgumentParser):
         elif origin is Sequence:
             self.repeated.add(name)
             settings |= {"action": "append", "type": items[0], "default": []}
+        settings["help"] = settings.get("help") or ""
         if settings.get("required"):
             settings["help"] += " (required)"
         elif (default or type(default) in (int, float)) and default != argparse.SUPPRESS:

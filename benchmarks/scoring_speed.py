@@ -14,8 +14,9 @@ from typing import Any
 
 from _record import environment, timed, write
 
-from lmeval_prune.scoring.mathematics import Verifier
-from lmeval_prune.tasks import data, results
+from lmeval_prune.scoring.equality import easy_verdict
+from lmeval_prune.scoring.verifier import Verifier
+from lmeval_prune.tasks import data
 
 
 def by_math_verify(pairs: list[tuple[str, str]]) -> list[bool]:
@@ -36,11 +37,11 @@ def main() -> None:
     options = parser.parse_args()
     golds = data.load("math500", "test")["target"]
     pairs = [(gold, other) for i, gold in enumerate(golds) for other in (golds[i - 1], f"{gold} + 0")]
-    pairs = [(gold, answer) for gold, answer in pairs if results._easy(answer, gold) is None][: options.pairs]
+    pairs = [(gold, answer) for gold, answer in pairs if easy_verdict(answer, gold) is None][: options.pairs]
     by_math_verify(pairs[:1])  # its imports
     times: dict[str, list[float]] = {"workers": [], "math_verify": []}
     verifier = Verifier(workers=len(os.sched_getaffinity(0)))
-    _, start = timed(lambda: verifier.verify_many([("x", "y")] * 4 * verifier.size))
+    _, start = timed(lambda: verifier.verify_many([("x", "y")] * 4 * verifier.workers))
     for _ in range(options.rounds):
         ours, seconds = timed(lambda: verifier.verify_many(pairs))
         times["workers"].append(round(seconds, 2))
@@ -52,7 +53,7 @@ def main() -> None:
         "environment": environment(),
         "pairs": len(pairs),
         "equal": sum(theirs),
-        "workers": verifier.size,
+        "workers": verifier.workers,
         "seconds_to_start_workers": round(start, 2),
         "seconds_with_workers": times["workers"],
         "seconds_of_math_verify_in_one_process": times["math_verify"],

@@ -24,7 +24,7 @@ import datasets
 
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.scoring import complexity, readings
-from lmeval_prune.scoring.mathematics import require_math_verify
+from lmeval_prune.scoring.verifier import require_math_verify
 
 Row = dict[str, Any]
 HERE = Path(__file__).parent
@@ -71,7 +71,7 @@ def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
     import xml.etree.ElementTree as ElementTree
 
     download = datasets.DownloadManager().download
-    folds = {}
+    folds: dict[str, int] = {}
     for fold in range(5):
         text = Path(download(f"{url}/nfolds/asdiv-a/fold{fold}.txt")).read_text(encoding="utf-8")
         folds |= {line.strip(): fold for line in text.splitlines() if line.strip()}
@@ -111,9 +111,7 @@ def _asdiv_a(row: Row) -> Row | None:
     if row["asdiv_a_fold"] is None:
         return None
     document = _asdiv(row)
-    # none of them is of high complexity, so that level is not reported
-    levels = {"complexity": complexity(row["formula"]), "complexities": ["low", "medium"]}
-    return {**document, "fold": row["asdiv_a_fold"]} | levels
+    return {**document, "fold": row["asdiv_a_fold"], "complexity": complexity(row["formula"])}
 
 
 _CONSTANTS = {"x1": "1", "x2": "2", "x3_1416": "157/50"}  # as Math23k's equations name them; pi is 3.14 there
@@ -270,7 +268,6 @@ def custom_dataset(
     prune_data: str,
     prune_test: str = "test",
     prune_train: str | None = None,
-    prune_where: dict[str, Any] | None = None,
     data_dir: str | None = None,
     data_split: str | None = None,
     **others: Any,
@@ -280,7 +277,6 @@ def custom_dataset(
     Args:
         prune_data: a key of `DATA`.
         prune_test, prune_train: splits to take the two from.
-        prune_where: only documents with these values.
         data_dir, data_split: from `--metadata`: local folder; another split to ask.
         others: other metadata (lm-eval hands on the model_args, too) is passed over.
 
@@ -299,6 +295,4 @@ def custom_dataset(
     if prune_data in DATA and DATA[prune_data].needs_math:
         require_math_verify()
     test = load(prune_data, data_split or prune_test, data_dir)
-    if prune_where:
-        test = test.filter(lambda row: all(row[key] == value for key, value in prune_where.items()))
     return {"test": test} | ({"train": load(prune_data, prune_train, data_dir)} if prune_train else {})

@@ -1,26 +1,19 @@
-"""Mathematical equivalence in killable workers, expressions, complexity, and metrics of several attempts."""
+"""Mathematical equivalence, expressions, complexity, and metrics of several attempts."""
 
 import itertools
-import os
 import random
-import signal
-import subprocess
-import sys
-import threading
-import time
 from fractions import Fraction
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmeval_prune import InputError
-from lmeval_prune.scoring import complexity, evaluate, has_operator, is_division, mathematics, numbers_equal, readings
-from lmeval_prune.scoring.mathematics import Verifier, shared
+from lmeval_prune.scoring import complexity, equality, evaluate, has_operator, is_division, numbers_equal, readings
 from lmeval_prune.scoring.numbers import close
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
+from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import data, results
 from tests import test_scoring
 
@@ -53,12 +46,12 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL)
 def test_equal(gold: str, answer: str) -> None:
-    assert results.equal_mathematics(answer, gold) == "equal"
+    assert equality.equal_mathematics(answer, gold) == "equal"
 
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
 def test_different(gold: str, answer: str) -> None:
-    assert results.equal_mathematics(answer, gold) == "different"
+    assert equality.equal_mathematics(answer, gold) == "different"
 
 
 def test_the_handwritten_pairs_are_more_than_two_hundred_different_ones() -> None:
@@ -141,7 +134,7 @@ def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, sha
     ],
 )  # fmt: skip
 def test_words_that_change_a_number(answer: str, gold: str) -> None:
-    assert results.equal_mathematics(answer, gold) == "different"
+    assert equality.equal_mathematics(answer, gold) == "different"
     assert results.number({"target": gold}, [rf"\boxed{{{answer}}}"])["exact_match"] == 0
 
 
@@ -238,12 +231,12 @@ def test_the_unmarked_gold_formulas_of_math500_are_never_torn_apart(shared_data:
 
 def test_a_base_on_the_answer_alone() -> None:
     assert (
-        results.equal_mathematics("11_{2}", "11") == "different"
-        and results.equal_mathematics("11_2", "3") == "different"
+        equality.equal_mathematics("11_{2}", "11") == "different"
+        and equality.equal_mathematics("11_2", "3") == "different"
     )
     assert (
-        results.equal_mathematics("255_{10}", "255") == "equal"
-        and results.equal_mathematics("52_{8}", "52_8") == "equal"
+        equality.equal_mathematics("255_{10}", "255") == "equal"
+        and equality.equal_mathematics("52_{8}", "52_8") == "equal"
     )
 
 
@@ -257,7 +250,7 @@ def test_a_chinese_full_stop_is_a_decimal_point_only_between_digits(response: st
 def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -> None:
     rows = list(data.load("math500", "test", shared_data))
     pairs = [(row["target"], other["target"]) for row, other in itertools.pairwise(rows)]
-    equal = [(gold, answer) for gold, answer in pairs if results.equal_mathematics(answer, gold) == "equal"]
+    equal = [(gold, answer) for gold, answer in pairs if equality.equal_mathematics(answer, gold) == "equal"]
     print(f"math500: equal neighbours {equal}")
     assert all(gold.removeprefix("x=") == answer.removeprefix("x=") for gold, answer in equal)
 
@@ -272,109 +265,18 @@ def test_phrases_of_mathematics_and_of_numbers() -> None:
         assert results.number({"target": gold}, [response])["exact_match"] == 0
 
 
-# --------------------------------------------------------------------------- workers
-
-
-def test_a_hanging_comparison_is_stopped_and_the_pool_goes_on() -> None:
-    verifier = Verifier(workers=1, seconds=1.0)
-    try:
-        assert verifier.verify("x^2-1", "(x-1)(x+1)") == "equal"
-        process = verifier._all[0].process
-        os.kill(process.pid, signal.SIGSTOP)  # as if it computed for ever
-        start = time.monotonic()
-        assert verifier.verify("x", "y") == "timeout"
-        assert time.monotonic() - start < 5
-        assert verifier.verify("2x", "x+x") == "equal"
-        assert verifier._all[0].process.pid != process.pid
-    finally:
-        verifier.close()
-
-
-def test_a_worker_that_dies_is_replaced() -> None:
-    verifier = Verifier(workers=1, seconds=20.0)
-    try:
-        assert verifier.verify("2x", "x+x") == "equal"
-        process = verifier._all[0].process
-        os.kill(process.pid, signal.SIGSTOP)
-        threading.Timer(0.5, process.kill).start()
-        assert verifier.verify("2x", "x+x") == "crash"
-        assert verifier.verify("2x", "x+x") == "equal"
-    finally:
-        verifier.close()
-
-
-def test_a_worker_that_dies_in_the_middle_of_its_answer() -> None:
-    verifier = Verifier(workers=1, seconds=20.0)
-    try:
-        assert verifier.verify("2x", "x+x") == "equal"
-        verifier._all[0].lines.put("tr")
-        assert verifier.verify("2x", "x+x") == "crash"
-        assert verifier.verify("2x", "x+x") == "equal"
-    finally:
-        verifier.close()
-
-
-def test_many_comparisons_keep_their_order() -> None:
-    pairs = [(f"x+{i}", f"{i}+x" if i % 3 else f"{i + 1}+x") for i in range(30)]
-    assert shared().verify_many(pairs) == ["equal" if i % 3 else "different" for i in range(30)]
-
-
-def test_an_interrupted_comparison_does_not_shift_the_verdicts() -> None:
-    verifier = Verifier(workers=1, seconds=20.0)
-    try:
-        assert verifier.verify("2x", "x+x") == "equal"
-        worker = verifier._all[0]
-        get, worker.lines.get = worker.lines.get, Mock(side_effect=KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
-            verifier.verify("x+1", "1+x")  # its answer, `equal`, is never read
-        worker.lines.get = get
-        assert verifier.verify("x", "y") == "different"
-    finally:
-        verifier.close()
-
-
-def test_a_worker_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tried twice; a pool that has worked before loses one item, one that never works says so."""
-    tries = tmp_path / "tries"
-    verifier = Verifier(workers=1)
-    try:
-        command = mathematics.COMMAND
-        stub = [sys.executable, "-c", f"open({str(tries)!r}, 'a').write('x')"]
-        monkeypatch.setattr(mathematics, "COMMAND", stub)
-        with pytest.raises(InputError, match="does not start"):
-            verifier.verify("x", "y")
-        assert tries.read_text() == "xx"
-        monkeypatch.setattr(mathematics, "COMMAND", command)
-        assert verifier.verify("x", "y") == "different"
-        verifier.close()
-        monkeypatch.setattr(mathematics, "COMMAND", stub)
-        assert verifier.verify("x", "y") == "crash"
-        silent = [sys.executable, "-c", "import time; time.sleep(60)"]
-        monkeypatch.setattr(mathematics, "COMMAND", silent)
-        monkeypatch.setattr(mathematics, "START_SECONDS", 0.2)
-        assert verifier.verify("x", "y") == "crash"
-    finally:
-        verifier.close()
-
-
-def test_a_worker_whose_parent_was_killed_ends_by_itself() -> None:
-    """Nobody kills it here, as when the parent is gone: the alarm ends a comparison that takes for ever."""
-    worker = subprocess.Popen([*mathematics.COMMAND, "0.4"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert worker.stdout.readline() == "ready\n"
-    worker.stdin.write('["x+1", "(x+1)^{100000000}+1000000000!"]\n')
-    worker.stdin.flush()
-    assert worker.wait(timeout=30) == -signal.SIGALRM
+# --------------------------------------------------------------------------- many comparisons
 
 
 def test_timeouts_are_counted_in_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_KNOWN", {})
-    monkeypatch.setattr(type(shared()), "verify", lambda *_: "timeout")
-    got = results.mathematics({"target": "x+1", "level": 2}, [r"\boxed{1+x}"])
-    assert (got["exact_match"], got["timeouts"], got["level_2"], got["level_3"]) == (0.0, 1.0, 0.0, None)
+    monkeypatch.setattr(equality, "_KNOWN", {})
+    monkeypatch.setattr(Verifier, "verify_many", lambda _, pairs: ["timeout" for _ in pairs])
+    got = results.mathematics({"target": "x+1"}, [r"\boxed{1+x}"])
+    assert (got["exact_match"], got["timeouts"]) == (0.0, 1.0)
 
 
 def test_the_comparisons_of_a_task_are_made_at_once_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_KNOWN", {})
+    monkeypatch.setattr(equality, "_KNOWN", {})
     asked: list[list[tuple[str, str]]] = []
     verify_many = Verifier.verify_many
     monkeypatch.setattr(Verifier, "verify_many", lambda self, pairs: asked.append(pairs) or verify_many(self, pairs))
@@ -383,20 +285,16 @@ def test_the_comparisons_of_a_task_are_made_at_once_and_only_once(monkeypatch: p
     assert results.Verdicts().apply(texts, docs) == texts
     assert len(asked) == 1 and len(asked[0]) == 5 * 6
     right = [results.mathematics(doc, [text[0]])["exact_match"] for doc, text in zip(docs, texts, strict=True)]
-    assert right == [1, 1, 1, 0, 0] and results.same_mathematics(r"y+x+0", "x+0+y")
+    assert right == [1, 1, 1, 0, 0] and equality.same_mathematics(r"y+x+0", "x+0+y")
     assert len(asked) == 1
 
 
-def test_five_hundred_comparisons_take_seconds(shared_data: Path) -> None:
+def test_five_hundred_comparisons_come_to_an_end(shared_data: Path) -> None:
     """Gold answers in another form that needs math-verify: `0+` before each; also those of the next problem."""
     golds = data.load("math500", "test", shared_data)["target"]
     pairs = [(f"0+({gold})", gold) for gold in golds] + [(f"0+({a})", b) for a, b in itertools.pairwise(golds)]
-    hard = sum(results._easy(*pair) is None for pair in pairs)
-    start = time.monotonic()
-    found = results.verdicts(pairs)
-    seconds = time.monotonic() - start
-    print(f"{hard} comparisons on {shared().size} workers: {seconds:.1f} s; {found.count('timeout')} timeouts")
-    assert hard > 500 and seconds < 60 and not {"timeout", "crash"} & set(found)
+    hard = sum(equality.easy_verdict(*pair) is None for pair in pairs)
+    assert hard > 500 and not {"timeout", "crash"} & set(equality.verdicts(pairs))
 
 
 def test_missing_math_verify_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> None:
@@ -456,11 +354,11 @@ def hostile() -> list[str]:
     return texts
 
 
-def test_a_thousand_hostile_texts_are_scored_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_hostile_texts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """By every scorer, boxed and as a phrase, with a limit of one second a comparison."""
     verifier = Verifier(workers=2, seconds=1.0)
-    monkeypatch.setattr(results, "shared", lambda: verifier)
-    monkeypatch.setattr(results, "_KNOWN", {})
+    monkeypatch.setattr(equality, "shared", lambda: verifier)
+    monkeypatch.setattr(equality, "_KNOWN", {})
     doc = {"target": "42", "level": 1, "question": "Who has 42?"}
     words, formula = doc | {"target": "The Baker wedding"}, doc | {"target": "x+1"}
     scorers = [
@@ -471,15 +369,12 @@ def test_a_thousand_hostile_texts_are_scored_within_a_minute(monkeypatch: pytest
     ]
     scorers += [(results.mathematics, formula)]
     texts = [form % text for text in hostile() for form in ("\\boxed{%s}", "The answer is $%s$.")]
-    start = time.monotonic()
     try:
         results.Verdicts().apply(texts, [formula] * len(texts))
         right = [text for text in texts for score, doc in scorers if score(doc, [text])["exact_match"]]
     finally:
         verifier.close()
-    seconds = time.monotonic() - start
-    print(f"{len(texts)} hostile responses: {seconds:.1f} s")
-    assert right == [] and len(texts) == 2000 and seconds < 60
+    assert right == [] and len(texts) == 2000
 
 
 # --------------------------------------------------------------------------- expressions

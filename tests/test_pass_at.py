@@ -1,26 +1,25 @@
-"""pass@N and grouped results with a fake model: exactly N responses, none collapsed, every document once."""
+"""Results of our tasks with a fake model, and pass@N: exactly N responses, none collapsed, every document once."""
 
 import copy
 import functools
 import json
 import math
-import pickle
 import re
 from pathlib import Path
 
 import pytest
 from lm_eval import simple_evaluate
-from lm_eval.api import metrics
 from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.config.task import TaskConfig
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import handle_non_serializable
+from lm_eval.utils import handle_non_serializable, make_table
 
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
-from lmeval_prune.scoring import mathematics
-from lmeval_prune.tasks import aggregations, data, results, windows
+from lmeval_prune.scoring import equality
+from lmeval_prune.scoring.verifier import Verifier
+from lmeval_prune.tasks import data, results, windows
 
 
 class Scripted(LM):
@@ -97,10 +96,9 @@ def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypa
     assert sample["distinct"] == 3 and sample["how"] == ["boxed", "phrase", "number", "number"] * 2
     got = figures(out, "prune_math500_pass8")
     assert got["how"] == 0.5 and got["timeouts"] == 0 and not out["higher_is_better"]["prune_math500_pass8"]["timeouts"]
-    monkeypatch.setattr(results, "_KNOWN", {})
-    monkeypatch.setattr(
-        mathematics.Verifier, "verify", lambda _, gold, answer: "timeout" if "x" in answer else "different"
-    )
+    monkeypatch.setattr(equality, "_KNOWN", {})
+    verdicts = lambda _, pairs: ["timeout" if "x" in answer else "different" for _, answer in pairs]  # noqa: E731
+    monkeypatch.setattr(Verifier, "verify_many", verdicts)
     out = run(Scripted(two_forms), "prune_math500_pass8", limit=2, data_dir=str(shared_data))
     assert figures(out, "prune_math500_pass8")["timeouts"] == 0.5
     task = manager(data_dir=str(shared_data)).load(["prune_math500_pass8"])["tasks"]["prune_math500_pass8"]
@@ -217,22 +215,6 @@ def test_top_k_zero_is_plain_sampling(tiny_folder: Path) -> None:
     assert [type(warper).__name__ for warper in warpers] == ["TemperatureLogitsWarper"]
 
 
-def test_a_share_is_a_number_but_in_a_groups_mean() -> None:
-    one, two, none = (
-        aggregations.share([1.0, 0.0, None]),
-        aggregations.share([1.0] * 6 + [None]),
-        aggregations.share([None]),
-    )
-    pooled = metrics.aggregate_subtask_metrics([one, two, none], [3, 7, 1])
-    assert pooled == 7 / 8 and metrics.aggregate_subtask_metrics([pooled, none], [11, 4]) == 7 / 8
-    assert metrics.aggregate_subtask_metrics([one, two, none], [1, 1, 1], weight_by_size=False) == 3 / 4
-    assert metrics.aggregate_subtask_metrics([none, none], [3, 4]) == "N/A"
-    assert one * 100 == 100 * one == 50 and one * 100 / 50 == 1 and one * 2 + 1 == 2 and one + one * 2 == 1.5
-    assert json.dumps([one, pooled, one * 100, none]) == '[0.5, 0.875, 50.0, "N/A"]'
-    for again in (copy.deepcopy([one, two, none]), pickle.loads(pickle.dumps([one, two, none]))):
-        assert again == [0.5, 1.0, "N/A"] and metrics.aggregate_subtask_metrics(again, [3, 7, 1]) == 7 / 8
-
-
 def test_results_are_valid_json(shared_data: Path) -> None:
     """One document a task: most levels and grades have none."""
 
@@ -242,6 +224,7 @@ def test_results_are_valid_json(shared_data: Path) -> None:
     names = ["prune_math500", "prune_asdiv_a", "prune_asdiv", "prune_math23k_equation", "prune_tiny_words_pass4"]
     out = run(Scripted(lambda *_: r"\boxed{1}"), *names, limit=1, data_dir=str(shared_data))
     text = json.dumps(out, default=handle_non_serializable)
+    assert re.search(r"\|complexity_medium\s*\|↑\s*\|\s*N/A\s*\|", make_table(out))
     assert json.loads(text, parse_constant=refuse)["results"]["prune_asdiv_a"]["complexity_medium,none"] == "N/A"
     assert "complexity_high,none" not in out["results"]["prune_asdiv_a"]
     assert "complexity_high,none" in out["results"]["prune_math23k_equation"]
@@ -249,24 +232,33 @@ def test_results_are_valid_json(shared_data: Path) -> None:
     assert copy.deepcopy(out["results"]) == out["results"]
 
 
-def test_math_group_pools_levels_over_subjects(shared_data: Path) -> None:
-    """Every row once; a level's accuracy counts each problem once, whatever its subject."""
-    odd = lambda request, _: f"\\boxed{{{request.doc['target']}}}" if request.doc["level"] % 2 else "no idea"  # noqa: E731
-    out = run(Scripted(odd), "prune_math500", limit=None, data_dir=str(shared_data))
-    group = {k.removesuffix(",none"): v for k, v in out["results"]["prune_math500"].items() if "stderr" not in k}
-    rows = data.load("math500", "test", shared_data)
-    assert sum(len(s) for name, s in out["samples"].items() if name.startswith("prune_math500_")) == 500
-    share = sum(level % 2 for level in rows["level"]) / 500
-    assert group["exact_match"] == pytest.approx(share) == group["strict_match"]
-    assert [group[f"level_{k}"] for k in range(1, 6)] == [1, 0, 1, 0, 1]
-    few = run(Scripted(odd), "prune_math500", limit=1, data_dir=str(shared_data))["results"]
-    assert "NaN" not in json.dumps(few) and few["prune_math500_algebra"]["level_5,none"] in (1.0, "N/A")
-    some = lambda request, _: f"\\boxed{{{request.doc['target']}}}" if len(request.doc["question"]) % 3 else "?"  # noqa: E731
-    group = run(Scripted(some), "prune_math500", limit=None, data_dir=str(shared_data))["results"]["prune_math500"]
-    for k in range(1, 6):
-        level = [row for row in rows if row["level"] == k]
-        expected = sum(bool(len(row["question"]) % 3) for row in level) / len(level)
-        assert group[f"level_{k},none"] == pytest.approx(expected)
+def test_math_is_one_task_with_levels_and_subjects(shared_data: Path) -> None:
+    """Every row once; the columns of the paper's tables, in lm-eval's table too."""
+
+    def some(request, _: int) -> str:
+        return f"\\boxed{{{request.doc['target']}}}" if len(request.doc["question"]) % 3 else "no idea"
+
+    rows = list(data.load("math500", "test", shared_data))
+    right = [bool(len(row["question"]) % 3) for row in rows]
+    out = run(Scripted(some), "prune_math500", limit=None, data_dir=str(shared_data))
+    got = figures(out, "prune_math500")
+    assert len(out["samples"]["prune_math500"]) == len(rows) == 500
+    assert (
+        got["exact_match"] == pytest.approx(sum(right) / 500) == got["strict_match"] == got["extracted"] == got["how"]
+    )
+    parts = {f"level_{k}": ("level", k) for k in range(1, 6)} | {
+        re.sub(r"\W+", "_", name.replace("&", "and")).lower(): ("subject", name)
+        for name in {row["subject"] for row in rows}
+    }
+    assert {"algebra", "counting_and_probability", "intermediate_algebra", "precalculus"} <= set(parts) and len(
+        parts
+    ) == 12
+    assert set(got) == {"exact_match", "strict_match", "extracted", "how", "timeouts", *parts}
+    table = make_table(out)
+    for name, (kind, value) in parts.items():
+        part = [good for good, row in zip(right, rows, strict=True) if row[kind] == value]
+        assert got[name] == pytest.approx(sum(part) / len(part))
+        assert re.search(rf"\|\s*{name}\s*\|↑\s*\|{got[name]:.4f}\|", table)
 
 
 @pytest.mark.parametrize("name", ["prune_asdiv_a", "prune_asdiv_a_equation", "prune_math23k", "prune_math23k_equation"])
@@ -282,6 +274,15 @@ def test_answer_and_equation_tasks_report_complexity(name: str, shared_data: Pat
     assert out["complexity_low,none"] == 1.0 and out["extracted,none"] == 1.0
     if "asdiv" in name:
         assert out["grade_1,none"] == 1.0
+
+
+def test_answers_can_be_collected_without_scores() -> None:
+    """`lm_eval --predict_only`."""
+    for name in ("prune_tiny_words", "prune_tiny_words_pass4"):
+        out = simple_evaluate(
+            model=Scripted(third_try_is_right), tasks=[name], task_manager=manager(), limit=2, predict_only=True
+        )
+        assert len(out["samples"][name]) == 2 and "bypass" in out["samples"][name][0]
 
 
 def test_another_split_is_asked_by_metadata(shared_data: Path) -> None:
@@ -306,7 +307,7 @@ def test_customary_score_is_acc_norm_where_there_is_one() -> None:
 
 
 def test_paper_groups_are_found() -> None:
-    names = {"prune_commonsense", "prune_wikitext2_128", "prune_math500", "prune_math500_4shot"}
+    names = {"prune_commonsense", "prune_wikitext2_128"}
     assert names <= set(manager().all_groups)
 
 
@@ -361,7 +362,7 @@ def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )  # fmt: skip
 def test_answers_that_are_not_one_number(answer: str, gold: str, same: bool) -> None:
-    assert results.same_text(answer, gold) == same
+    assert equality.same_text(answer, gold) == same
 
 
 @pytest.mark.parametrize(

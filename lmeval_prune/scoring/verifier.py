@@ -1,0 +1,160 @@
+"""Mathematical equivalence by math-verify, in worker processes that can be killed.
+
+SymPy can hang or eat memory on what a model writes. Each comparison has a time limit; a worker that passes
+it, or dies, is replaced, and the item counts as wrong and is reported as `timeout` or `crash`.
+
+The pool is pebble's, its processes are loky's: multiprocessing's `spawn` and `forkserver` first run the user's
+main script again in every worker, and what is forked inherits the locks of a program with threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import logging
+import math
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from lmeval_prune.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from pebble import ProcessPool
+
+Verdict = Literal["equal", "different", "timeout", "crash"]
+START_SECONDS = 120.0
+STARTS = 2  # how often a pool that answers nothing is started
+MAX_WORKERS = 8  # of the shared pool; each is a Python process with SymPy
+MEMORY = 4 * 2**30  # bytes of address space; a LaTeX bomb ends in MemoryError, not in a dead machine
+
+
+class Verifier:
+    """A pool of workers, started by the first comparison.
+
+    Args:
+        workers: processes.
+        seconds: time limit of one comparison.
+
+    Raises:
+        InputError: math-verify is not installed, or (when comparing) no worker can be started.
+    """
+
+    def __init__(self, workers: int = 2, seconds: float = 5.0) -> None:
+        require_math_verify()
+        self.workers = workers
+        self.seconds = seconds
+        self._pool: ProcessPool | None = None
+
+    def verify(self, gold: str, answer: str) -> Verdict:
+        """Whether `answer` is mathematically equal to `gold`; both LaTeX without dollar signs."""
+        return self.verify_many([(gold, answer)])[0]
+
+    def verify_many(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """`verify` for many (gold, answer) pairs, on all workers at once, in order."""
+        verdicts: list[Verdict] = []
+        failures = 0
+        while len(verdicts) < len(pairs):
+            try:
+                for verdict in self._ask(pairs[len(verdicts) :]):
+                    verdicts.append(verdict)
+                    failures = 0
+            except (RuntimeError, OSError) as error:  # a broken pool; what it has not answered is asked again
+                self.close()
+                failures += 1
+                if failures == STARTS:
+                    raise InputError(
+                        f"the processes that compare MATH answers do not start ({first_line(error)}); "
+                        f"`{sys.executable} -c 'from {__name__} import begin; begin()'` may say why"
+                    ) from error
+            except BaseException:  # an interrupt
+                self.close()
+                raise
+        return verdicts
+
+    def _ask(self, pairs: Sequence[tuple[str, str]]) -> Iterator[Verdict]:
+        """Verdicts, until the pool breaks."""
+        from loky.backend import get_context
+        from pebble import ProcessExpired, ProcessPool
+
+        if self._pool is None:
+            self._pool = ProcessPool(self.workers, initializer=begin, context=get_context("loky"))
+        timed = {"timeout": self.seconds}
+        for future in [self._pool.schedule(_equal, args=(*pair, self.seconds), **timed) for pair in pairs]:
+            verdict: Verdict
+            try:
+                verdict = "equal" if future.result(START_SECONDS + self.seconds) else "different"
+            except ProcessExpired:
+                verdict = "crash"
+            except TimeoutError:
+                if not future.done():
+                    raise RuntimeError("they do not answer") from None
+                verdict = "timeout"
+            yield verdict
+
+    def close(self) -> None:
+        """End the processes; another comparison starts new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.stop()
+            pool.join()
+
+
+def begin() -> None:
+    """Make this process a worker: quiet, of limited size, and ended by SIGTERM at once, in the middle of a sum too."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    except (ImportError, ValueError, OSError):
+        pass
+    import math_verify  # noqa: F401  # seconds, which no comparison should be charged
+
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+
+
+def _equal(gold: str, answer: str, seconds: float) -> bool:
+    """In a worker: the comparison. Should the parent be killed, which keeps the time, SIGALRM ends us later."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    alarm = getattr(signal, "alarm", lambda seconds: None)  # not on Windows
+    alarm(1 + math.ceil(2 * seconds))
+    configuration = [LatexExtractionConfig(), ExprExtractionConfig()]
+    try:
+        # no timeouts inside, which would use the same alarm
+        parsed = [parse(f"${text}$", configuration, parsing_timeout=None) for text in (gold, answer)]
+        return bool(parsed[0] and parsed[1] and verify(parsed[0], parsed[1], timeout_seconds=None))
+    except BaseException:  # whatever a text provokes
+        return False
+    finally:
+        alarm(0)
+
+
+def require_math_verify() -> None:
+    """Refuse to go on without math-verify and what its processes need.
+
+    Raises:
+        InputError: saying how to install it.
+    """
+    if not all(map(importlib.util.find_spec, ("math_verify", "pebble", "loky"))):
+        raise InputError(
+            "MATH answers are compared by math-verify, which is not installed: pip install lmeval-prune[math]"
+        )
+
+
+@lru_cache(maxsize=1)
+def shared() -> Verifier:
+    """The pool that tasks use, a worker for each CPU up to `MAX_WORKERS`; it ends with the program."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    verifier = Verifier(min(cpus, MAX_WORKERS))
+    atexit.register(verifier.close)
+    return verifier

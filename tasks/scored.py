@@ -1,0 +1,113 @@
+"""A task whose responses are scored by one of the functions in `results`: its metrics, and accuracy by parts.
+
+```yaml
+include: ../_chat_answer
+task: prune_mine
+dataset_kwargs: {prune_data: asdiv_a, prune_test: all}
+process_results: !function lmeval_prune.tasks.results.number
+```
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask
+from lmeval_prune.tasks.results import Scores, mathematics
+
+from lmeval_prune.errors import InputError, reported
+from lmeval_prune.scoring import MARKED
+
+PARTS = ("level", "complexity", "grade", "subject")  # fields of documents by which accuracy is reported
+
+
+class ScoredTask(ConfigurableTask):
+    """Reports what its function returns for a response, and the main metric of each part of the documents.
+
+    Parts are the levels, complexities, grades and subjects that there are: `level_1`, `complexity_low`, `algebra`.
+
+    Attributes:
+        main: the metric that is reported by parts.
+        means: metrics that are means over the documents.
+        parts: by the metric's name, a field and its value.
+
+    Raises:
+        InputError: the task has no `process_results`.
+    """
+
+    main = "exact_match"
+    prefix = ""  # of the names of parts' metrics
+
+    @reported
+    def __init__(self, config: dict[str, Any]) -> None:
+        if not callable(config.get("process_results")):
+            raise InputError(f"task {config.get('task')}: it needs a process_results function")
+        # lm-eval takes metrics from `aggregation`; without a list, it would add its own
+        config = {key: value for key, value in config.items() if key != "class"} | {"metric_list": []}
+        super().__init__(config=config)
+        self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
+        self.times_out = self.score is mathematics
+        self.parts: dict[str, tuple[str, Any]] = {}
+        docs: Any = self.eval_docs
+        for field in (field for field in PARTS if field in docs.column_names):
+            for value in sorted({value for value in docs[field] if value}):
+                name = str(value) if field == "subject" else f"{field}_{value}"
+                name = re.sub(r"\W+", "_", name.replace("&", "and")).lower()
+                self.parts[self.prefix + name] = (field, value)
+
+    @property
+    def means(self) -> list[str]:
+        """Metrics that are plain means over the documents."""
+        return [self.main, "strict_match", *self._failures]
+
+    @property
+    def _failures(self) -> list[str]:
+        return ["timeouts"] if self.times_out else []
+
+    def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> Scores:
+        """What `scores` returns, and the main metric as that of the document's parts; None as that of others."""
+        if not callable(self.config.process_results):  # lm_eval --predict_only
+            return dict(super().process_results(doc, results))
+        scores = self.scores(doc, results[0])
+        parts = {
+            name: scores[self.main] if doc[field] == value else None for name, (field, value) in self.parts.items()
+        }
+        return {**scores, **parts}
+
+    def scores(self, doc: dict[str, Any], response: Any) -> Scores:
+        """Metrics of a response."""
+        return self.score(doc, [response])
+
+    def aggregation(self) -> dict[str, Callable[..., Any]]:
+        """Means; of `extracted` and `how`, the shares of responses with an answer and with a marked one."""
+        answers = {"extracted": found, "how": marked}
+        means = dict.fromkeys(self.means, mean) | dict.fromkeys(self.parts, share)
+        return {**super().aggregation(), **means, **answers}
+
+    def higher_is_better(self) -> dict[str, bool]:
+        """True for all but `timeouts`."""
+        return {name: name != "timeouts" for name in self.aggregation()}
+
+
+def share(values: Iterable[float | None]) -> float | str:
+    """Mean of the values that are not None; `"N/A"` (JSON has no NaN) if there are none."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else "N/A"
+
+
+def found(values: Iterable[str | list[str]]) -> float:
+    """Share of responses in which an answer was found."""
+    return mean([bool(text) for text in _flat(values)])
+
+
+def marked(values: Iterable[str | list[str]]) -> float:
+    """Share of responses whose answer was marked by the model (boxed, `####`, 'the answer is')."""
+    return mean([how in MARKED for how in _flat(values)])
+
+
+def _flat(values: Iterable[str | list[str]]) -> list[str]:
+    return [text for value in values for text in (value if isinstance(value, list) else [value])]

@@ -1,0 +1,158 @@
+"""math-verify's workers: they hang, die and do not start; whatever the program that starts them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from loky.backend.process import LokyProcess
+
+from lmeval_prune import InputError
+from lmeval_prune.scoring import verifier as verifier_module
+from lmeval_prune.scoring.verifier import Verifier, shared
+
+HANGING = ("x+1", "(x+1)^{100000000}+1000000000!")
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "pebble_pool_worker" in child.cmdline()]
+
+
+@pytest.fixture
+def verifier() -> Iterator[Verifier]:
+    """One worker, which alone is a child of this process."""
+    shared().close()
+    found = Verifier(workers=1, seconds=20.0)
+    yield found
+    found.close()
+    assert workers() == []
+
+
+def test_nothing_is_started_before_it_is_needed(verifier: Verifier) -> None:
+    assert workers() == [] and verifier.verify_many([]) == [] and workers() == []
+
+
+def test_a_hanging_comparison_is_stopped_and_the_pool_goes_on(verifier: Verifier) -> None:
+    assert verifier.verify("x^2-1", "(x-1)(x+1)") == "equal"
+    (before,) = workers()
+    verifier.seconds = 1.0
+    assert verifier.verify_many([HANGING, ("2x", "x+x"), HANGING]) == ["timeout", "equal", "timeout"]
+    assert verifier.verify("2x", "x+y") == "different" and not before.is_running()
+
+
+def test_a_worker_that_dies_is_replaced(verifier: Verifier) -> None:
+    """In the middle of a comparison, which is lost; and while it waits, when nothing is."""
+    assert verifier.verify("2x", "x+x") == "equal"
+    (worker,) = workers()
+    threading.Timer(0.5, worker.kill).start()
+    assert verifier.verify_many([HANGING, ("2x", "x+x")]) == ["crash", "equal"]
+    workers()[0].kill()
+    assert verifier.verify("2x", "x+x") == "equal"
+
+
+def test_many_comparisons_keep_their_order() -> None:
+    pairs = [(f"x+{i}", f"{i}+x" if i % 3 else f"{i + 1}+x") for i in range(30)]
+    assert shared().verify_many(pairs) == ["equal" if i % 3 else "different" for i in range(30)]
+
+
+def test_an_interrupted_comparison_does_not_shift_the_verdicts(verifier: Verifier) -> None:
+    assert verifier.verify("2x", "x+x") == "equal"
+    main = threading.main_thread().ident
+    threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        verifier.verify_many([HANGING, *[("x+1", "1+x")] * 2000])
+    assert workers() == []
+    assert verifier.verify("x", "y") == "different"
+
+
+def test_workers_that_do_not_start(verifier: Verifier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tried twice, and then it is said; there is never a verdict, be it the first time or later."""
+    module, tries = tmp_path / "math_verify.py", tmp_path / "tries"
+    assert verifier.verify("x", "y") == "different"
+    verifier.close()
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        module.write_text(f"open({str(tries)!r}, 'a').write('x')\nraise ImportError('antlr4 is another version')")
+        with pytest.raises(InputError, match=r"that compare MATH answers do not start .* may say why"):
+            verifier.verify("x", "y")
+        assert tries.read_text() == "xx"
+        module.write_text("import time\ntime.sleep(600)")
+        patch.setattr(verifier_module, "START_SECONDS", 0.2)
+        verifier.seconds = 0.1
+        with pytest.raises(InputError, match="they do not answer"):
+            verifier.verify("x", "y")
+        verifier.seconds = 20.0
+    with monkeypatch.context() as patch:
+        patch.setattr(LokyProcess, "start", lambda self: (_ for _ in ()).throw(OSError("no memory")))
+        with pytest.raises(InputError, match="do not start"):
+            verifier.verify("x", "y")
+    assert verifier.verify("x", "y") == "different"
+
+
+def test_the_command_that_may_say_why(verifier: Verifier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It shows the traceback that a worker has no place for."""
+    monkeypatch.setattr(LokyProcess, "start", lambda self: (_ for _ in ()).throw(OSError("no memory")))
+    with pytest.raises(InputError) as error:
+        verifier.verify("x", "y")
+    command = str(error.value).split("`")[1]
+    (tmp_path / "math_verify.py").write_text("raise ImportError('antlr4 is another version')")
+    run = subprocess.run(command, shell=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True)
+    assert b"antlr4 is another version" in run.stderr
+
+
+# --------------------------------------------------------------------------- the programs that start them
+
+PROGRAM = """
+print("begin", flush=True)
+import psutil
+from lmeval_prune.scoring.verifier import Verifier, shared
+verifier = {verifier}
+print(*verifier.verify_many([("2x", "x+x"), ("x", "y")] * 10), flush=True)
+print(*[child.pid for child in psutil.Process().children()], flush=True)
+{then}
+"""
+
+
+def left(pids: str) -> list[psutil.Process]:
+    """Those of some processes that do not end."""
+    found = [psutil.Process(pid) for pid in map(int, pids.split()) if psutil.pid_exists(pid)]
+    return psutil.wait_procs(found, timeout=60)[1]
+
+
+@pytest.mark.parametrize("way", ["script", "module", "command", "stdin"])
+def test_a_program_without_a_guard_runs_once_and_leaves_nothing(way: str, tmp_path: Path) -> None:
+    """What it does at its top level is not done again in the workers."""
+    text = PROGRAM.format(verifier="shared()", then="")
+    (tmp_path / "program.py").write_text(text)
+    arguments = {"script": ["program.py"], "module": ["-m", "program"], "command": ["-c", text], "stdin": []}[way]
+    done = subprocess.run(
+        [sys.executable, *arguments], input=text, capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    begin, verdicts, pids = done.stdout.splitlines()
+    assert (begin, verdicts, done.stderr, done.returncode) == ("begin", " ".join(["equal different"] * 10), "", 0)
+    assert len(pids.split()) >= 2 and left(pids) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_program_that_is_killed_leaves_nothing(number: int, tmp_path: Path) -> None:
+    """One worker waits; the other's comparison would go on for ever."""
+    (tmp_path / "program.py").write_text(
+        PROGRAM.format(verifier="Verifier(2, seconds=3.0)", then=f"verifier.verify(*{HANGING})")
+    )
+    program = subprocess.Popen(
+        [sys.executable, "program.py"], stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+    )
+    _, _, pids = (program.stdout.readline() for _ in range(3))
+    time.sleep(0.5)  # for the comparison to begin
+    if number == signal.SIGINT:
+        os.killpg(program.pid, number)  # as the terminal does
+    else:
+        program.send_signal(number)
+    assert program.wait(timeout=60) == -number
+    assert len(pids.split()) >= 4 and left(pids) == []

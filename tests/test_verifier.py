@@ -97,6 +97,7 @@ def test_workers_that_do_not_start(verifier: Verifier, monkeypatch: pytest.Monke
 
 def test_the_command_that_may_say_why(verifier: Verifier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It shows the traceback that a worker has no place for."""
+    verifier.close()  # so that processes must be started
     monkeypatch.setattr(LokyProcess, "start", lambda self: (_ for _ in ()).throw(OSError("no memory")))
     with pytest.raises(InputError) as error:
         verifier.verify("x", "y")

@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lmeval_prune.errors import InputError, first_line
 
@@ -83,11 +83,11 @@ class Verifier:
 
         if self._pool is None:
             self._pool = ProcessPool(self.workers, initializer=begin, context=get_context("loky"))
-        timed: dict[str, Any] = {"timeout": self.seconds}
-        for future in [self._pool.schedule(_equal, args=(*pair, self.seconds), **timed) for pair in pairs]:
+        seconds = self.seconds
+        for future in [self._pool.schedule(_equal, (*pair, seconds), timeout=seconds) for pair in pairs]:
             verdict: Verdict
             try:
-                verdict = "equal" if future.result(START_SECONDS + self.seconds) else "different"
+                verdict = "equal" if future.result(START_SECONDS + seconds) else "different"
             except ProcessExpired:
                 verdict = "crash"
             except TimeoutError:

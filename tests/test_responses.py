@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from lm_eval.api.model import CachingLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError
+from lmeval_prune import HeadMask, InputError, RowMasks
+from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.answer_store import AnswerStore
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_pruned_hf import GENERATE, HEADS, KINDS, PROMPTS, model, request, requests
 
 
@@ -23,7 +27,7 @@ def test_cache_keeps_masks_and_models_apart(tiny_folder: Path, tmp_path: Path, k
             assert [tuple(r) if isinstance(r, list) else r for r in getattr(cached, kind)(requests(kind))] == expected
             cached.dbdict.close()
     cached = CachingLM(model(tiny_folder, heads=HEADS), path)
-    cached.lm.answering = None  # a second run must not reach the model
+    cached.lm.answering.answer = None  # a second run must not reach the model
     assert getattr(cached, kind)(requests(kind)) == fresh[HEADS]
 
 
@@ -161,3 +165,70 @@ def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> Non
         AnswerStore(tmp_path / "other")
     with pytest.raises(InputError, match="cannot be used"):
         AnswerStore(tmp_path / "other" / "file")
+
+
+def live(folder: Path) -> tuple:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_what_is_applied_to_the_live_model_is_in_the_key_and_in_the_report(
+    tiny_folder: Path, tmp_path: Path, engine: str
+) -> None:
+    """By a `with` around the call, on the model or on what wraps it."""
+    network, tokenizer = live(tiny_folder)
+    asked = requests("generate_until")
+    lm = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3, engine=engine, responses=str(tmp_path / "s"))
+    dense = lm.generate_until(asked)
+    with HeadMask(HEADS).applied_to(network):
+        expected = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3).generate_until(asked)
+        assert lm.generate_until(asked) == expected != dense
+        assert lm.pruning_info()["heads"] == ["L0H1", "L1H2", "L1H3"]
+    assert lm.generate_until(asked) == dense and lm.pruning_info()["heads"] == []
+    stored = model(tiny_folder, heads=HEADS, responses=str(tmp_path / "again"))
+    assert stored.generate_until(asked) == expected
+    with HeadMask(HEADS).applied_to(network), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "forward", None)
+        assert lm.generate_until(asked) == expected  # from the store
+
+
+def test_two_model_classes_on_one_live_model_know_of_each_other(tiny_folder: Path) -> None:
+    network, tokenizer = live(tiny_folder)
+    first = PrunedHFLM(network, tokenizer=tokenizer, heads="L0H0")
+    second = PrunedHFLM(network, tokenizer=tokenizer, heads="L1H0")
+    both = model(tiny_folder, heads="L0H0+L1H0")
+    assert both.answering.interventions() == first.answering.interventions() == second.answering.interventions()
+    assert second.pruning_info()["heads"] == ["L0H0", "L1H0"]
+    with pytest.raises(InputError, match="would be pruned"):
+        PrunedHFLM(network, tokenizer=tokenizer, heads="L0H1-3")
+    first.close()
+    assert second.pruning_info()["heads"] == ["L1H0"]
+
+
+def test_a_wrapper_is_the_model_that_it_wraps(tiny_folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    network, _ = live(tiny_folder)
+    wrapper = peft.get_peft_model(network, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for applied_to, other in ((network, wrapper), (wrapper, network)):
+        with HeadMask("L0H1").applied_to(applied_to):
+            assert interventions_on(other) == interventions_on(applied_to) == (HeadMask("L0H1"),)
+        assert interventions_on(other) == ()
+
+
+def test_masks_by_row_are_in_no_store(tiny_folder: Path, tmp_path: Path) -> None:
+    network, tokenizer = live(tiny_folder)
+    lm = PrunedHFLM(network, tokenizer=tokenizer, responses=str(tmp_path / "s"))
+    with RowMasks().applied_to(network), pytest.raises(InputError, match="use a HeadMask"):
+        lm.generate_until(requests("generate_until"))
+
+
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_cache_keeps_apart_what_is_applied_later(tiny_folder: Path, tmp_path: Path, engine: str) -> None:
+    network, tokenizer = live(tiny_folder)
+    lm = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3, engine=engine)
+    cached, asked = CachingLM(lm, str(tmp_path / "cache.db")), requests("generate_until")
+    dense = cached.generate_until(asked)
+    for _ in range(2):
+        with HeadMask(HEADS).applied_to(network):
+            assert cached.generate_until(asked) == lm.generate_until(asked) != dense
+        assert cached.generate_until(asked) == dense

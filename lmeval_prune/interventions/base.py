@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
@@ -133,13 +133,16 @@ class Intervention(ABC):
             The model's map.
 
         Raises:
-            InputError: the intervention does not fit the model; the model is then unchanged.
+            InputError: the intervention does not fit the model, alone or with what is applied already; the model is
+                then unchanged.
         """
         model_map = model_map or map_model(model)
         resolved = self.fit_to(model_map)
+        for one in combined([*interventions_on(model), resolved]):
+            one.fit_to(model_map)
         with ExitStack() as stack:
             resolved.attach(model_map, stack)
-            applied = _APPLIED.setdefault(model, [])
+            applied = _APPLIED.setdefault(model_map.attention[0].module, [])
             applied.append(resolved)
             stack.callback(_forget, applied, resolved)
             yield model_map
@@ -213,12 +216,27 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
     return loaded
 
 
+# By a model's first attention module, which every wrapper of the model shares.
 _APPLIED: WeakKeyDictionary[nn.Module, list[Intervention]] = WeakKeyDictionary()
 
 
 def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
-    """What is applied to a model at the moment, in the order in which it was applied."""
-    return tuple(_APPLIED.get(model, ()))
+    """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
+    applied = (_APPLIED[module] for module in model.modules() if module in _APPLIED) if _APPLIED else ()
+    return tuple(next(iter(applied), ()))
+
+
+def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
+    """Interventions in order, those of one kind as one where they can be (head masks: their union)."""
+    found: list[Intervention] = []
+    for one in interventions:
+        for place, before in enumerate(found):
+            if (both := before.joined(one)) is not None:
+                found[place] = both
+                break
+        else:
+            found.append(one)
+    return tuple(found)
 
 
 def _forget(applied: list[Intervention], one: Intervention) -> None:

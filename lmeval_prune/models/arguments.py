@@ -13,7 +13,7 @@ import torch
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions import METHODS, Intervention, load_intervention
+from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
 from lmeval_prune.interventions.base import frozen
 from lmeval_prune.interventions.table import method_class
 from lmeval_prune.models.tries import Tries
@@ -99,7 +99,7 @@ class Arguments:
         left = dict(given)
         allowed = {name: true_or_false(name, left.pop(name)) for name in _ALLOWANCES if name in left}
         methods = [_method(name, left.pop(name), allowed) for name in (*METHODS, "mask") if _is_given(left, name)]
-        interventions = joined([one for one in methods if one is not None])
+        interventions = combined(one for one in methods if one is not None)
         routing = {name: left.pop(name) for name in _routing_names() if name in left}
         router = routing.get("router")
         if router is None and {"router_store", "router_pool"} & {n for n, v in routing.items() if v is not None}:
@@ -180,19 +180,6 @@ def true_or_false(name: str, value: Any) -> bool:
     if str(value).lower() not in words:
         raise InputError(f"{name}={value!r} is neither true nor false")
     return words[str(value).lower()]
-
-
-def joined(interventions: list[Intervention]) -> tuple[Intervention, ...]:
-    """Interventions in order, those of one kind as one where they can be (head masks: their union)."""
-    found: list[Intervention] = []
-    for one in interventions:
-        for place, before in enumerate(found):
-            if (both := before.joined(one)) is not None:
-                found[place] = both
-                break
-        else:
-            found.append(one)
-    return tuple(found)
 
 
 _ALLOWANCES = ("allow_empty_layer", "allow_other_model")

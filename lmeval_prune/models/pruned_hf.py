@@ -18,9 +18,10 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.skeleton import skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, reported
-from lmeval_prune.models import generation
+from lmeval_prune.interventions import combined, interventions_on
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 
 eval_logger = logging.getLogger(__name__)
 
@@ -154,10 +155,7 @@ class PrunedHFLM(HFLM):
 
     @reported
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Keep what `--use_cache` stores apart by model, settings and what is applied.
-
-        lm-eval keys its cache by prompt and generation settings only. Each combination of the rest gets a
-        table of its own in the same file.
+        """Keep what `--use_cache` stores apart by model, settings and what is applied; see `keep_apart`.
 
         Raises:
             InputError: there is an answer store too, or the cache's tables cannot be told apart.
@@ -168,29 +166,14 @@ class PrunedHFLM(HFLM):
                 raise InputError("--use_cache and responses= both keep answers; give one of them")
             if self.given.tries:
                 raise InputError("--use_cache cannot keep the tries of a router apart; use responses=FOLDER instead")
-            if not hasattr(database, "tablename") or not hasattr(database, "conn"):
-                raise InputError(
-                    "this lm-eval's --use_cache would mix answers of differently pruned models; "
-                    "use --model_args responses=FOLDER instead"
-                )
-            table = f"lmeval_prune_{digest([self.identity, self.answering.interventions()])}"
-            database.conn.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key TEXT PRIMARY KEY, value BLOB)')
-            database.conn.commit()
-            database.tablename = table
+            keep_apart(database, self)
         super().set_cache_hook(cache_hook)
 
     @reported
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """As lm-eval's, through the answer store if there is one."""
         if getattr(self.cache_hook, "dbdict", None) is not None:
-            for request in requests:
-                if generation.samples(request.args[1]) and request.args[1].get("do_sample") is None:
-                    raise InputError(
-                        f"task {request.task_name} samples (temperature {request.args[1]['temperature']}) "
-                        f"without do_sample: true, "
-                        f"so --use_cache would give every repeat the same answer on the next run; add "
-                        f"do_sample=true to --gen_kwargs, or use --model_args responses=FOLDER"
-                    )
+            refuse_collapsed(requests)
         return self.answering.answer("generate_until", requests, disable_tqdm)
 
     @reported
@@ -216,9 +199,9 @@ class PrunedHFLM(HFLM):
         return {**super().get_model_info(), "pruning": self.pruning_info()}
 
     def pruning_info(self) -> dict[str, Any]:
-        """What was applied, for the results file."""
+        """What is applied, for the results file."""
         info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": self.weights, "heads": []}
-        for one in self.given.interventions:
+        for one in combined(interventions_on(self.model)):
             info |= one.report(self.model_map)
         if self.given.tries:
             info["router"] = self.given.tries.info

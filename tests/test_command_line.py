@@ -195,7 +195,7 @@ def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None
     )
     assert "2 of 8 heads of tiny-llama" in done.stdout
     content = json.loads(path.read_text())
-    assert content["heads"] == ["L0H1", "L0H2"] and content["schema"] == "lmeval-prune/head-mask"
+    assert content["settings"] == {"heads": ["L0H1", "L0H2"]} and content["schema"] == "lmeval-prune/head-mask"
     assert len(content["model"].pop("weights")) == 4  # as they are, and as the smaller types
     assert content["model"] == {
         "name": "tiny-llama",

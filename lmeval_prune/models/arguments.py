@@ -14,7 +14,6 @@ import torch
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
-from lmeval_prune.interventions.base import frozen
 from lmeval_prune.interventions.table import method_class
 from lmeval_prune.models.tries import Tries
 
@@ -209,7 +208,7 @@ def _method(name: str, value: Any, allowed: dict[str, bool]) -> Intervention | N
     needed = [key for key, one in own.items() if one.default is MISSING and one.default_factory is MISSING]
     if missing := [key for key in needed if key not in given]:
         raise InputError(f"{name} needs {', '.join(missing)}, e.g. {name}={{{', '.join(map(repr, missing))}: …}}")
-    return _with(kind(**{key: frozen(item) for key, item in given.items()}), allowed)
+    return _with(kind(**given), allowed)
 
 
 def _with(one: Intervention, allowed: dict[str, bool]) -> Intervention:

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lm_eval.api.model import CachingLM
+from tokenizers import normalizers
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, RowMasks
@@ -13,6 +16,7 @@ from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_pruned_hf import GENERATE, HEADS, KINDS, PROMPTS, model, request, requests
+from tests.tiny_models import tiny
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,3 +236,69 @@ def test_cache_keeps_apart_what_is_applied_later(tiny_folder: Path, tmp_path: Pa
         with HeadMask(HEADS).applied_to(network):
             assert cached.generate_until(asked) == lm.generate_until(asked) != dense
         assert cached.generate_until(asked) == dense
+
+
+def lora(network: nn.Module, alpha: int, seed: int = 0) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    return peft.get_peft_model(network, config).double()
+
+
+def made(change: str, changed: bool, tokenizer: Any) -> PrunedHFLM:
+    """One of two models that differ in one thing."""
+    eps = {"rms_norm_eps": 0.5} if (change, changed) == ("config", True) else {}
+    seed = int(change == "weights" and changed)
+    network = tiny("llama", seed=seed, vocab_size=259, max_position_embeddings=512, **eps).bfloat16().double()
+    arguments: dict[str, Any] = {"max_length": 20} if (change, changed) == ("arguments", True) else {}
+    if change == "adapters":
+        network = lora(network, 64 if changed else 1)
+    elif changed and change == "dtype":
+        network = network.float()
+    elif changed and change == "tokenizer":
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("o", "0")
+    elif changed and change == "generation_config":
+        network.generation_config.repetition_penalty = 5.0
+    return PrunedHFLM(network, tokenizer=tokenizer, batch_size=1, **arguments)
+
+
+@pytest.mark.parametrize(
+    "part", ["weights", "config", "dtype", "tokenizer", "generation_config", "arguments", "adapters"]
+)
+def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, tmp_path: Path, part: str) -> None:
+    asked, count, identities = requests("generate_until"), 0, []
+    for changed in (False, True):
+        lm = made(part, changed, AutoTokenizer.from_pretrained(tiny_folder))
+        identities.append(lm.identity)
+        expected = lm.generate_until(asked)
+        lm.answering.store = AnswerStore(tmp_path / "s")
+        count += len(asked)
+        assert lm.generate_until(asked) == expected and len(lm.answering.store.known) == count
+        lm.close()
+    one, other = identities
+    assert [name for name in one if one[name] != other[name]] == [part] and one.keys() == other.keys()
+
+
+def test_each_part_of_a_model_has_its_test(tiny_folder: Path) -> None:
+    (mark,) = test_models_that_differ_in_one_part_do_not_share_answers.pytestmark
+    assert set(made("adapters", False, AutoTokenizer.from_pretrained(tiny_folder)).identity) == set(mark.args[1])
+
+
+def test_only_drawn_answers_depend_on_the_engine_and_the_seed(tiny_folder: Path, tmp_path: Path) -> None:
+    for settings, expected in ((SAMPLED, [1, 2, 3, 4]), (GENERATE, [1, 1, 1, 1])):
+        asked, folder, counts = [request("generate_until", (PROMPTS[0], settings), 0)], tmp_path / str(expected), []
+        for seed in (1, 2):
+            for engine in ("generate", "batched"):
+                torch.manual_seed(seed)
+                fresh(tiny_folder, folder, asked, engine=engine)
+                counts.append(len((folder / "rank-0.jsonl").read_text().splitlines()))
+        assert counts == expected
+
+
+def test_adapters_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
+    lm = made("adapters", True, AutoTokenizer.from_pretrained(tiny_folder))
+    lm.answering.store, asked = AnswerStore(tmp_path / "s"), requests("generate_until")
+    adapted = lm.generate_until(asked)
+    with lm.model.disable_adapter():
+        assert lm.generate_until(asked) != adapted
+    assert lm.generate_until(asked) == adapted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,19 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
             sums[1] += int((values * (places * 2654435761 + number)).sum())
         state.update(f"{name}{tuple(tensor.shape)}{sums[0] % 2**64},{sums[1] % 2**64};".encode())
     return state.hexdigest()[:16]
+
+
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """What of PEFT's adapters is in no weight: by module, which are active or merged, and by what they are scaled."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        active = getattr(module, "active_adapters", None)
+        if isinstance(active, list | tuple) and hasattr(module, "base_layer"):
+            scaling = getattr(module, "scaling", None) or {}
+            merged, disabled = getattr(module, "merged_adapters", []), getattr(module, "disable_adapters", False)
+            scales = [[one, str(scaling.get(one))] for one in active]
+            found[name] = [scales, list(merged), bool(disabled)]
+    return found
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

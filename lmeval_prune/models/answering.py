@@ -39,6 +39,8 @@ class Answering:
         self._model = ""
         if self.tries:
             self.tries.fit_to(lm.model_map, lm.weights, self.interventions())
+            for head in self.tries.masks:
+                self.interventions(head)  # refuses what does not fit together
         folder = lm.given.responses
         if folder:
             digest(lm.identity)  # refuses what cannot be told apart, before anything is computed

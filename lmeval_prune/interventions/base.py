@@ -276,3 +276,12 @@ def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tenso
         return (change(inputs[0]), *inputs[1:])
 
     stack.callback(module.register_forward_pre_hook(hook).remove)
+
+
+def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:
+    """Pass the output of `module` (the first, if it has several) through `change` until `stack` closes."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    stack.callback(module.register_forward_hook(hook).remove)

@@ -203,7 +203,11 @@ def _method(name: str, value: Any, allowed: dict[str, Any]) -> Intervention:
             raise InputError(f"{name} has no setting {key!r}{hint}")
     needed = [key for key, one in own.items() if one.default is MISSING and one.default_factory is MISSING]
     if missing := [key for key in needed if key not in given]:
-        raise InputError(f"{name} needs {', '.join(missing)}, e.g. {name}={{{', '.join(map(repr, missing))}: …}}")
+        example = ", ".join(f'"{key}": …' for key in missing)
+        raise InputError(
+            f"{name} needs {', '.join(missing)}; on the command line several settings are given as JSON: "
+            f'--model_args \'{{"pretrained": "…", "{name}": {{{example}}}}}\''
+        )
     return _with(kind(**given), allowed)
 
 

@@ -223,7 +223,7 @@ def _tries(routing: dict[str, Any], allowed: dict[str, Any]) -> Tries | None:
     if "router" not in routing:
         if routing:
             raise InputError(
-                f"{', '.join(routing)} can only be given with router=; add router=random, random_top, best or oracle"
+                f"these belong to router=: {', '.join(routing)}; add router=random, random_top, best or oracle"
             )
         return None
     tries: Tries

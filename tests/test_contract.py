@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on
-from lmeval_prune.interventions.base import change_input
+from lmeval_prune.interventions.base import change_input, change_output
 from lmeval_prune.models.arguments import Arguments
 from tests.tiny_models import output, tiny, tokens
 
@@ -105,6 +106,21 @@ def test_a_dictionary_goes_through_the_engine() -> None:
         engine = Engine(model)
         assert len(list(engine.decode([Request((5, 6, 7), None, SamplingParams(3))]))) == 1
         assert engine.unsupported is None
+
+
+def test_outputs_are_changed_alone_or_first_of_several() -> None:
+    """A bias of a projection is changed, too; attention modules also return weights."""
+    model, inputs = tiny("gpt2"), tokens()
+    expected = copy.deepcopy(model)
+    for layer in map_model(expected).attention:
+        layer.o_proj.weight.data *= 0.5
+        layer.o_proj.bias.data *= 0.5
+    for part in ("o_proj", "module"):
+        with ExitStack() as stack:
+            for layer in map_model(model).attention:
+                change_output(getattr(layer, part), lambda x: x * 0.5, stack)
+            torch.testing.assert_close(output(model, inputs), output(expected, inputs), rtol=0, atol=1e-11)
+    assert not torch.allclose(output(model, inputs), output(expected, inputs))
 
 
 def test_masks_are_checked_together() -> None:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         function, rest = resolve_name(COMMANDS[name]), words[len(name.split()) :]
         if inspect.getfullargspec(function).varargs:
             return int(function(*rest))
-        return int(function(**read(name, function, rest)))
+        return int(function(**read(name, function, rest, COMMANDS)))
     except BrokenPipeError:  # `lmeval-prune … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -83,7 +83,7 @@ def given(words: str, recipe: str | None = None, folder: Path | None = None) -> 
     if recipe is not None and folder is not None:
         (folder / "recipe.yaml").write_text(recipe)
         more = ["--config", str(folder / "recipe.yaml")]
-    found = read("bake", bake, [*words.split(), *more])
+    found = read("bake", bake, [*words.split(), *more], ["bake", "other sort"])
     assert found.keys() == PLAIN.keys()
     return {
         name: value for name, value in found.items() if value != PLAIN[name] or type(value) is not type(PLAIN[name])
@@ -121,7 +121,8 @@ def test_options_are_read_as_they_are_written(words: str, expected: dict[str, An
         ("--dough rye", "bake: {lambda: 1e-4, shelf: null, until: 5}", {"lambda_": (1e-4,), "until": "5"}),
         ("--dough rye", "bake: {settings: {a: [1, null], b: {c: x}}}", {"settings": {"a": [1, None], "b": {"c": "x"}}}),
         ("--dough rye", "bake: {settings: 'a=1'}\nother: {unknown: 1}", {"settings": {"a": 1}}),
-        ("--dough rye", "other: {}", {}),
+        ("--dough rye", "bake: {until: '# c'}", {"until": "# c"}),
+        ("", "bake: {dough: '~', until: 'null', notes: ['---']}", {"dough": "~", "until": "null", "notes": ["---"]}),
         ("--dough rye", "bake: {notes: [a, b]}", {"notes": ["a", "b"]}),
         ("--dough rye", "bake: {notes: {a: b.c, d: e}}", {"notes": ["a=b.c", "d=e"]}),
         ("--dough rye --notes c", "bake: {notes: [a, b]}", {"notes": ["c"]}),
@@ -157,6 +158,10 @@ def test_the_command_line_counts_over_the_recipe(
         ("--dough rye --config gone.yaml", None, "no such file: gone.yaml"),
         ("--dough rye", "bake: [", "is not valid YAML"),
         ("--dough rye", "[bake]", "must have sections, one of them `bake:`"),
+        ("--dough rye", "other: {}", "must have sections, one of them `bake:`"),
+        ("--dough rye", "baek: {}", "recipe.yaml has a section 'baek', .* no such command; did you mean 'bake'"),
+        ("--dough rye", "bake: {}\nothr: {}", "has a section 'othr', .* did you mean 'other'"),
+        ("--dough rye", "bake: {}\n1: {}", "has a section 1, and there is no such command$"),
         ("--dough rye", "bake: 5", "must have sections, one of them `bake:`"),
         ("--dough rye --until dark --minutes 1", None, "^give minutes or until, not both"),
         ("--dough rye", "bake: {until: dark, minutes: 1}", "recipe.yaml: give minutes or until, not both"),
@@ -165,6 +170,20 @@ def test_the_command_line_counts_over_the_recipe(
 def test_mistakes_are_said_in_one_line(words: str, recipe: str | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message) as error:
         given(words, recipe, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["# c", "~", "Null", "null", "---", "- a", "a: b", " a ", "007", "", "'q'", "[", "a\nb: c"])
+def test_texts_arrive_as_typed(text: str) -> None:
+    found = read("bake", bake, [f"--dough={text}", "--until", text, f"--notes={text}"] if text[:1] != "-" else
+                 [f"--dough={text}", f"--until={text}", f"--notes={text}"])  # fmt: skip
+    assert (found["dough"], found["until"], found["notes"]) == (text, text, [text])
+
+
+def test_a_recipe_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00bake")
+    with pytest.raises(InputError, match="is not valid YAML") as error:
+        read("bake", bake, ["--dough", "rye", "--config", str(tmp_path / "recipe.yaml")])
     assert "\n" not in str(error.value)
 
 
@@ -203,7 +222,7 @@ def test_recipes_fit_their_commands(path: Path) -> None:
     recipe = yaml.safe_load(path.read_text())
     names = {name.split()[0]: name for name in COMMANDS}
     for section, options in recipe.items():
-        found = read(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)])
+        found = read(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)], COMMANDS)
         assert options.keys() <= {name.rstrip("_") for name in found}
 
 

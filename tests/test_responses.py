@@ -149,6 +149,22 @@ def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Pat
             store.close()
 
 
+def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> None:
+    first, second = AnswerStore(tmp_path, 0), AnswerStore(tmp_path, 1)
+    about = {"kind": "generate_until", "task": "t", "prompt": "p", "head": "dense"}
+    first.add("a", "x", about)
+    second.add("b", "y", about)
+    first.compact()
+    first.add("c", "z", about)  # it may go on
+    second.add("d", "w", about)
+    assert {path.name for path in tmp_path.glob("rank-*.jsonl")} == {"rank-0.jsonl", "rank-1.jsonl"}
+    second.close()
+    first.compact()
+    assert not list(tmp_path.glob("rank-*.jsonl"))
+    first.close()
+    assert AnswerStore(tmp_path).known == {"a": "x", "b": "y", "c": "z", "d": "w"}
+
+
 def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> None:
     first, second = AnswerStore(tmp_path / "s", 0), AnswerStore(tmp_path / "s", 1)
     first.add("a", "x", {})

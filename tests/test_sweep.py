@@ -146,6 +146,25 @@ def test_it_is_extended_without_running_anything_twice(
     assert len(run) == 30
 
 
+@pytest.mark.parametrize("method", ["OutcomeStore.add", "AnswerStore.compact"])
+def test_nobody_else_may_write_before_it_has_ended(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    kind, name = {"OutcomeStore": OutcomeStore, "AnswerStore": AnswerStore}[method.split(".")[0]], method.split(".")[1]
+    ended, tried = getattr(kind, name), []
+
+    def other_run(self: Any, *args: Any) -> None:
+        with pytest.raises(InputError, match="another run is writing"):
+            AnswerStore(tmp_path / "s")
+        tried.append(1)
+        ended(self, *args)
+
+    monkeypatch.setattr(kind, name, other_run)
+    sweep(tiny_folder, tmp_path / "s", heads="L0H0", limit=1)
+    assert tried
+    AnswerStore(tmp_path / "s").close()
+
+
 def test_two_ranks_leave_what_one_leaves(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lmeval_prune", "sweep"]

@@ -70,14 +70,16 @@ class Sweep(SweepOptions):
                 fewshot_as_multiturn=self.apply_chat_template,  # as lm-eval's command does
                 task_manager=self._manager(),
             )
+            if lm.rank:
+                lm.close()  # all is written
+            lm.any_rank(False)  # wait for the others
+            if lm.rank or results is None:
+                return None
+            store.add(self._cells(tasks, results["samples"]))
+            assert lm.answering.store
+            lm.answering.store.compact()  # before another run may write
         finally:
             lm.close()
-        lm.any_rank(False)  # wait for the others
-        if lm.rank or results is None:
-            return None
-        store.add(self._cells(tasks, results["samples"]))
-        assert lm.answering.store
-        lm.answering.store.compact()
         logger.info("%.1f seconds", time.perf_counter() - begin)
         return store.read()
 

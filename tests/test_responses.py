@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from lm_eval.api.model import CachingLM
 
@@ -163,6 +165,24 @@ def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> 
     assert not list(tmp_path.glob("rank-*.jsonl"))
     first.close()
     assert AnswerStore(tmp_path).known == {"a": "x", "b": "y", "c": "z", "d": "w"}
+
+
+def test_a_damaged_store_is_refused_in_one_line(tmp_path: Path) -> None:
+    store = AnswerStore(tmp_path)
+    store.add("a", "x", {})
+    store.compact()
+    store.close()
+    table = tmp_path / "answers.parquet"
+    for columns in (["key", "prompt"], {"response": ["{"]}, {"response": [None]}):
+        whole = parquet.read_table(table)
+        changed = whole.select(columns) if isinstance(columns, list) else whole.drop_columns("response").append_column(
+            "response", pa.array(columns["response"], pa.string()))  # fmt: skip
+        parquet.write_table(changed, table)
+        with pytest.raises(InputError, match="damaged") as error:
+            AnswerStore(tmp_path)
+        assert "\n" not in str(error.value)
+        parquet.write_table(whole, table)
+    assert AnswerStore(tmp_path).known == {"a": "x"}
 
 
 def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> None:

@@ -253,9 +253,15 @@ def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole
         ({"metric": "exact_match,strict"}, "no filter 'strict'"),
         ({"heads": "L9H0"}, "no attention in layer 9"),
         ({"model_args": {"responses": "x"}}, "does not take the model argument"),
+        ({"model_args": {"pretrained": "nobody/nothing"}}, "^the model nobody/nothing cannot be loaded [^\n]*$"),
+        ({"model_args": {"pretrained": "{empty}"}}, "cannot be loaded [^\n]*$"),
     ],
 )
 def test_senseless_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
+    arguments = options.get("model_args", {})
+    if arguments.get("pretrained") == "{empty}":
+        (tmp_path / "empty").mkdir()
+        options = {"model_args": {"pretrained": str(tmp_path / "empty")}}
     with pytest.raises(InputError, match=message):
         sweep(tiny_folder, tmp_path / "s", **options)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which weights may be loaded
+
 
 def model_name(name_or_path: str) -> str:
     """Name of a model, the same for `org/NAME`, a folder `…/NAME` and a hub cache folder of it.
@@ -51,6 +53,19 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
             sums[1] += int((values * (places * 2654435761 + number)).sum())
         state.update(f"{name}{tuple(tensor.shape)}{sums[0] % 2**64},{sums[1] % 2**64};".encode())
     return state.hexdigest()[:16]
+
+
+def loadable_fingerprints(model: nn.Module, own: str | None) -> list[str]:
+    """The fingerprints that a model has in its own type and when it is loaded in a smaller one.
+
+    Args:
+        model: the model.
+        own: its `weights_fingerprint`.
+    """
+    sizes = [x.element_size() for x in model.parameters() if x.is_floating_point()]
+    smaller = [kind for kind in _TYPES if kind.itemsize < max(sizes, default=0)] if own else []
+    found = [own, *(weights_fingerprint(model, kind) for kind in smaller)]
+    return list(dict.fromkeys(fingerprint for fingerprint in found if fingerprint))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

@@ -28,7 +28,7 @@ import pyarrow.parquet as parquet
 from filelock import FileLock, Timeout
 
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/answers"
@@ -85,7 +85,11 @@ class AnswerStore:
             raise InputError(
                 f"responses={folder} cannot be used ({error}); give a folder that can be written"
             ) from error
-        self.known: dict[str, Any] = {record["key"]: record["response"] for record in read_answers(self.folder)}
+        try:
+            self.known: dict[str, Any] = {record["key"]: record["response"] for record in read_answers(self.folder)}
+        except BaseException:
+            self._lock.release()
+            raise
 
     def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
         """Write one answer; it is with the operating system when this returns."""
@@ -140,8 +144,12 @@ def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         InputError: a file is damaged.
     """
-    for row in read_table(folder / "answers.parquet", _TABLE).to_pylist():
-        yield {**row, "response": json.loads(row["response"])}
+    table = folder / "answers.parquet"
+    for row in read_table(table, _TABLE).to_pylist():
+        try:
+            yield {**row, "response": json.loads(row["response"])}
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{table} holds an answer that cannot be read ({error}); the store is damaged") from None
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -160,11 +168,12 @@ def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) 
         InputError: it is damaged.
     """
     try:
-        return parquet.read_table(path, columns=columns)
+        columns = columns or schema.names
+        return parquet.read_table(path).select(columns).cast(pa.schema([schema.field(name) for name in columns]))
     except FileNotFoundError:
         return schema.empty_table()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise InputError(f"{path} cannot be read ({error}); the store is damaged") from None
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); the store is damaged") from None
 
 
 def write_table(path: Path, table: pa.Table) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import METHODS, Intervention, load_intervention
 from lmeval_prune.interventions.base import frozen
 from lmeval_prune.interventions.table import method_class
+from lmeval_prune.models.routers import RouterOptions
 from lmeval_prune.models.tries import Tries
-
-ROUTING = "lmeval_prune.sprint.routing:Routing"  # whose fields are the model_args of a router
 
 
 @dataclass(frozen=True)
@@ -100,26 +97,16 @@ class Arguments:
         allowed = {name: true_or_false(name, left.pop(name)) for name in _ALLOWANCES if name in left}
         methods = [_method(name, left.pop(name), allowed) for name in (*METHODS, "mask") if _is_given(left, name)]
         interventions = joined([one for one in methods if one is not None])
-        routing = {name: left.pop(name) for name in _routing_names() if name in left}
-        router = routing.get("router")
-        if router is None and {"router_store", "router_pool"} & {n for n, v in routing.items() if v is not None}:
-            raise InputError(
-                "router_store and router_pool belong to router=; add router=random, random_top, best or oracle"
-            )
+        routing = RouterOptions(**_fields_of(RouterOptions, left))
         engine = EngineOptions(**_fields_of(EngineOptions, left))
-        engine = engine.completed(routed=router is not None)
+        engine = engine.completed(routed=routing.router is not None)
         description = _fields_of(Description, left)
         responses = left.pop("responses", None)
         if interventions and left.get("tp_plan"):
             raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU a process")
         if engine.engine == "batched" and (left.get("mixed_precision_dtype") or left.get("tp_plan")):
             raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
-        tries: Tries | None = None
-        if isinstance(router, Tries):
-            tries = router
-        elif router is not None:
-            other = allowed.get("allow_other_model", False)
-            tries = _routing_class()(**routing, allow_other_model=other)
+        tries = routing.tries(allowed.get("allow_other_model", False))
         return cls(interventions, tries, engine, description, responses, left)
 
     def check_names(self, pretrained: str) -> None:
@@ -166,8 +153,8 @@ class Arguments:
 
 def our_names() -> list[str]:
     """Names of all our arguments."""
-    groups = [one.name for group in (EngineOptions, Description) for one in fields(group)]
-    return [*METHODS, "mask", *_ALLOWANCES, *groups, *_routing_names(), "responses"]
+    groups = [one.name for group in (EngineOptions, Description, RouterOptions) for one in fields(group)]
+    return [*METHODS, "mask", *_ALLOWANCES, *groups, "responses"]
 
 
 def true_or_false(name: str, value: Any) -> bool:
@@ -235,12 +222,3 @@ def _with(one: Intervention, allowed: dict[str, bool]) -> Intervention:
 def _fields_of(kind: type, left: dict[str, Any]) -> dict[str, Any]:
     """Take the fields of a dataclass out of the arguments."""
     return {one.name: left.pop(one.name) for one in fields(kind) if one.name in left}
-
-
-def _routing_class() -> Any:
-    module, _, name = ROUTING.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _routing_names() -> list[str]:
-    return [name for name in inspect.signature(_routing_class()).parameters if name != "allow_other_model"]

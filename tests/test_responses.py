@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from lm_eval.api.model import CachingLM
@@ -155,6 +157,40 @@ def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Pat
             AnswerStore(tmp_path / str(trial), 2)
         for store in stores:
             store.close()
+
+
+def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> None:
+    first, second = AnswerStore(tmp_path, 0), AnswerStore(tmp_path, 1)
+    about = {"kind": "generate_until", "task": "t", "prompt": "p", "head": "dense"}
+    first.add("a", "x", about)
+    second.add("b", "y", about)
+    first.compact()
+    first.add("c", "z", about)  # it may go on
+    second.add("d", "w", about)
+    assert {path.name for path in tmp_path.glob("rank-*.jsonl")} == {"rank-0.jsonl", "rank-1.jsonl"}
+    second.close()
+    first.compact()
+    assert not list(tmp_path.glob("rank-*.jsonl"))
+    first.close()
+    assert AnswerStore(tmp_path).known == {"a": "x", "b": "y", "c": "z", "d": "w"}
+
+
+def test_a_damaged_store_is_refused_in_one_line(tmp_path: Path) -> None:
+    store = AnswerStore(tmp_path)
+    store.add("a", "x", {})
+    store.compact()
+    store.close()
+    table = tmp_path / "answers.parquet"
+    for columns in (["key", "prompt"], {"response": ["{"]}, {"response": [None]}):
+        whole = parquet.read_table(table)
+        changed = whole.select(columns) if isinstance(columns, list) else whole.drop_columns("response").append_column(
+            "response", pa.array(columns["response"], pa.string()))  # fmt: skip
+        parquet.write_table(changed, table)
+        with pytest.raises(InputError, match="damaged") as error:
+            AnswerStore(tmp_path)
+        assert "\n" not in str(error.value)
+        parquet.write_table(whole, table)
+    assert AnswerStore(tmp_path).known == {"a": "x"}
 
 
 def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> None:

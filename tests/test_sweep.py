@@ -146,6 +146,25 @@ def test_it_is_extended_without_running_anything_twice(
     assert len(run) == 30
 
 
+@pytest.mark.parametrize("method", ["OutcomeStore.add", "AnswerStore.compact"])
+def test_nobody_else_may_write_before_it_has_ended(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    kind, name = {"OutcomeStore": OutcomeStore, "AnswerStore": AnswerStore}[method.split(".")[0]], method.split(".")[1]
+    ended, tried = getattr(kind, name), []
+
+    def other_run(self: Any, *args: Any) -> None:
+        with pytest.raises(InputError, match="another run is writing"):
+            AnswerStore(tmp_path / "s")
+        tried.append(1)
+        ended(self, *args)
+
+    monkeypatch.setattr(kind, name, other_run)
+    sweep(tiny_folder, tmp_path / "s", heads="L0H0", limit=1)
+    assert tried
+    AnswerStore(tmp_path / "s").close()
+
+
 def test_two_ranks_leave_what_one_leaves(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lmeval_prune", "sweep"]
@@ -234,9 +253,15 @@ def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole
         ({"metric": "exact_match,strict"}, "no filter 'strict'"),
         ({"heads": "L9H0"}, "no attention in layer 9"),
         ({"model_args": {"responses": "x"}}, "does not take the model argument"),
+        ({"model_args": {"pretrained": "nobody/nothing"}}, "^the model nobody/nothing cannot be loaded [^\n]*$"),
+        ({"model_args": {"pretrained": "{empty}"}}, "cannot be loaded [^\n]*$"),
     ],
 )
 def test_senseless_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
+    arguments = options.get("model_args", {})
+    if arguments.get("pretrained") == "{empty}":
+        (tmp_path / "empty").mkdir()
+        options = {"model_args": {"pretrained": str(tmp_path / "empty")}}
     with pytest.raises(InputError, match=message):
         sweep(tiny_folder, tmp_path / "s", **options)
 

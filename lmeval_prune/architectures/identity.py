@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which weights may be loaded
+
 
 def model_name(name_or_path: str) -> str:
     """Name of a model, the same for `org/NAME`, a folder `…/NAME` and a hub cache folder of it.
@@ -65,6 +67,20 @@ def adapters_of(model: nn.Module) -> dict[str, Any]:
             scales = [[one, str(scaling.get(one))] for one in active]
             found[name] = [scales, list(merged), bool(disabled)]
     return found
+
+
+def loadable_fingerprints(model: nn.Module, own: str | None) -> list[str]:
+    """The fingerprints that a model has in its own type and when it is loaded in another one.
+
+    Args:
+        model: the model.
+        own: its `weights_fingerprint`.
+    """
+    kinds = {x.dtype for x in model.parameters() if x.is_floating_point()} if own else set()
+    largest = max((kind.itemsize for kind in kinds), default=0)  # a larger type keeps the values
+    others = [kind for kind in _TYPES if kind.itemsize <= largest and {kind} != kinds]
+    found = [own, *(weights_fingerprint(model, kind) for kind in others)]
+    return list(dict.fromkeys(fingerprint for fingerprint in found if fingerprint))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

@@ -19,14 +19,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
+from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
 from lmeval_prune.settings import as_json, frozen, typed, types_of
 
 SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which weights may be loaded
 
 
 @dataclass(frozen=True)
@@ -61,18 +60,31 @@ class Origin:
             raise InputError(f"{made} a {family} model, this one is {model_map.model_type}; {fix}")
         if model_map.signature() != {key: self.model[key] for key in ("model_type", "heads")}:
             raise InputError(f"{made} {name}, whose layers or heads differ from this model's; {fix}")
-        known = self.model.get("weights") or []
-        if known and all(parameter.is_meta for parameter in model_map.model.parameters()):
-            return  # not loaded yet
-        if known and model_map.weights and not getattr(model_map.model, "is_quantized", False):
-            if model_map.weights not in known:
-                raise InputError(f"{made} other weights ({name}) than this model's ({model_map.name}); {fix}")
-            return
-        if name and model_map.name and name.lower() != model_map.name.lower():
-            raise InputError(f"{made} {name}, this model is {model_map.name}; {fix}")
-        there, here = self.model["revision"], model_map.revision
-        if there and here and there != here:
-            raise InputError(f"{made} revision {there[:12]}, this one is {here[:12]}; {fix}")
+        check_weights(self.model.get("weights") or [], name, self.model["revision"], model_map, made, fix)
+
+
+def check_weights(known: list[str], name: str, revision: str, model_map: ModelMap, made: str, fix: str) -> None:
+    """Refuse a model that something was not made for: by its weights where they are known, else by its name.
+
+    Args:
+        known: fingerprints of the weights that it was made for, as they are and rounded to smaller types.
+        name, revision: of that model.
+        model_map: of the model at hand.
+        made, fix: beginning and end of the message.
+
+    Raises:
+        InputError: naming what differs.
+    """
+    if known and all(parameter.is_meta for parameter in model_map.model.parameters()):
+        return  # not loaded yet
+    if known and model_map.weights and not getattr(model_map.model, "is_quantized", False):
+        if model_map.weights not in known:
+            raise InputError(f"{made} other weights ({name}) than this model's ({model_map.name}); {fix}")
+        return
+    if name and model_map.name and name.lower() != model_map.name.lower():
+        raise InputError(f"{made} {name}, this model is {model_map.name}; {fix}")
+    if revision and model_map.revision and revision != model_map.revision:
+        raise InputError(f"{made} revision {revision[:12]}, this one is {model_map.revision[:12]}; {fix}")
 
 
 @dataclass(frozen=True)
@@ -185,12 +197,8 @@ class Intervention(ABC):
             InputError: it does not fit the model, or the file cannot be written.
         """
         settings = self.fit_to(model_map).settings()
-        kinds = {x.dtype for x in model_map.model.parameters() if x.is_floating_point()}
-        largest = max((kind.itemsize for kind in kinds), default=0)
-        others = [kind for kind in _TYPES if kind.itemsize <= largest and {kind} != kinds]  # a larger one keeps values
-        rounded = (weights_fingerprint(model_map.model, kind) for kind in others)
-        weights = [fingerprint for fingerprint in (model_map.weights, *rounded) if fingerprint]
-        about = {"name": model_map.name, "revision": model_map.revision, "weights": list(dict.fromkeys(weights))}
+        weights = loadable_fingerprints(model_map.model, model_map.weights)
+        about = {"name": model_map.name, "revision": model_map.revision, "weights": weights}
         content = {"settings": settings, "model": {**about, **model_map.signature()}}
         write_artefact(path, self.schema(), SCHEMA_VERSION, content)
 

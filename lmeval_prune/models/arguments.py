@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
 import re
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -16,10 +14,9 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
 from lmeval_prune.interventions.table import method_class
+from lmeval_prune.models.routers import RouterOptions
 from lmeval_prune.models.tries import Tries
 from lmeval_prune.settings import typed, types_of
-
-ROUTING = "lmeval_prune.sprint.routing:Routing"  # whose fields are the model_args of a router
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class Arguments:
         left = {name: value for name, value in given.items() if value is not None or name not in ours}
         allowed = _read(Allowances, left)
         methods = {name: left.pop(name) for name in METHODS if name in left}
-        routing = _read(_routing_class().__init__, left)
+        routing = _read(RouterOptions, left)
         engine = EngineOptions(**_read(EngineOptions, left)).completed(routed="router" in routing)
         description = vars(Description(**_read(Description, left)))
         files = Files(**_read(Files, left))
@@ -185,8 +182,8 @@ def unknown(name: str) -> InputError:
 
 def our_names() -> list[str]:
     """Names of all our arguments."""
-    groups = [one.name for group in (Allowances, EngineOptions, Description, Files) for one in fields(group)]
-    return list(dict.fromkeys([*METHODS, *groups, *_names_of(_routing_class().__init__)]))
+    groups = (Allowances, EngineOptions, Description, Files, RouterOptions)
+    return [*METHODS, *(one.name for group in groups for one in fields(group))]
 
 
 def _method(name: str, value: Any, allowed: dict[str, Any]) -> Intervention:
@@ -226,12 +223,11 @@ def _tries(routing: dict[str, Any], allowed: dict[str, Any]) -> Tries | None:
                 f"these belong to router=: {', '.join(routing)}; add router=random, random_top, best or oracle"
             )
         return None
-    tries: Tries
-    if isinstance(routing["router"], Tries):
-        tries = routing["router"]
-    else:
-        tries = _routing_class()(**routing, allow_other_model=allowed.get("allow_other_model", False))
-    tries.allow_empty_layer = allowed.get("allow_empty_layer", tries.allow_empty_layer)
+    if not isinstance(routing["router"], Tries):
+        typed("router", routing["router"], str)
+    tries = RouterOptions(**routing).tries(allowed.get("allow_other_model", False))
+    if tries:
+        tries.allow_empty_layer = allowed.get("allow_empty_layer", tries.allow_empty_layer)
     return tries
 
 
@@ -249,26 +245,13 @@ def _check_theirs(others: dict[str, Any], prunes: bool, engine: EngineOptions) -
         raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto nor auto:N")
 
 
-def _read(kind: Any, left: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of a dataclass, or the parameters of a function, out of the arguments, each read by its type."""
+def _read(kind: type, left: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of a dataclass out of the arguments, each read by its type."""
     found: dict[str, Any] = {}
-    for name in _names_of(kind):
-        if name in left:
-            value = left.pop(name)
+    for one in fields(kind):
+        if one.name in left:
+            value = left.pop(one.name)
             if value == "":
-                raise InputError(f"{name}= is empty; give it a value, or leave it out")
-            is_made = name == "router" and isinstance(value, Tries)
-            found[name] = value if is_made else typed(name, value, types_of(kind)[name])
+                raise InputError(f"{one.name}= is empty; give it a value, or leave it out")
+            found[one.name] = typed(one.name, value, types_of(kind)[one.name])
     return found
-
-
-def _names_of(kind: Any) -> list[str]:
-    """What can be given for a dataclass or a function; what is read by itself is no parameter of it."""
-    if isinstance(kind, type):
-        return [one.name for one in fields(kind)]
-    return [name for name in inspect.signature(kind).parameters if name not in ("self", "allow_other_model")]
-
-
-def _routing_class() -> Any:
-    module, _, name = ROUTING.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -37,8 +37,8 @@ class PrunedHFLM(HFLM):
         pretrained: as for `hf`, or the name of an embedded model (`lmeval-prune models`).
         arguments: `hf`'s own; a method of the table by its name, e.g. `heads=L5H3+L15H0`, its value that of the
             method's first field or a dictionary of its fields; `mask=FILE`, an artefact; `allow_empty_layer`,
-            `allow_other_model`; `responses=FOLDER`, our answer store; the fields of `EngineOptions` and
-            `Description` (`models/arguments.py`) and of SPRINT's `Routing`.
+            `allow_other_model`; `responses=FOLDER`, our answer store; the fields of `EngineOptions`,
+            `Description` (`models/arguments.py`) and `RouterOptions` (`models/routers.py`).
 
     Raises:
         InputError: an argument cannot be used; before the weights are loaded wherever that can be known.

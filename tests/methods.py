@@ -61,5 +61,19 @@ ROWS = [
         same=("L1H3+L1H2+L0H1", ["L0H1", "L1H2-3"], [[0, 1], [1, 2], [1, 3]], {"heads": "L0H1+L1H2-3"}),
         wrong=(("L9H0", "no attention in layer 9"), ("L0H*", "allow_empty_layer"), ({"head": "L0H1"}, "no setting")),
     ),
+    Row(
+        "token_filter",
+        {"ratio": 0.4, "focus": "uniform", "warmup": 3, "step_size": 0.05},
+        others=({"ratio": 0.5, "warmup": 3}, {"ratio": 0.4, "focus": "uniform", "warmup": 3, "keep_skipped_kv": True}),
+        same=({"ratio": "0.4", "focus": "uniform", "warmup": 3, "step_size": 0.05, "tail": 0.5, "similarity": "kv"},),
+        wrong=(
+            (0.6, "give ratio up to 0.5, or a larger tail"),
+            (1.5, "must be from 0 to 1"),
+            ({"ratio": 0.2, "tail": 2}, "must be from 0 to 1"),
+            ({"ratio": 0.2, "similarity": "cosine"}, "use kv, key, value"),
+            ({"ratio": 0.2, "rate": 1}, "no setting"),
+            ({"tail": 0.5}, "ratio"),
+        ),
+    ),
     Row("RowMasks", apply=_same_mask_in_every_row),
 ]

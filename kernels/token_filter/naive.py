@@ -1,0 +1,148 @@
+"""Token Filtering, one sequence and one layer, token by token: what everything else is tested against.
+
+Names as in the paper (§3.2, §3.3): `s_k`, `s_v` similarities of key and value to their anchors, `alpha` the weight of
+the key's (eq. 1), `S` their fusion (eq. 2), `T` the layer's threshold, `P` the share of tokens that it shall skip (eq. 3).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a layer decides.
+
+    Attributes:
+        share: of tokens that shall be skipped, in 0 … 1: `P_tail` in eq. 3.
+        similarity: what is compared with its anchor: `kv`, `key` or `value`.
+        fusion: `inverse_variance`, or `as_printed` in eq. 1.
+        step_size: of the threshold's feedback, eq. 4.
+        smoothing: of the anchors.
+        warmup: so many tokens at the beginning are never skipped; their similarities give the first threshold.
+    """
+
+    share: float
+    similarity: str = "kv"
+    fusion: str = "inverse_variance"
+    step_size: float = 0.01
+    smoothing: float = 0.9
+    warmup: int = 8
+
+
+@dataclass
+class State:
+    """What a layer remembers of a sequence.
+
+    Attributes:
+        anchor_key, anchor_value: (key-value heads, width); None before the first token.
+        threshold: T.
+        seen, skipped: tokens so far.
+        known: similarities of the tokens of the warm-up but the first, which has none.
+    """
+
+    anchor_key: torch.Tensor | None = None
+    anchor_value: torch.Tensor | None = None
+    threshold: float = 1.0
+    seen: int = 0
+    skipped: int = 0
+    known: list[float] = field(default_factory=list)
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Cosine of the angle between two vectors; 0 if one has no length."""
+    length = math.sqrt(float(a @ a)) * math.sqrt(float(b @ b))
+    return float(a @ b) / length if length else 0.0
+
+
+def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> float:
+    """S of a token, from its keys and values, (key-value heads, width) each; eqs. 1 and 2."""
+    assert state.anchor_key is not None and state.anchor_value is not None
+    of_keys = [cosine(k, anchor) for k, anchor in zip(key, state.anchor_key, strict=True)]
+    of_values = [cosine(v, anchor) for v, anchor in zip(value, state.anchor_value, strict=True)]
+    heads = len(of_keys)
+    s_k, s_v = sum(of_keys) / heads, sum(of_values) / heads
+    if rule.similarity != "kv":
+        return s_k if rule.similarity == "key" else s_v
+    variance_k = sum((s - s_k) ** 2 for s in of_keys) / heads
+    variance_v = sum((s - s_v) ** 2 for s in of_values) / heads
+    if variance_k + variance_v == 0:
+        alpha = 0.5
+    elif rule.fusion == "inverse_variance":  # 1/variance_k / (1/variance_k + 1/variance_v)
+        alpha = variance_v / (variance_k + variance_v)
+    else:  # 1/variance_v / (1/variance_k + 1/variance_v)
+        alpha = variance_k / (variance_k + variance_v)
+    return alpha * s_k + (1 - alpha) * s_v
+
+
+def decide(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> bool:
+    """Whether a token is skipped; moves the anchors, the counts and the threshold on."""
+    skip = False
+    if state.anchor_key is None or state.anchor_value is None:
+        state.anchor_key, state.anchor_value = key, value
+    else:
+        score = similarity(key, value, state, rule)
+        if state.seen < rule.warmup:
+            state.known.append(score)
+        else:
+            skip = score > state.threshold
+        state.anchor_key = rule.smoothing * state.anchor_key + (1 - rule.smoothing) * key
+        state.anchor_value = rule.smoothing * state.anchor_value + (1 - rule.smoothing) * value
+    state.seen += 1
+    state.skipped += skip
+    if state.seen == rule.warmup and state.known:
+        state.threshold = first_threshold(state.known, rule.share)
+    if state.seen > rule.warmup:
+        state.threshold += rule.step_size * (state.skipped / state.seen - rule.share)  # eq. 4
+    return skip
+
+
+def first_threshold(known: list[float], share: float) -> float:
+    """What `share` of normally distributed similarities with this mean and variance exceed."""
+    if share in (0, 1):
+        return math.inf if share == 0 else -math.inf
+    mean = sum(known) / len(known)
+    variance = sum((score - mean) ** 2 for score in known) / len(known)
+    return mean + math.sqrt(variance) * NormalDist().inv_cdf(1 - share)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    skipped: list[bool],
+    scaling: float,
+    window: int | None = None,
+    keep_skipped_kv: bool = False,
+) -> torch.Tensor:
+    """Causal attention of one sequence in which some tokens are skipped.
+
+    Args:
+        query: (heads, tokens, width).
+        key, value: (key-value heads, tokens, width).
+        skipped: of each token.
+        scaling: of the scores.
+        window: a token sees so many tokens of the text, itself included; None for all.
+        keep_skipped_kv: later tokens see a skipped one.
+
+    Returns:
+        (tokens, heads, width of values); zero for a skipped token.
+    """
+    heads, tokens, _ = query.shape
+    share = heads // key.shape[0]
+    out = value.new_zeros(tokens, heads, value.shape[-1])
+    for t in range(tokens):
+        if skipped[t]:
+            continue
+        first = 0 if window is None else max(0, t - window + 1)
+        seen = [u for u in range(first, t + 1) if keep_skipped_kv or not skipped[u]]
+        for h in range(heads):
+            scores = torch.stack([query[h, t] @ key[h // share, u] * scaling for u in seen])
+            weights = scores.softmax(0)
+            for weight, u in zip(weights, seen, strict=True):
+                out[t, h] += weight * value[h // share, u]
+    return out

@@ -1,0 +1,317 @@
+"""The attention of layers that some tokens skip, on stock models: decisions, a cache without them, the rest.
+
+A filtered layer of a `DynamicCache` holds its own tokens: of each row those that later tokens see, without gaps, with
+their place in the text. Rotary positions stay those of the text, since keys are rotated before they come here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, put_in_front
+from lmeval_prune.interventions.base import change_output
+from lmeval_prune.kernels.token_filter import compiled
+
+
+@dataclass
+class Sequences:
+    """What a filtered layer knows of the rows of a batch.
+
+    Attributes:
+        keys, values: of tokens that later ones see, (rows, key-value heads, capacity, width).
+        places: of these tokens in their row, padding counted, (rows, capacity).
+        lengths: how many there are of each row.
+        anchors: of keys and of values, (rows, key-value heads, width) in float64.
+        begun: whether a row has had a token that is no padding.
+        states: (rows, columns), see `compiled`; None if the layer has one for all.
+        tokens: length of the rows so far, padding counted.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    places: torch.Tensor
+    lengths: list[int]
+    anchors: tuple[np.ndarray, np.ndarray]
+    begun: np.ndarray
+    states: np.ndarray
+    tokens: int = 0
+
+    @classmethod
+    def like(cls, key: torch.Tensor, value: torch.Tensor) -> Sequences:
+        """Empty ones, for keys and values of this shape (rows, key-value heads, …, width)."""
+        rows, heads = key.shape[:2]
+        anchors = np.zeros((rows, heads, key.shape[-1])), np.zeros((rows, heads, value.shape[-1]))
+        places = torch.zeros(rows, 0, dtype=torch.long, device=key.device)
+        states = _fresh(rows)
+        return cls(key[:, :, :0], value[:, :, :0], places, [0] * rows, anchors, np.zeros(rows, dtype=bool), states)
+
+    def append(self, key: torch.Tensor, value: torch.Tensor, kept: torch.Tensor) -> None:
+        """Store the tokens (rows, heads, tokens, width) where `kept` (rows, tokens) is true."""
+        counts = kept.sum(1).tolist()
+        self._make_room(max(old + new for old, new in zip(self.lengths, counts, strict=True)))
+        rows, tokens = kept.nonzero(as_tuple=True)
+        offset = torch.tensor(self.lengths, device=key.device)[:, None] - 1
+        slots = (kept.cumsum(1) + offset)[rows, tokens]
+        self.keys[rows, :, slots] = key[rows, :, tokens]
+        self.values[rows, :, slots] = value[rows, :, tokens]
+        self.places[rows, slots] = tokens + self.tokens
+        self.lengths = [old + new for old, new in zip(self.lengths, counts, strict=True)]
+        self.tokens += kept.shape[1]
+
+    def _make_room(self, needed: int) -> None:
+        capacity = self.places.shape[1]
+        if needed <= capacity:
+            return
+        # the first time (a prompt) as much as it needs, then half as much again, so that appending costs little
+        more = (needed if not capacity else max(needed, capacity * 3 // 2, 64)) - capacity
+        self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
+        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
+        self.places = torch.nn.functional.pad(self.places, (0, more))
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these rows only; one may stand several times."""
+        chosen = rows.tolist()
+        rows = rows.to(self.keys.device)
+        self.keys, self.values, self.places = self.keys[rows], self.values[rows], self.places[rows]
+        self.lengths = [self.lengths[row] for row in chosen]
+        self.anchors = self.anchors[0][chosen], self.anchors[1][chosen]
+        self.begun, self.states = self.begun[chosen], self.states[chosen]
+
+
+def _fresh(rows: int) -> np.ndarray:
+    states = np.zeros((rows, compiled.COLUMNS))
+    states[:, compiled.THRESHOLD] = 1.0
+    return states
+
+
+class FilteredLayer(CacheLayerMixin):
+    """Takes a layer's place in a `DynamicCache`. Its `update` gives back the new tokens alone; the filter stores them.
+
+    Attributes:
+        replaced: the cache layer whose place it has: masks are as long as it would make them.
+        filter: what fills it.
+        sequences: what it holds.
+        is_awaited: whether the filter is about to take what `update` is given.
+    """
+
+    def __init__(self, replaced: Any, owner: FilteredAttention) -> None:
+        super().__init__()
+        self.replaced = replaced
+        self.is_sliding = replaced.is_sliding
+        self.filter = owner
+        self.sequences: Sequences | None = None
+        self.is_awaited = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is known before the first tokens."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.sequences = Sequences.like(key_states, value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new tokens as they are.
+
+        Raises:
+            InputError: the filter that began this cache is not applied any more.
+        """
+        if not self.is_awaited:
+            raise InputError("this cache was filled under a token filter that is not applied now; begin a new one")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens of the text so far, skipped ones and padding too."""
+        return self.sequences.tokens if self.sequences else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As the layer that it replaces."""
+        if not isinstance(self.replaced, DynamicSlidingWindowLayer):
+            return self.get_seq_length() + query_length, 0
+        self.replaced.cumulative_length = self.get_seq_length()
+        return self.replaced.get_mask_sizes(query_length)
+
+    def get_max_length(self) -> int:
+        """As the layer that it replaces."""
+        return int(self.replaced.get_max_length())
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.sequences, self.is_initialized = None, False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Rows of the beams that go on."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows."""
+        if self.sequences:
+            self.sequences.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        if self.sequences:
+            self.sequences.select(torch.arange(len(self.sequences.lengths)).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: what a threshold has seen cannot be taken back.
+
+        Raises:
+            InputError: always, but for 0 tokens.
+        """
+        if tokens_to_remove:
+            raise InputError("a token filter cannot take tokens back; leave out assisted decoding and prompt lookup")
+
+
+class FilteredAttention:
+    """In front of the attention of some layers: decides about each token, and lets the others attend.
+
+    Args:
+        rule: the last arguments of `compiled.decide`.
+        shared: whether a layer has one threshold for all sequences.
+        keep_skipped_kv: whether later tokens see skipped ones.
+        counts: by layer, `tokens` and `skipped`; written.
+    """
+
+    def __init__(self, rule: tuple[Any, ...], shared: bool, keep_skipped_kv: bool, counts: dict[str, Counter[str]]):
+        self.rule, self.keep_skipped_kv, self.counts = rule, keep_skipped_kv, counts
+        self._shared: dict[str, np.ndarray] | None = {} if shared else None
+        self._caches: dict[str, FilteredLayer | None] = {}
+        self._skipped: dict[str, torch.Tensor] = {}
+
+    def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
+        """Handle the attention of these layers until `stack` closes."""
+        put_in_front(model_map, self.handle, stack)
+        for layer in layers:
+            self.counts[layer.label] = Counter()
+            watch = layer.module.register_forward_pre_hook(self._watching(layer), with_kwargs=True)
+            stack.callback(watch.remove)
+            if getattr(layer.o_proj, "bias", None) is not None:  # it would add its bias to what was skipped
+                change_output(layer.o_proj, self._clearing(layer), stack)
+
+    def _watching(self, layer: AttentionLayer) -> Any:
+        """See which cache the layer is about to use, and have a place of our own in it."""
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
+            self._caches[layer.label] = None if cache is None else self._place_in(cache, module.layer_idx)
+
+        return hook
+
+    def _place_in(self, cache: Cache, index: int) -> FilteredLayer:
+        while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+        found = cache.layers[index]
+        if type(found) in (DynamicLayer, DynamicSlidingWindowLayer) and not cache.offloading:
+            if found.get_seq_length():
+                raise InputError("a token filter cannot go on with a cache that was filled without it; begin a new one")
+            found = cache.layers[index] = FilteredLayer(found, self)
+        if not isinstance(found, FilteredLayer):
+            raise InputError(
+                f"a token filter needs a DynamicCache, not {type(found).__name__} in {type(cache).__name__}"
+            )
+        if found.filter is not self:
+            raise InputError("this cache was filled under another token filter; begin a new one")
+        found.is_awaited = True
+        return found
+
+    def _clearing(self, layer: AttentionLayer) -> Any:
+        return lambda output: output.masked_fill(self._skipped[layer.label][..., None], 0)
+
+    # ------------------------------------------------------------------ attention
+
+    def handle(self, call: AttentionCall, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The attention of the tokens that do not skip; zeros for the others."""
+        label = call.layer.label
+        if label not in self.counts:
+            return attend(call)
+        place = self._caches.pop(label, None)
+        sequences = place.sequences if place else Sequences.like(call.key, call.value)
+        assert sequences is not None
+        if place:
+            place.is_awaited = False
+        valid = _valid(call)
+        skipped = torch.from_numpy(self._decide(label, call, sequences, valid)).to(call.query.device)
+        self._skipped[label] = skipped
+        kept = valid & ~skipped
+        before = list(sequences.lengths)
+        sequences.append(call.key, call.value, valid if self.keep_skipped_kv else kept)
+        shape = (*call.query.shape[:1], call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+        out = call.query.new_zeros(shape)
+        for row, tokens in enumerate(kept):
+            if tokens.any():
+                self._row(call, attend, sequences, row, tokens, before[row], out)
+        return out, None
+
+    def _decide(self, label: str, call: AttentionCall, sequences: Sequences, valid: torch.Tensor) -> np.ndarray:
+        states = sequences.states if self._shared is None else self._shared.setdefault(label, _fresh(1))
+        key, value = (_array(tensor) for tensor in (call.key, call.value))
+        is_token = valid.cpu().numpy()
+        skipped = compiled.decide(key, value, is_token, sequences.begun, *sequences.anchors, states, *self.rule)
+        self.counts[label].update(tokens=int(is_token.sum()), skipped=int(skipped.sum()))
+        found: np.ndarray = skipped
+        return found
+
+    def _row(
+        self,
+        call: AttentionCall,
+        attend: Attend,
+        sequences: Sequences,
+        row: int,
+        tokens: torch.Tensor,
+        before: int,
+        out: torch.Tensor,
+    ) -> None:
+        """The attention of a row's tokens that do not skip, written into `out`."""
+        length = sequences.lengths[row]
+        chosen = tokens.nonzero()[:, 0]
+        query = call.query[row : row + 1, :, chosen]
+        here = slice(row, row + 1)
+        key, value = sequences.keys[here, :, :length], sequences.values[here, :, :length]
+        window = call.options.get("sliding_window")
+        causal = query.shape[2] == length and before == 0  # every key is a query: its own mask does it
+        mask = None
+        if (
+            window is not None
+            or not (causal or (query.shape[2] == 1 and int(chosen[0]) + 1 == len(tokens)))
+            or (_is_eager(call) and query.shape[2] > 1)
+        ):
+            seen = sequences.places[row, :length]
+            asks = chosen + (sequences.tokens - len(tokens))
+            hidden = seen > asks[:, None]
+            if window is not None:
+                hidden |= seen <= asks[:, None] - window
+            mask = query.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min)[None, None]
+        found, _ = attend(replace(call, query=query, key=key, value=value, mask=mask))
+        out[row, chosen] = found[0]
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = tensor.detach().to("cpu", torch.float64).contiguous().numpy()
+    return found
+
+
+def _valid(call: AttentionCall) -> torch.Tensor:
+    """Which new tokens are no padding, (rows, tokens): those that see themselves."""
+    rows, tokens = call.query.shape[0], call.query.shape[2]
+    if call.mask is None:
+        return torch.ones(rows, tokens, dtype=torch.bool, device=call.query.device)
+    own = call.mask[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
+    own = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    return own.expand(rows, tokens)
+
+
+def _is_eager(call: AttentionCall) -> bool:
+    return str(getattr(call.module, "config", call.layer.module.config)._attn_implementation).endswith("eager")

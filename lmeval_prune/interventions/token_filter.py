@@ -1,0 +1,133 @@
+"""Token Filtering: a token whose keys and values resemble those before it skips the attention of a layer.
+
+A layer keeps an exponential moving average of the keys (after rotary embedding) and values of the tokens so far, its
+*anchors*. A token's similarity `S` to them, above a threshold `T`, lets it skip: attention adds nothing to it, and later
+tokens do not see it. `T` follows the share of tokens skipped so far. Formulas: `kernels/token_filter/naive.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any, Literal, Self
+
+import torch
+
+from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.attention_call import check_attention_calls
+from lmeval_prune.interventions.base import Intervention
+from lmeval_prune.interventions.filtered_attention import FilteredAttention
+
+CHOICES = {
+    "focus": ("tail", "uniform", "head"),
+    "similarity": ("kv", "key", "value"),
+    "fusion": ("inverse_variance", "as_printed"),
+    "state": ("request", "run"),
+}
+
+
+@dataclass(frozen=True)
+class TokenFilter(Intervention):
+    """Skips the attention of redundant tokens in some layers.
+
+    Attributes:
+        ratio: share of tokens × layers of the whole model to be skipped: `P_global` in the paper's eq. 3.
+        tail: share of the layers that filter: `Y` in eq. 3. Each of them skips `ratio / tail` of its tokens.
+        focus: `tail`, the last layers; `head`, the first ones; `uniform`, all (then `tail` means nothing).
+        similarity: of keys, of values, or of both fused (`kv`).
+        fusion: `inverse_variance` gives the steadier of both more weight, as the paper's text says; `as_printed` is its
+            eq. 1.
+        state: `request`, thresholds begin afresh with each sequence; `run`, a layer has one for all that it ever sees, so
+            that answers depend on their order.
+        step_size: of the threshold's feedback, eq. 4.
+        smoothing: of the anchors.
+        warmup: so many tokens at the beginning never skip; their similarities give the first threshold.
+        keep_skipped_kv: later tokens see a skipped token; the cache is then as large as without a filter.
+
+    Raises:
+        InputError: a value is none of these, or out of its range.
+    """
+
+    ratio: float
+    tail: float = 0.5
+    focus: str = "tail"
+    similarity: str = "kv"
+    fusion: str = "inverse_variance"
+    state: str = "request"
+    step_size: float = 0.01
+    smoothing: float = 0.9
+    warmup: int = 8
+    keep_skipped_kv: bool = False
+    counts: dict[str, Counter[str]] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise InputError(f"token_filter.{name}={getattr(self, name)} is unknown; use {', '.join(known)}")
+        for name, low, high in (("ratio", 0, 1), ("tail", 0, 1), ("smoothing", 0, 1)):
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"token_filter.{name}={getattr(self, name)} must be from {low} to {high}")
+        if not 0 < self.step_size < math.inf:
+            raise InputError(f"token_filter.step_size={self.step_size} must be above 0")
+        if self.warmup < 1:
+            raise InputError(f"token_filter.warmup={self.warmup} must be 1 or more: the first token has no anchor")
+
+    def layers(self, model_map: ModelMap) -> tuple[AttentionLayer, ...]:
+        """The layers that filter."""
+        every = model_map.attention
+        if self.focus == "uniform":
+            return every
+        count = max(1, round(self.tail * len(every)))
+        return every[-count:] if self.focus == "tail" else every[:count]
+
+    def share(self, model_map: ModelMap) -> float:
+        """Share of its tokens that each of these layers shall skip, eq. 3."""
+        return self.ratio * len(model_map.attention) / len(self.layers(model_map))
+
+    def resolve(self, model_map: ModelMap) -> Self:
+        """Refuse models without causal attention that can be handled; see the base class."""
+        if model_map.stacks != ("",) or not all(getattr(one.module, "is_causal", True) for one in model_map.attention):
+            raise InputError(f"token_filter is for causal models; {model_map.model_type} is none")
+        check_attention_calls(model_map)
+        share = self.share(model_map)
+        if share > 1:
+            count, every = len(self.layers(model_map)), len(model_map.attention)
+            raise InputError(
+                f"token_filter: {self.ratio:.0%} of all tokens cannot be skipped in {count} of {every} layers; "
+                f"give ratio up to {count / every:.2g}, or a larger tail"
+            )
+        return self
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        """Put the filter in front of the attention of these layers; see the base class."""
+        if self.ratio == 0:
+            return
+        share = self.share(model_map)
+        quantile = NormalDist().inv_cdf(1 - share) if share < 1 else -math.inf
+        kind = CHOICES["similarity"].index(self.similarity)
+        rule = (share, self.step_size, self.smoothing, self.warmup, quantile, kind, self.fusion == "as_printed")
+        self.counts.clear()
+        attention = FilteredAttention(rule, self.state == "run", self.keep_skipped_kv, self.counts)
+        attention.attach(model_map, self.layers(model_map), stack)
+
+    def report(self, model_map: ModelMap) -> dict[str, Any]:
+        """Its fields, and what has been skipped since it was applied: of tokens that ran, not of stored answers."""
+        found = super().report(model_map)
+        tokens = sum(one["tokens"] for one in self.counts.values())
+        skipped = sum(one["skipped"] for one in self.counts.values())
+        layers = len(self.layers(model_map)) / len(model_map.attention)
+        found["token_filter_skipped"] = {
+            "target": self.ratio,
+            "realised": skipped / tokens * layers if tokens else None,
+            "target_by_layer": self.share(model_map),
+            "realised_by_layer": {
+                label: one["skipped"] / one["tokens"] for label, one in self.counts.items() if one["tokens"]
+            },
+            "tokens": tokens // max(1, len(self.counts)),
+        }
+        return found

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-# Columns of a state, one row a sequence (or one row for a whole run): see `naive.State`. The similarities of the warm-up
-# are kept as their number, mean and sum of squared deviations.
+# Columns of a state, a row for each sequence (or one row for a whole run): see `naive.State`. Similarities of the warm-up
+# are kept as their number, mean, and sum of squared deviations.
 THRESHOLD, SEEN, SKIPPED, KNOWN, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
 
 
-@njit(cache=True)  # type: ignore[misc]
+@njit(cache=True)
 def _cosine(a: Any, b: Any) -> float:
     product = squares_a = squares_b = 0.0
     for i in range(a.shape[0]):
@@ -28,9 +28,9 @@ def _cosine(a: Any, b: Any) -> float:
     return product / length if length > 0 else 0.0
 
 
-@njit(cache=True)  # type: ignore[misc]
+@njit(cache=True)
 def _similarity(key: Any, value: Any, anchor_key: Any, anchor_value: Any, kind: int, as_printed: bool) -> float:
-    """S of a token (eqs. 1, 2). `kind`: 0 both, 1 keys, 2 values. Variances as mean squares of deviations, in two passes."""
+    """S of a token (eqs. 1, 2). `kind`: 0 keys and values, 1 keys, 2 values."""
     heads = key.shape[0]
     of_keys, of_values = np.zeros(heads), np.zeros(heads)
     for h in range(heads):
@@ -52,7 +52,7 @@ def _similarity(key: Any, value: Any, anchor_key: Any, anchor_value: Any, kind: 
     return float(alpha * s_k + (1 - alpha) * s_v)
 
 
-@njit(cache=True)  # type: ignore[misc]
+@njit(cache=True)
 def threshold_step(
     state: Any, score: float, has_score: bool, share: float, step_size: float, warmup: int, quantile: float
 ) -> bool:
@@ -77,7 +77,7 @@ def threshold_step(
     return skip
 
 
-@njit(cache=True)  # type: ignore[misc]
+@njit(cache=True)
 def decide(
     key: Any,
     value: Any,

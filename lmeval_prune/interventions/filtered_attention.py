@@ -213,7 +213,7 @@ class FilteredAttention:
     def _place_in(self, cache: Cache, index: int) -> FilteredLayer:
         while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
-        found = cache.layers[index]
+        found: Any = cache.layers[index]
         if type(found) in (DynamicLayer, DynamicSlidingWindowLayer) and not cache.offloading:
             if found.get_seq_length():
                 raise InputError("a token filter cannot go on with a cache that was filled without it; begin a new one")
@@ -314,4 +314,5 @@ def _valid(call: AttentionCall) -> torch.Tensor:
 
 
 def _is_eager(call: AttentionCall) -> bool:
-    return str(getattr(call.module, "config", call.layer.module.config)._attn_implementation).endswith("eager")
+    module: Any = call.module
+    return str(getattr(module, "config", None) and module.config._attn_implementation).endswith("eager")

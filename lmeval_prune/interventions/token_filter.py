@@ -1,6 +1,6 @@
 """Token Filtering: a token whose keys and values resemble those before it skips the attention of a layer.
 
-A layer keeps an exponential moving average of the keys (after rotary embedding) and values of the tokens so far, its
+A layer keeps exponential moving averages of the keys (after rotary embedding) and values of the tokens so far, its
 *anchors*. A token's similarity `S` to them, above a threshold `T`, lets it skip: attention adds nothing to it, and later
 tokens do not see it. `T` follows the share of tokens skipped so far. Formulas: `kernels/token_filter/naive.py`.
 """
@@ -12,9 +12,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, Literal, Self
-
-import torch
+from typing import Any, Self
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
@@ -39,10 +37,10 @@ class TokenFilter(Intervention):
         tail: share of the layers that filter: `Y` in eq. 3. Each of them skips `ratio / tail` of its tokens.
         focus: `tail`, the last layers; `head`, the first ones; `uniform`, all (then `tail` means nothing).
         similarity: of keys, of values, or of both fused (`kv`).
-        fusion: `inverse_variance` gives the steadier of both more weight, as the paper's text says; `as_printed` is its
-            eq. 1.
-        state: `request`, thresholds begin afresh with each sequence; `run`, a layer has one for all that it ever sees, so
-            that answers depend on their order.
+        fusion: `inverse_variance` gives the steadier of both more weight, as the paper's text says; `as_printed` is
+            its eq. 1.
+        state: `request`, thresholds begin afresh with each sequence; `run`, a layer has one for all that it ever sees,
+            so that answers depend on their order.
         step_size: of the threshold's feedback, eq. 4.
         smoothing: of the anchors.
         warmup: so many tokens at the beginning never skip; their similarities give the first threshold.

@@ -1,7 +1,8 @@
 """Token Filtering, one sequence and one layer, token by token: what everything else is tested against.
 
 Names as in the paper (§3.2, §3.3): `s_k`, `s_v` similarities of key and value to their anchors, `alpha` the weight
-of the key's (eq. 1), `S` their fusion (eq. 2), `T` the layer's threshold, `P` the share of tokens that it shall skip (eq. 3).
+of the key's (eq. 1), `S` their fusion (eq. 2), `T` the layer's threshold, `P` the share of tokens that it shall skip
+(eq. 3).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token Filtering: a token whose keys and values resemble those before it skips the attention of a layer.
 
 A layer keeps exponential moving averages of the keys (after rotary embedding) and values of the tokens so far, its
-*anchors*. A token's similarity `S` to them, above a threshold `T`, lets it skip: attention adds nothing to it, and later
+*anchors*. A token whose similarity `S` to them is above a threshold `T` skips: attention adds nothing to it, and later
 tokens do not see it. `T` follows the share of tokens skipped so far. Formulas: `kernels/token_filter/naive.py`.
 """
 

@@ -129,3 +129,21 @@ def decide(
                     anchor_value[row, h, i] = decay * anchor_value[row, h, i] + (1 - decay) * v[h, i]
             begun[row] = True
     return skipped
+
+
+@njit(cache=True)
+def thresholds(
+    scores: Any, what: Any, state: Any, share: float, step_size: float, warmup: int, quantile: float
+) -> Any:
+    """The decisions alone, from similarities (rows, tokens); `what` as in `parallel.similarities`, `state` is written."""
+    rows, tokens = scores.shape
+    skipped = np.zeros((rows, tokens), dtype=np.bool_)
+    for t in range(tokens):
+        for row in range(rows):
+            if what[row, t]:
+                own = state[row if state.shape[0] > 1 else 0]
+                has_score = what[row, t] == 2
+                skipped[row, t] = threshold_step(
+                    own, scores[row, t], has_score, share, step_size, warmup, quantile
+                )
+    return skipped

@@ -1,0 +1,293 @@
+"""Token Filtering's decisions on a GPU: a decode step in one launch; of a prompt, the threshold's recursion.
+
+Formulas: `naive`. A program has a row, or, if all rows share one state, the whole batch. It has no tiles to choose, and
+writes its state in place, so nothing is tuned but the number of warps, which follows from how much a row has to hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lmeval_prune.kernels.token_filter.parallel import FIRST, PADDING, SCORED
+
+_PADDING, _FIRST, _SCORED = tl.constexpr(PADDING), tl.constexpr(FIRST), tl.constexpr(SCORED)
+_INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _load_state(state):  # the columns of `compiled`
+    return (
+        tl.load(state),
+        tl.load(state + 1),
+        tl.load(state + 2),
+        tl.load(state + 3),
+        tl.load(state + 4),
+        tl.load(state + 5),
+    )
+
+
+@triton.jit
+def _store_state(state, threshold, seen, skipped, known, mean, deviations):
+    tl.store(state, threshold)
+    tl.store(state + 1, seen)
+    tl.store(state + 2, skipped)
+    tl.store(state + 3, known)
+    tl.store(state + 4, mean)
+    tl.store(state + 5, deviations)
+
+
+@triton.jit
+def _threshold_step(
+    score, what, threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile
+):  # `compiled.threshold_step`, without branches; padding changes nothing
+    is_token = what != _PADDING
+    has_score = what == _SCORED
+    skip = has_score & (seen >= warmup) & (score > threshold)
+    is_known = has_score & (seen < warmup)
+    deviation = score - mean
+    known = tl.where(is_known, known + 1, known)
+    mean = tl.where(is_known, mean + deviation / tl.maximum(known, 1.0), mean)
+    deviations = tl.where(is_known, deviations + deviation * (score - mean), deviations)
+    seen = tl.where(is_token, seen + 1, seen)
+    skipped = tl.where(skip, skipped + 1, skipped)
+    spread = tl.sqrt(deviations / tl.maximum(known, 1.0))
+    first = tl.where(tl.abs(quantile) == _INFINITY, quantile, mean + spread * quantile)
+    threshold = tl.where(is_token & (seen == warmup) & (known > 0), first, threshold)
+    feedback = step_size * (skipped / tl.maximum(seen, 1.0) - share)  # eq. 4
+    threshold = tl.where(is_token & (seen > warmup), threshold + feedback, threshold)
+    return skip, threshold, seen, skipped, known, mean, deviations
+
+
+@triton.jit
+def _cosines(x, anchor):
+    lengths = tl.sqrt(tl.sum(x * x, 1)) * tl.sqrt(tl.sum(anchor * anchor, 1))
+    return tl.where(lengths > 0, tl.sum(x * anchor, 1) / tl.where(lengths > 0, lengths, 1.0), 0.0)
+
+
+@triton.jit
+def _mean_variance(s, is_head, HEADS: tl.constexpr):
+    mean = tl.sum(s, 0) / HEADS
+    off = tl.where(is_head, s - mean, 0.0)
+    return mean, tl.sum(off * off, 0) / HEADS
+
+
+@triton.jit
+def _similarity(key, anchor_key, value, anchor_value, is_head, HEADS: tl.constexpr, KIND: tl.constexpr, AS_PRINTED: tl.constexpr):
+    s_k, variance_k = _mean_variance(_cosines(key, anchor_key), is_head, HEADS)
+    s_v, variance_v = _mean_variance(_cosines(value, anchor_value), is_head, HEADS)
+    if KIND == 1:
+        score = s_k
+    elif KIND == 2:
+        score = s_v
+    else:
+        both = variance_k + variance_v
+        if AS_PRINTED:
+            alpha = variance_k / tl.where(both == 0, 1.0, both)
+        else:
+            alpha = variance_v / tl.where(both == 0, 1.0, both)
+        alpha = tl.where(both == 0, 0.5, alpha)
+        score = alpha * s_k + (1 - alpha) * s_v
+    return score
+
+
+@triton.jit(do_not_specialize=["place"])
+def _decide_kernel(
+    key,  # (rows, HEADS, 1, WIDTH)
+    value,  # (rows, HEADS, 1, WIDTH_V)
+    valid,  # (rows, 1)
+    begun,  # (rows)
+    anchor_key,  # (rows, HEADS, WIDTH)
+    anchor_value,  # (rows, HEADS, WIDTH_V)
+    state,  # (rows or 1, 6)
+    rule,  # share, step size, smoothing, warm-up, quantile
+    absent,  # (rows): out, `skipped`, and padding too if STORE
+    stored_keys,  # (rows, HEADS, capacity, WIDTH); this and what follows only if STORE
+    stored_values,  # (rows, HEADS, capacity, WIDTH_V)
+    places,  # (rows, capacity)
+    lengths,  # (rows)
+    totals,  # (2): tokens, skipped
+    place,
+    rows,
+    capacity,
+    stride_key_row,
+    stride_key_head,
+    stride_value_row,
+    stride_value_head,
+    stride_valid,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    KIND: tl.constexpr,
+    AS_PRINTED: tl.constexpr,
+    SHARED: tl.constexpr,
+    STORE: tl.constexpr,
+    KEEP_SKIPPED: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64)
+    last = first + 1
+    if SHARED:
+        last = first + rows
+    state += first * 6
+    threshold, seen, skipped, known, mean, deviations = _load_state(state)
+    share, step_size, smoothing = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
+    warmup, quantile = tl.load(rule + 3), tl.load(rule + 4)
+    heads = tl.arange(0, BLOCK_H)[:, None]
+    d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    is_key, is_value = (heads < HEADS) & (d < WIDTH), (heads < HEADS) & (dv < WIDTH_V)
+    is_head = tl.arange(0, BLOCK_H) < HEADS
+    of_key, of_value = heads * WIDTH + d, heads * WIDTH_V + dv
+    for row in range(first, last):
+        is_token = tl.load(valid + row * stride_valid) != 0
+        has_begun = tl.load(begun + row) != 0
+        new_key = tl.load(key + row * stride_key_row + heads * stride_key_head + d, mask=is_key, other=0.0)
+        new_value = tl.load(value + row * stride_value_row + heads * stride_value_head + dv, mask=is_value, other=0.0)
+        anchors_k = anchor_key + row * HEADS * WIDTH + of_key
+        anchors_v = anchor_value + row * HEADS * WIDTH_V + of_value
+        old_k, old_v = tl.load(anchors_k, mask=is_key, other=0.0), tl.load(anchors_v, mask=is_value, other=0.0)
+        k, v = new_key.to(old_k.dtype), new_value.to(old_v.dtype)
+
+        score = _similarity(k, old_k, v, old_v, is_head, HEADS, KIND, AS_PRINTED).to(threshold.dtype)
+        what = tl.where(is_token, tl.where(has_begun, _SCORED, _FIRST), _PADDING)
+        skip, threshold, seen, skipped, known, mean, deviations = _threshold_step(
+            score, what, threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile
+        )
+
+        decay = tl.where(has_begun, smoothing, 0.0)
+        decay_k, decay_v = decay.to(old_k.dtype), decay.to(old_v.dtype)
+        if is_token:
+            tl.store(anchors_k, decay_k * old_k + (1 - decay_k) * k, mask=is_key)
+            tl.store(anchors_v, decay_v * old_v + (1 - decay_v) * v, mask=is_value)
+            tl.store(begun + row, 1)
+        if STORE:
+            stays = is_token
+            if not KEEP_SKIPPED:
+                stays = is_token & (skip == 0)
+            if stays:
+                length = tl.load(lengths + row)
+                slot = length.to(tl.int64)
+                tl.store(stored_keys + ((row * HEADS + heads) * capacity + slot) * WIDTH + d, new_key, mask=is_key)
+                tl.store(stored_values + ((row * HEADS + heads) * capacity + slot) * WIDTH_V + dv, new_value, mask=is_value)
+                tl.store(places + row * capacity + slot, place)
+                tl.store(lengths + row, length + 1)
+            tl.atomic_add(totals, is_token.to(tl.int64))
+            tl.atomic_add(totals + 1, skip.to(tl.int64))
+            tl.store(absent + row, (skip | (is_token == 0)).to(tl.uint8))
+        else:
+            tl.store(absent + row, skip.to(tl.uint8))
+    _store_state(state, threshold, seen, skipped, known, mean, deviations)
+
+
+def decide(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor,
+    begun: torch.Tensor,
+    anchor_key: torch.Tensor,
+    anchor_value: torch.Tensor,
+    state: torch.Tensor,
+    rule: torch.Tensor,
+    kind: int,
+    as_printed: bool,
+    store: tuple[torch.Tensor, ...] | None = None,
+    place: int = 0,
+    keep_skipped: bool = False,
+) -> torch.Tensor:
+    """Launch one decode step; arguments as in `ops.decide` and `ops.decide_and_store`, `rule` on the device."""
+    rows, heads, _, width = key.shape
+    width_v = value.shape[-1]
+    key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value))
+    absent = torch.empty(rows, 1, dtype=torch.bool, device=key.device)
+    stored = store or (state,) * 5
+    shared = state.shape[0] == 1 and rows > 1
+    block_h, block_d, block_dv = (triton.next_power_of_2(size) for size in (heads, width, width_v))
+    _decide_kernel[(1 if shared else rows,)](
+        key,
+        value,
+        valid.view(torch.uint8),
+        begun.view(torch.uint8),
+        anchor_key,
+        anchor_value,
+        state,
+        rule,
+        absent.view(torch.uint8),
+        *stored,
+        place,
+        rows,
+        stored[2].shape[1] if store else 0,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        valid.stride(0),
+        HEADS=heads,
+        WIDTH=width,
+        WIDTH_V=width_v,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        KIND=kind,
+        AS_PRINTED=as_printed,
+        SHARED=shared,
+        STORE=store is not None,
+        KEEP_SKIPPED=keep_skipped,
+        num_warps=min(8, max(1, block_h * max(block_d, block_dv) // 512)),
+    )
+    return absent
+
+
+@triton.jit
+def _thresholds_kernel(
+    scores,  # (rows, tokens)
+    what,  # (rows, tokens)
+    state,  # (rows or 1, 6)
+    rule,  # share, step size, smoothing, warm-up, quantile
+    skips,  # (rows, tokens): out
+    rows,
+    tokens,
+    SHARED: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64)
+    last = first + 1
+    if SHARED:
+        last = first + rows
+    state += first * 6
+    threshold, seen, skipped, known, mean, deviations = _load_state(state)
+    share, step_size = tl.load(rule), tl.load(rule + 1)
+    warmup, quantile = tl.load(rule + 3), tl.load(rule + 4)
+    for token in range(tokens):
+        for row in range(first, last):  # they take turns
+            at = row * tokens + token
+            score = tl.load(scores + at).to(threshold.dtype)
+            skip, threshold, seen, skipped, known, mean, deviations = _threshold_step(
+                score,
+                tl.load(what + at),
+                threshold,
+                seen,
+                skipped,
+                known,
+                mean,
+                deviations,
+                share,
+                step_size,
+                warmup,
+                quantile,
+            )
+            tl.store(skips + at, skip.to(tl.uint8))
+    _store_state(state, threshold, seen, skipped, known, mean, deviations)
+
+
+def thresholds(scores: torch.Tensor, what: torch.Tensor, state: torch.Tensor, rule: torch.Tensor) -> torch.Tensor:
+    """Launch the recursion over tokens; arguments as in `compiled.thresholds`, `rule` on the device."""
+    rows, tokens = scores.shape
+    skipped = torch.empty(rows, tokens, dtype=torch.bool, device=scores.device)
+    shared = state.shape[0] == 1 and rows > 1
+    grid: Any = (1 if shared else rows,)
+    _thresholds_kernel[grid](
+        scores, what, state, rule, skipped.view(torch.uint8), rows, tokens, SHARED=shared, num_warps=1
+    )
+    return skipped

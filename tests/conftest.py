@@ -10,13 +10,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["TRITON_INTERPRET"] = "1"
 os.environ.pop("LMEVAL_PRUNE_DATA", None)
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # kernels run in the interpreter; before triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"

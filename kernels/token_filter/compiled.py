@@ -132,9 +132,7 @@ def decide(
 
 
 @njit(cache=True)
-def thresholds(
-    scores: Any, what: Any, state: Any, share: float, step_size: float, warmup: int, quantile: float
-) -> Any:
+def thresholds(scores: Any, what: Any, state: Any, share: float, step_size: float, warmup: int, quantile: float) -> Any:
     """The decisions alone, from similarities (rows, tokens); `what` as in `parallel.similarities`, `state` is written."""
     rows, tokens = scores.shape
     skipped = np.zeros((rows, tokens), dtype=np.bool_)
@@ -143,7 +141,5 @@ def thresholds(
             if what[row, t]:
                 own = state[row if state.shape[0] > 1 else 0]
                 has_score = what[row, t] == 2
-                skipped[row, t] = threshold_step(
-                    own, scores[row, t], has_score, share, step_size, warmup, quantile
-                )
+                skipped[row, t] = threshold_step(own, scores[row, t], has_score, share, step_size, warmup, quantile)
     return skipped

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-
 from lmeval_prune.kernels.token_filter.parallel import FIRST, PADDING, SCORED
 
 _PADDING, _FIRST, _SCORED = tl.constexpr(PADDING), tl.constexpr(FIRST), tl.constexpr(SCORED)
@@ -76,7 +75,9 @@ def _mean_variance(s, is_head, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _similarity(key, anchor_key, value, anchor_value, is_head, HEADS: tl.constexpr, KIND: tl.constexpr, AS_PRINTED: tl.constexpr):
+def _similarity(
+    key, anchor_key, value, anchor_value, is_head, HEADS: tl.constexpr, KIND: tl.constexpr, AS_PRINTED: tl.constexpr
+):
     s_k, variance_k = _mean_variance(_cosines(key, anchor_key), is_head, HEADS)
     s_v, variance_v = _mean_variance(_cosines(value, anchor_value), is_head, HEADS)
     if KIND == 1:
@@ -173,7 +174,9 @@ def _decide_kernel(
                 length = tl.load(lengths + row)
                 slot = length.to(tl.int64)
                 tl.store(stored_keys + ((row * HEADS + heads) * capacity + slot) * WIDTH + d, new_key, mask=is_key)
-                tl.store(stored_values + ((row * HEADS + heads) * capacity + slot) * WIDTH_V + dv, new_value, mask=is_value)
+                tl.store(
+                    stored_values + ((row * HEADS + heads) * capacity + slot) * WIDTH_V + dv, new_value, mask=is_value
+                )
                 tl.store(places + row * capacity + slot, place)
                 tl.store(lengths + row, length + 1)
             tl.atomic_add(totals, is_token.to(tl.int64))

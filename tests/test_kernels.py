@@ -292,14 +292,14 @@ def test_decisions_are_the_literal_ones(name: str, shared: bool) -> None:
     by_token, at_once, in_parts = (fresh(key, value, shared) for _ in range(3))
     with only("triton", "decide"):
         steps = [
-            ops.decide(key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1], *by_token, *RULES[name])
+            ops.decide(key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1], *by_token, RULES[name])
             for t in range(key.shape[2])
         ]
     assert torch.cat(steps, 1).tolist() == expected.tolist()
     with only("triton", "thresholds"):
-        found = ops.decide(key, value, valid, *at_once, *RULES[name])
+        found = ops.decide(key, value, valid, *at_once, RULES[name])
         parts = [
-            ops.decide(key[:, :, part], value[:, :, part], valid[:, part], *in_parts, *RULES[name])
+            ops.decide(key[:, :, part], value[:, :, part], valid[:, part], *in_parts, RULES[name])
             for part in (slice(0, 5), slice(5, 19), slice(19, 24))
         ]
     assert found.tolist() == torch.cat(parts, 1).tolist() == expected.tolist()
@@ -314,11 +314,11 @@ def test_decisions_in_single_precision(dtype: torch.dtype) -> None:
     expected = literal(*doubles(key, value), valid, RULES["kv"], False)
     by_token, at_once = (fresh(key, value, False, torch.float32) for _ in range(2))
     steps = [
-        ops.decide(key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1], *by_token, *RULES["kv"])
+        ops.decide(key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1], *by_token, RULES["kv"])
         for t in range(key.shape[2])
     ]
     assert torch.cat(steps, 1).tolist() == expected.tolist()
-    assert ops.decide(key, value, valid, *at_once, *RULES["kv"]).tolist() == expected.tolist()
+    assert ops.decide(key, value, valid, *at_once, RULES["kv"]).tolist() == expected.tolist()
     same_state(at_once, by_token, 1e-5)
 
 
@@ -362,7 +362,7 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
                 if way == "torch":
                     patch.setattr(ops, "takes_kernel", lambda *_: False)
                 absent = ops.decide_and_store(
-                    *one, *state, *RULES["kv"], store=store, place=t + 100, keep_skipped=keep_skipped
+                    *one, *state, RULES["kv"], store=store, place=t + 100, keep_skipped=keep_skipped
                 )
             assert absent[:, 0].tolist() == (skipped | ~valid)[:, t].tolist()
         keys, values, places, lengths, totals = store
@@ -405,7 +405,7 @@ def test_a_cpu_takes_the_twin_and_says_nothing(
     key, value, valid = (one.cpu() for one in text())
     state = [one.cpu() for one in fresh(key, value, False)]
     with only("torch", "thresholds"):
-        found = ops.decide(key, value, valid, *state, *RULES["kv"])
+        found = ops.decide(key, value, valid, *state, RULES["kv"])
     assert found.tolist() == literal(key, value, valid, RULES["kv"], False).tolist()
     assert not caplog.messages
 
@@ -419,7 +419,7 @@ def test_empty_batches() -> None:
     assert not attention.decode(random(2, 4, 8), some[:, :, :0], some[:, :, :0], counts, counts.bool(), 1.0).any()
     assert projection.project(random(0, 8), random(3, 8), torch.tensor([0], device=DEVICE), 4).shape == (0, 3)
     key, value, valid = text()
-    assert ops.decide(key[:0], value[:0], valid[:0], *fresh(key[:0], value[:0], False), *RULES["kv"]).shape == (0, 24)
+    assert ops.decide(key[:0], value[:0], valid[:0], *fresh(key[:0], value[:0], False), RULES["kv"]).shape == (0, 24)
 
 
 def test_wrong_input_is_one_line() -> None:

@@ -133,7 +133,7 @@ def decide(
 
 @njit(cache=True)
 def thresholds(scores: Any, what: Any, state: Any, share: float, step_size: float, warmup: int, quantile: float) -> Any:
-    """The decisions alone, from similarities (rows, tokens); `what` as in `parallel.similarities`, `state` is written."""
+    """The decisions alone, from similarities (rows, tokens) and `what` as `parallel.similarities` gives them."""
     rows, tokens = scores.shape
     skipped = np.zeros((rows, tokens), dtype=np.bool_)
     for t in range(tokens):

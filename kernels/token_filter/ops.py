@@ -27,7 +27,7 @@ def decide(
     anchor_key: torch.Tensor,
     anchor_value: torch.Tensor,
     state: torch.Tensor,
-    *rule: float,
+    rule: Rule,
 ) -> torch.Tensor:
     """Which tokens are skipped, (rows, tokens); moves anchors and states on, without waiting for the device.
 
@@ -40,7 +40,8 @@ def decide(
         begun: (rows,), whether a row has had a token; written.
         anchor_key, anchor_value: (rows, key-value heads, width) in float32 or float64; written.
         state: (rows, `COLUMNS`), or (1, `COLUMNS`) where all rows share it, in float32 or float64; written.
-        rule: the remaining arguments of `compiled.decide`.
+        rule: the remaining arguments of `compiled.decide`, share, step size, smoothing, warm-up, quantile, kind and
+            whether as printed.
     """
     rows, _, tokens, _ = key.shape
     if not rows or not tokens:
@@ -50,18 +51,16 @@ def decide(
         from lmeval_prune.kernels.token_filter import triton
 
         with device_of(key):
-            numbers = _numbers(rule, key.device, state.dtype)  # type: ignore[arg-type]
-            return triton.decide(
-                key, value, valid, begun, anchor_key, anchor_value, state, numbers, int(kind), bool(as_printed)
-            )
+            numbers = _numbers(rule, key.device, state.dtype)
+            return triton.decide(key, value, valid, begun, anchor_key, anchor_value, state, numbers, kind, as_printed)
     scores, what = parallel.similarities(
-        key, value, valid, begun, anchor_key, anchor_value, smoothing, int(kind), bool(as_printed)
+        key, value, valid, begun, anchor_key, anchor_value, smoothing, kind, as_printed
     )
     if takes_kernel("thresholds", key):
         from lmeval_prune.kernels.token_filter import triton
 
         with device_of(key):
-            return triton.thresholds(scores, what, state, _numbers(rule, key.device, state.dtype))  # type: ignore[arg-type]
+            return triton.thresholds(scores, what, state, _numbers(rule, key.device, state.dtype))
     from lmeval_prune.kernels.token_filter import compiled
 
     moved = state.to("cpu", torch.float64)
@@ -80,7 +79,8 @@ def decide_and_store(
     anchor_key: torch.Tensor,
     anchor_value: torch.Tensor,
     state: torch.Tensor,
-    *rule: float,
+    rule: Rule,
+    *,
     store: tuple[torch.Tensor, ...],
     place: int,
     keep_skipped: bool,
@@ -102,12 +102,12 @@ def decide_and_store(
     if len(key) and takes_kernel("decide", key, _too_large(key, value), types):
         from lmeval_prune.kernels.token_filter import triton
 
-        kind, as_printed = int(rule[5]), bool(rule[6])
+        kind, as_printed = rule[5:]
         with device_of(key):
-            numbers = _numbers(rule, key.device, state.dtype)  # type: ignore[arg-type]
+            numbers = _numbers(rule, key.device, state.dtype)
             moved = (key, value, valid, begun, anchor_key, anchor_value, state, numbers)
             return triton.decide(*moved, kind, as_printed, store, place, keep_skipped)
-    skipped = decide(key, value, valid, begun, anchor_key, anchor_value, state, *rule)
+    skipped = decide(key, value, valid, begun, anchor_key, anchor_value, state, rule)
     rows = torch.arange(len(key), device=key.device)
     keys[rows, :, lengths.long()] = key[:, :, 0].to(keys.dtype)  # what is not counted does not matter
     values[rows, :, lengths.long()] = value[:, :, 0].to(values.dtype)

@@ -49,11 +49,11 @@ def similarities(
     size = max(1, SLICE // max(1, heads * tokens * max(width, value.shape[-1])))
     for some in (slice(row, row + size) for row in range(0, rows, size)):
         weights = _Weights(valid[some], begun[some], smoothing, anchor_key.dtype)
-        of = [
+        of_keys, of_values = (
             _cosines(tensor[some].to(anchor.dtype).masked_fill(is_padding[some], 0), weights, anchor[some])
             for tensor, anchor in ((key, anchor_key), (value, anchor_value))
-        ]
-        scores[some] = _fuse(*of, kind, as_printed)
+        )
+        scores[some] = _fuse(of_keys, of_values, kind, as_printed)
     is_first = valid & ~begun[:, None] & (valid.cumsum(1) == 1)
     what = torch.where(valid, SCORED, PADDING).masked_fill_(is_first, FIRST).to(torch.uint8)
     begun |= valid.any(1)

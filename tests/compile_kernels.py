@@ -1,0 +1,104 @@
+"""Compile the kernels for GPUs that need not be there: `python -m tests.compile_kernels`, TRITON_INTERPRET not set.
+
+What the interpreter cannot see is seen here: whether types agree, and whether a program's shared memory fits. A launch
+is caught on the way, and its arguments give the types, as they would on a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from lmeval_prune.kernels.filtered_attention import triton as attention
+from lmeval_prune.kernels.masked_projection import triton as projection
+from lmeval_prune.kernels.token_filter import triton as token_filter
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ROOM = {80: 163 * 1024, 90: 227 * 1024}  # of shared memory a program, A100 and H100
+TYPES = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+
+
+class Caught:
+    """In a kernel's place: compiles what it is launched with. Its first configuration must fit; others may not."""
+
+    def __init__(self, kernel: Any, every: bool) -> None:
+        self.function = getattr(kernel, "fn", None) if hasattr(kernel, "configs") else kernel
+        configs = getattr(kernel, "configs", None) or [triton.Config({})]
+        self.configs = configs if every else configs[:1]
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *args: Any, num_warps: int | None = None, **constants: Any) -> None:
+        names = self.function.arg_names
+        given = {**dict(zip(names, args, strict=False)), **constants}
+        for config in self.configs:
+            signature, fixed, attributes = {}, {}, {}
+            for i, name in enumerate(names):
+                value = {**given, **config.kwargs}[name]
+                if isinstance(value, torch.Tensor):
+                    signature[name] = TYPES[value.dtype]
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+                elif self.function.params[i].is_constexpr or (
+                    value == 1 and not self.function.params[i].do_not_specialize
+                ):
+                    signature[name], fixed[name] = "constexpr", value
+                else:
+                    signature[name] = "fp32" if isinstance(value, float) else "i32"
+                    if value % 16 == 0 and isinstance(value, int) and not self.function.params[i].do_not_specialize:
+                        attributes[(i,)] = [["tt.divisibility", 16]]
+            options = {"num_warps": num_warps or config.num_warps, "num_stages": config.num_stages}
+            for capability, room in ROOM.items():
+                made = triton.compile(
+                    ASTSource(self.function, signature, fixed, attributes),
+                    target=GPUTarget("cuda", capability, 32),
+                    options=options,
+                )
+                shared = made.metadata.shared
+                print(f"{self.function.__name__} sm_{capability} {config.kwargs} {options} shared {shared}")
+                assert shared <= room or config is not self.configs[0], f"{shared} bytes, more than {room}"
+
+
+def main(every: bool) -> None:
+    for module in (attention, projection, token_filter):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            setattr(module, name, Caught(getattr(module, name), every))
+    long = torch.long
+    for dtype, width in ((torch.bfloat16, 128), (torch.float32, 80)):
+        lengths, skipped, places = (
+            torch.zeros(3, dtype=torch.int32),
+            torch.zeros(3).bool(),
+            torch.zeros(3, 64, dtype=long),
+        )
+        keys = torch.zeros(3, 2, 64, width, dtype=dtype)
+        for splits, window, softcap in ((1, None, None), (4, 16, 30.0)):
+            query = torch.zeros(3, 8, width, dtype=dtype)
+            attention.decode(query, keys, keys, lengths, skipped, 0.1, window, places, softcap, splits)
+        chosen = torch.zeros(3, 7, dtype=long)
+        query = torch.zeros(3, 8, 20, width, dtype=dtype)
+        for window in (None, 16):
+            attention.prefill(query, keys, keys, chosen, lengths, chosen, 0.1, window, places, None)
+        projection.project(query[0, 0], torch.zeros(32, width, dtype=dtype), lengths, width // 2, None)
+        state, rule = torch.zeros(3, 6, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+        key, valid = torch.zeros(3, 2, 1, width, dtype=dtype), torch.zeros(3, 1).bool()
+        anchor = torch.zeros(3, 2, width, dtype=torch.float32)
+        store = (keys, keys, places, lengths, torch.zeros(2, dtype=long))
+        for numbers, stored in ((state, store), (state[:1], None)):
+            arguments = (key, key, valid, skipped, anchor, anchor, numbers, rule)
+            token_filter.decide(*arguments, 0, False, stored, 7, False)
+            token_filter.thresholds(places.float(), places.to(torch.uint8), numbers, rule)
+
+
+if __name__ == "__main__":
+    main("--every" in sys.argv)

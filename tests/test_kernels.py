@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,16 @@ from lmeval_prune.kernels.filtered_attention import ops as attention
 from lmeval_prune.kernels.masked_projection import naive as naive_projection
 from lmeval_prune.kernels.masked_projection import ops as projection
 from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
+from transformers import DynamicCache
 
+from lmeval_prune import map_model
 from lmeval_prune.errors import InputError
+from lmeval_prune.interventions import filter_on_device, filtered_attention
+from lmeval_prune.interventions.filter_on_device import DeviceSequences
+from lmeval_prune.interventions.filtered_attention import Sequences
+from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
+from tests.tiny_models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -247,7 +256,7 @@ def text(rows: int = 3, heads: int = 3, tokens: int = 24, width: int = 5, width_
 
 def fresh(key: torch.Tensor, value: torch.Tensor, shared: bool, dtype: torch.dtype = torch.float64) -> Any:
     rows = len(key)
-    state = torch.zeros(1 if shared else rows, ops.COLUMNS, dtype=torch.float64, device=DEVICE)
+    state = torch.zeros(1 if shared else rows, compiled.COLUMNS, dtype=torch.float64, device=DEVICE)
     state[:, compiled.THRESHOLD] = 1
     anchors = [torch.zeros(*one.shape[:2], one.shape[-1], dtype=dtype, device=DEVICE) for one in (key, value)]
     return torch.zeros(rows, dtype=torch.bool, device=DEVICE), *anchors, state
@@ -445,3 +454,99 @@ def test_wrong_input_is_one_line() -> None:
         projection.project(random(3, 8), random(3, 8), torch.tensor([2], device=DEVICE), 4)
     with pytest.raises(InputError, match="not whole heads of 3"):
         projection.project(random(3, 8), random(3, 8), torch.tensor([0], device=DEVICE), 3)
+
+
+# ---------------------------------------------------------------------- the filter on models
+
+
+def logits(model: Any, filtered: TokenFilter, pieces: list[int], mask: torch.Tensor, on_device: bool) -> Any:
+    """Of a text fed in such pieces, with the counts of tokens and skips."""
+    ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), filtered.applied_to(model):
+        patch.setattr(filtered_attention, "sequences_like", (DeviceSequences if on_device else Sequences).like)
+        cache, found, begin = DynamicCache(config=model.config), [], 0
+        for piece in pieces:
+            end = begin + piece
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:end]
+            part = model(ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+            found.append(part.logits)
+            begin = end
+        report = filtered.report(map_model(model))["token_filter_skipped"]
+        lengths = [list(map(int, layer.sequences.lengths)) for layer in cache.layers]
+    return torch.cat(found, 1), report, lengths
+
+
+def padded(tokens: int = 14) -> torch.Tensor:
+    mask = torch.ones(3, tokens, dtype=torch.long, device=DEVICE)
+    mask[1, :4] = 0
+    mask[2, :1] = 0
+    return mask
+
+
+FILTERS = [
+    ("llama", {}),
+    ("llama", {"state": "run"}),
+    ("llama", {"similarity": "key"}),
+    *(
+        (family, {"keep_skipped_kv": keep})
+        for family in ("mistral", "gemma2", "starcoder2", "gpt_oss")
+        for keep in (0, 1)
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), FILTERS, ids=str)
+def test_a_filter_on_the_device_is_the_one_on_the_cpu(family: str, options: dict[str, Any]) -> None:
+    """In double precision: the decisions' kernels, and the twins of attention; a window, a bias, sinks."""
+    others: dict[str, Any] = {"mistral": {"sliding_window": 5}, "gemma2": {"sliding_window": 4}}.get(family, {})
+    model = tiny(family, **others).to(DEVICE).eval()
+    filtered = TokenFilter(0.4, focus="uniform", warmup=3, step_size=0.05, **options)
+    mask, real = padded(), padded().bool()
+    for pieces in ([9, 1, 1, 3], [14]):
+        expected, report, lengths = logits(model, filtered, pieces, mask, on_device=False)
+        dispatch.TAKEN.clear()
+        found, by_device, stored_lengths = logits(model, filtered, pieces, mask, on_device=True)
+        assert dispatch.TAKEN["thresholds: triton"] and not dispatch.TAKEN["thresholds: torch"]
+        assert bool(dispatch.TAKEN["decide: triton"]) == (1 in pieces)
+        assert by_device == report and report["realised"] > 0
+        assert stored_lengths == lengths
+        # gemma2 is eager here, whose weights are in single precision
+        tolerance = 1e-5 if family == "gemma2" else 1e-9
+        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=tolerance)
+
+
+def test_a_filter_on_the_device_in_single_precision() -> None:
+    """Nothing but kernels."""
+    model = tiny("llama").float().to(DEVICE).eval()
+    filtered = TokenFilter(0.4, focus="uniform", warmup=3, step_size=0.05)
+    mask = padded(10)
+    expected, _, lengths = logits(model, filtered, [8, 1, 1], mask, on_device=False)
+    dispatch.TAKEN.clear()
+    found, _, stored_lengths = logits(model, filtered, [8, 1, 1], mask, on_device=True)
+    assert set(dispatch.TAKEN) == {
+        f"{one}: triton" for one in ("decide", "thresholds", "filtered decode", "filtered prefill")
+    }
+    assert stored_lengths == lengths
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
+
+
+def test_rows_of_a_device_cache_are_reordered() -> None:
+    key, value, valid = text()
+    sequences, of = (
+        DeviceSequences.like(key, value),
+        filter_on_device.DeviceFilter(RULES["kv"], False, False, {"a": Counter()}),
+    )
+    call: Any = SimpleNamespace(key=key, value=value)
+    absent = of.decide("a", call, sequences, valid)
+    rows = torch.tensor([2, 0, 0, 1])
+    lengths, keys, state = sequences.lengths[rows], sequences.keys[rows], sequences.states[rows]
+    assert lengths.tolist() == (~absent).sum(1)[rows].tolist() and sequences.bound == int(lengths.max())
+    sequences.select(rows)
+    assert sequences.lengths.tolist() == lengths.tolist()
+    assert sequences.keys.equal(keys) and sequences.states.equal(state)
+    assert len(sequences.anchors[0]) == len(sequences.begun) == len(sequences.places) == 4
+    call = SimpleNamespace(key=key[rows][:, :, :1], value=value[rows][:, :, :1])
+    for _ in range(80):  # it grows
+        of.decide("a", call, sequences, valid[:1, 5:6].expand(4, 1))
+    assert int(sequences.lengths.max()) <= sequences.bound <= sequences.places.shape[1]
+    assert sequences.places.shape[1] % filter_on_device.BLOCK == 0

@@ -9,12 +9,10 @@ import math
 from typing import Any
 
 import numpy as np
+from lmeval_prune.kernels.token_filter.state import COLUMNS, DEVIATIONS, KNOWN, MEAN, SEEN, SKIPPED, THRESHOLD
 from numba import njit
 
-# Columns of a state (see `naive.State`), a row for each sequence or one for a whole run. Similarities of the warm-up
-# are kept as their number, mean, and sum of squared deviations.
-THRESHOLD, SEEN, SKIPPED, KNOWN, MEAN, DEVIATIONS = range(6)
-COLUMNS = 6
+__all__ = ["COLUMNS", "THRESHOLD", "decide", "thresholds"]
 
 
 @njit(cache=True)

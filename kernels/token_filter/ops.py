@@ -10,7 +10,6 @@ from lmeval_prune.kernels.token_filter import parallel
 
 # share, step size, smoothing, warm-up, quantile, kind, as printed: see `compiled.decide`
 Rule = tuple[float, float, float, int, float, int, bool]
-COLUMNS = 6  # of a state, see `compiled`
 LARGEST = 2**15  # keys or values of one token that a program can hold
 
 
@@ -39,7 +38,7 @@ def decide(
         valid: (rows, tokens), false for padding.
         begun: (rows,), whether a row has had a token; written.
         anchor_key, anchor_value: (rows, key-value heads, width) in float32 or float64; written.
-        state: (rows, `COLUMNS`), or (1, `COLUMNS`) where all rows share it, in float32 or float64; written.
+        state: (rows, `state.COLUMNS`), or one row where all rows share it, in float32 or float64; written.
         rule: the remaining arguments of `compiled.decide`, share, step size, smoothing, warm-up, quantile, kind and
             whether as printed.
     """

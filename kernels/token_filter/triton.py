@@ -18,7 +18,7 @@ _INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _load_state(state):  # the columns of `compiled`
+def _load_state(state):  # its columns
     return (
         tl.load(state),
         tl.load(state + 1),
@@ -54,7 +54,8 @@ def _threshold_step(
     seen = tl.where(is_token, seen + 1, seen)
     skipped = tl.where(skip, skipped + 1, skipped)
     spread = tl.sqrt(deviations / tl.maximum(known, 1.0))
-    first = tl.where(tl.abs(quantile) == _INFINITY, quantile, mean + spread * quantile)
+    is_extreme = tl.abs(quantile) == _INFINITY
+    first = tl.where(is_extreme, quantile, mean + spread * tl.where(is_extreme, 0.0, quantile))
     threshold = tl.where(is_token & (seen == warmup) & (known > 0), first, threshold)
     feedback = step_size * (skipped / tl.maximum(seen, 1.0) - share)  # eq. 4
     threshold = tl.where(is_token & (seen > warmup), threshold + feedback, threshold)

@@ -20,7 +20,8 @@ from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, put_in_front
 from lmeval_prune.interventions.base import change_output
-from lmeval_prune.kernels.token_filter import compiled
+from lmeval_prune.interventions.filter_on_device import DeviceFilter, DeviceSequences, can_attend
+from lmeval_prune.kernels.token_filter.state import COLUMNS, THRESHOLD
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Sequences:
         lengths: how many there are of each row.
         anchors: of keys and of values, (rows, key-value heads, width) in float64.
         begun: whether a row has had a token that is no padding.
-        states: (rows, columns), see `compiled`; None if the layer has one for all.
+        states: (rows, columns), see `state`; None if the layer has one for all.
         tokens: length of the rows so far, padding counted.
     """
 
@@ -88,9 +89,14 @@ class Sequences:
         self.begun, self.states = self.begun[chosen], self.states[chosen]
 
 
+def sequences_like(key: torch.Tensor, value: torch.Tensor) -> Sequences | DeviceSequences:
+    """Empty ones: on a GPU those that stay there, for its kernels; else for the loop and the model's own attention."""
+    return DeviceSequences.like(key, value) if key.is_cuda else Sequences.like(key, value)
+
+
 def _fresh(rows: int) -> np.ndarray:
-    states = np.zeros((rows, compiled.COLUMNS))
-    states[:, compiled.THRESHOLD] = 1.0
+    states = np.zeros((rows, COLUMNS))
+    states[:, THRESHOLD] = 1.0
     return states
 
 
@@ -109,13 +115,13 @@ class FilteredLayer(CacheLayerMixin):
         self.replaced = replaced
         self.is_sliding = replaced.is_sliding
         self.filter = owner
-        self.sequences: Sequences | None = None
+        self.sequences: Sequences | DeviceSequences | None = None
         self.is_awaited = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing is known before the first tokens."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.sequences = Sequences.like(key_states, value_states)
+        self.sequences = sequences_like(key_states, value_states)
         self.is_initialized = True
 
     def update(
@@ -187,9 +193,11 @@ class FilteredAttention:
 
     def __init__(self, rule: tuple[Any, ...], shared: bool, keep_skipped_kv: bool, counts: dict[str, Counter[str]]):
         self.rule, self.keep_skipped_kv, self.counts = rule, keep_skipped_kv, counts
+        self.on_device = DeviceFilter(rule, shared, keep_skipped_kv, counts)
         self._shared: dict[str, np.ndarray] | None = {} if shared else None
         self._caches: dict[str, FilteredLayer | None] = {}
         self._skipped: dict[str, torch.Tensor] = {}
+        self._last: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
         """Handle the attention of these layers until `stack` closes."""
@@ -238,16 +246,25 @@ class FilteredAttention:
         if label not in self.counts:
             return attend(call)
         place = self._caches.pop(label, None)
-        sequences = place.sequences if place else Sequences.like(call.key, call.value)
+        sequences = place.sequences if place else sequences_like(call.key, call.value)
         assert sequences is not None
         if place:
             place.is_awaited = False
-        valid = _valid(call)
-        skipped = torch.from_numpy(self._decide(label, call, sequences, valid)).to(call.query.device)
-        self._skipped[label] = skipped
-        kept = valid & ~skipped
-        before = list(sequences.lengths)
-        sequences.append(call.key, call.value, valid if self.keep_skipped_kv else kept)
+        valid = self._valid_of(call)
+        if isinstance(sequences, DeviceSequences):
+            by_kernel = can_attend(call)
+            before = [] if by_kernel else sequences.lengths.tolist()
+            self._skipped[label] = absent = self.on_device.decide(label, call, sequences, valid)
+            if by_kernel:
+                softcap = call.options.get("softcap") if _is_eager(call) else None  # as in layers without a filter
+                return self.on_device.attend(call, sequences, valid, absent, softcap), None
+            kept = ~absent
+        else:
+            before = list(sequences.lengths)
+            skipped = torch.from_numpy(self._decide(label, call, sequences, valid)).to(call.query.device)
+            self._skipped[label] = skipped
+            kept = valid & ~skipped
+            sequences.append(call.key, call.value, valid if self.keep_skipped_kv else kept)
         shape = (*call.query.shape[:1], call.query.shape[2], call.query.shape[1], call.value.shape[-1])
         out = call.query.new_zeros(shape)
         for row, tokens in enumerate(kept):
@@ -255,7 +272,18 @@ class FilteredAttention:
                 self._row(call, attend, sequences, row, tokens, before[row], out)
         return out, None
 
+    def _valid_of(self, call: AttentionCall) -> torch.Tensor:
+        """`_valid`, once for all layers of a decode step that are given the same mask."""
+        shape = (call.query.shape[0], call.query.shape[2])
+        mask, valid = self._last
+        if mask is not call.mask or valid is None or valid.shape != shape or valid.device != call.query.device:
+            valid = _valid(call)
+            self._last = (call.mask, valid) if shape[1] == 1 else (None, None)
+        return valid
+
     def _decide(self, label: str, call: AttentionCall, sequences: Sequences, valid: torch.Tensor) -> np.ndarray:
+        from lmeval_prune.kernels.token_filter import compiled
+
         states = sequences.states if self._shared is None else self._shared.setdefault(label, _fresh(1))
         key, value = (_array(tensor) for tensor in (call.key, call.value))
         is_token = valid.cpu().numpy()
@@ -268,14 +296,14 @@ class FilteredAttention:
         self,
         call: AttentionCall,
         attend: Attend,
-        sequences: Sequences,
+        sequences: Sequences | DeviceSequences,
         row: int,
         tokens: torch.Tensor,
         before: int,
         out: torch.Tensor,
     ) -> None:
         """The attention of a row's tokens that do not skip, written into `out`."""
-        length = sequences.lengths[row]
+        length = int(sequences.lengths[row])
         chosen = tokens.nonzero()[:, 0]
         query = call.query[row : row + 1, :, chosen]
         here = slice(row, row + 1)

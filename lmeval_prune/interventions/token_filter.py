@@ -116,16 +116,14 @@ class TokenFilter(Intervention):
     def report(self, model_map: ModelMap) -> dict[str, Any]:
         """Its fields, and what has been skipped since it was applied: of tokens that ran, not of stored answers."""
         found = super().report(model_map)
-        tokens = sum(one["tokens"] for one in self.counts.values())
-        skipped = sum(one["skipped"] for one in self.counts.values())
+        counts = {label: (int(one["tokens"]), int(one["skipped"])) for label, one in self.counts.items()}
+        tokens, skipped = (sum(column) for column in zip((0, 0), *counts.values(), strict=True))
         layers = len(self.layers(model_map)) / len(model_map.attention)
         found["token_filter_skipped"] = {
             "target": self.ratio,
             "realised": skipped / tokens * layers if tokens else None,
             "target_by_layer": self.share(model_map),
-            "realised_by_layer": {
-                label: one["skipped"] / one["tokens"] for label, one in self.counts.items() if one["tokens"]
-            },
-            "tokens": tokens // max(1, len(self.counts)),
+            "realised_by_layer": {label: skips / seen for label, (seen, skips) in counts.items() if seen},
+            "tokens": tokens // max(1, len(counts)),
         }
         return found

@@ -89,7 +89,8 @@ def main(every: bool) -> None:
         query = torch.zeros(3, 8, 20, width, dtype=dtype)
         for window in (None, 16):
             attention.prefill(query, keys, keys, chosen, lengths, chosen, 0.1, window, places, None)
-        projection.project(query[0, 0], torch.zeros(32, width, dtype=dtype), lengths, width // 2, None)
+        x, weight = torch.zeros(20, 4 * width, dtype=dtype), torch.zeros(32, 4 * width, dtype=dtype)
+        projection.project(x, weight, lengths, width, None)
         state, rule = torch.zeros(3, 6, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         key, valid = torch.zeros(3, 2, 1, width, dtype=dtype), torch.zeros(3, 1).bool()
         anchor = torch.zeros(3, 2, width, dtype=torch.float32)

@@ -102,7 +102,6 @@ def prefill(
     from lmeval_prune.kernels.filtered_attention import triton
 
     with device_of(query):
-        chosen, ends = chosen.contiguous(), ends.contiguous()
         return triton.prefill(query, keys, values, chosen, counts, ends, scaling, window, places, softcap)
 
 

@@ -199,7 +199,7 @@ def decode(
         partial = torch.empty(rows, heads, splits, width_v, dtype=torch.float32, device=query.device)
         partial_log = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
     block_dv = max(16, triton.next_power_of_2(width_v))
-    skipped = skipped.view(torch.uint8)
+    lengths, skipped = lengths.contiguous(), skipped.contiguous().view(torch.uint8)
     _decode_kernel[(rows, kv_heads, splits)](
         query,
         keys,
@@ -348,6 +348,7 @@ def prefill(
     query, keys, values = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, keys, values))
     rows, heads, tokens, width = query.shape
     width_v, room = values.shape[-1], chosen.shape[1]
+    chosen, counts, ends = chosen.contiguous(), counts.contiguous(), ends.contiguous()
     out = torch.zeros(rows, tokens, heads, width_v, dtype=query.dtype, device=query.device)
 
     def grid(chosen_config: dict[str, int]) -> tuple[int, int, int]:

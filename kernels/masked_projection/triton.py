@@ -54,9 +54,10 @@ def _project_kernel(
     weight += n.to(tl.int64)[None, :] * stride_weight
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     steps: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
-    for step in range(count * steps):  # one loop, so that loads of the next head are in flight early
+    head = tl.load(kept)
+    for step in range(count * steps):  # one loop, and heads known a step ahead: else loads would not overlap
         in_head = step % steps * BLOCK_K + k
-        columns = tl.load(kept + step // steps).to(tl.int64) * WIDTH + in_head
+        columns = head.to(tl.int64) * WIDTH + in_head
         a = tl.load(x + columns[None, :], mask=(m < tokens)[:, None] & (in_head < WIDTH)[None, :], other=0.0)
         b = tl.load(
             weight + columns[:, None] * stride_weight_column,
@@ -66,6 +67,7 @@ def _project_kernel(
         if UPCAST:
             a, b = a.to(tl.float32), b.to(tl.float32)
         y += tl.dot(a, b, input_precision="ieee")
+        head = tl.load(kept + (step + 1) // steps, mask=step + 1 < count * steps, other=0)
     if BIAS:
         y += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     out += m.to(tl.int64)[:, None] * outputs + n[None, :]

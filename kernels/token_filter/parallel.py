@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 CHUNK = 64  # tokens
-SLICE = 2**26  # numbers for whose anchors there shall be room at once
+SLICE = 2**24  # numbers for whose anchors there shall be room at once
 
 # Of a token: padding; the first of its row, which has no similarity; any other.
 PADDING, FIRST, SCORED = range(3)

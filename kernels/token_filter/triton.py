@@ -161,6 +161,9 @@ def _decide_kernel(
             score, what, threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile
         )
 
+        if STORE:
+            length = tl.load(lengths + row)
+        tl.debug_barrier()  # what follows overwrites what every warp has to have read
         decay = tl.where(has_begun, smoothing, 0.0)
         decay_k, decay_v = decay.to(old_k.dtype), decay.to(old_v.dtype)
         if is_token:
@@ -172,7 +175,6 @@ def _decide_kernel(
             if not KEEP_SKIPPED:
                 stays = is_token & (skip == 0)
             if stays:
-                length = tl.load(lengths + row)
                 slot = length.to(tl.int64)
                 tl.store(stored_keys + ((row * HEADS + heads) * capacity + slot) * WIDTH + d, new_key, mask=is_key)
                 tl.store(

@@ -81,7 +81,7 @@ LENGTHS = [[37, 1, 0], [5, 64, 33]]
 
 
 def stored(heads: int, capacity: int, width: int, width_v: int, lengths: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Keys and values with NaN behind each row's length, and places with gaps."""
+    """Keys and values with NaN behind each row's length, and places with gaps but in the first row."""
     rows = len(lengths)
     keys, values = (
         random(rows, heads, capacity, width, dtype=dtype),
@@ -89,6 +89,7 @@ def stored(heads: int, capacity: int, width: int, width_v: int, lengths: torch.T
     )
     behind = (torch.arange(capacity, device=DEVICE) >= lengths[:, None])[:, None, :, None]
     places = (random(rows, capacity).abs() * 3).long().add(1).cumsum(1)
+    places[0] = torch.arange(capacity, device=DEVICE)  # nothing was skipped
     return keys.masked_fill(behind, torch.nan), values.masked_fill(behind, torch.nan), places
 
 

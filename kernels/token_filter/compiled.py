@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-# Columns of a state (see `naive.State`), a row for each sequence or one for a whole run. Similarities of the warm-up are
-# kept as their number, mean, and sum of squared deviations.
+# Columns of a state (see `naive.State`), a row for each sequence or one for a whole run. Similarities of the warm-up
+# are kept as their number, mean, and sum of squared deviations.
 THRESHOLD, SEEN, SKIPPED, KNOWN, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
 

@@ -73,7 +73,7 @@ class Sequences:
         if needed <= capacity:
             return
         # the first time (a prompt) as much as it needs, then half as much again, so that appending costs little
-        more = (needed if not capacity else max(needed, capacity * 3 // 2, 64)) - capacity
+        more = (needed if not capacity else max(needed, capacity * 3 // 2, 16)) - capacity
         self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
         self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
         self.places = torch.nn.functional.pad(self.places, (0, more))

@@ -56,7 +56,7 @@ class TokenFilter(Intervention):
     similarity: str = "kv"
     fusion: str = "inverse_variance"
     state: str = "request"
-    step_size: float = 0.01
+    step_size: float = 0.1
     smoothing: float = 0.9
     warmup: int = 8
     keep_skipped_kv: bool = False
@@ -89,7 +89,8 @@ class TokenFilter(Intervention):
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Refuse models without causal attention that can be handled; see the base class."""
-        if model_map.stacks != ("",) or not all(getattr(one.module, "is_causal", True) for one in model_map.attention):
+        parts = (part for layer in model_map.attention for part in layer.module.modules())
+        if model_map.stacks != ("",) or not all(getattr(part, "is_causal", True) for part in parts):
             raise InputError(f"token_filter is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
         share = self.share(model_map)
@@ -106,7 +107,7 @@ class TokenFilter(Intervention):
         if self.ratio == 0:
             return
         share = self.share(model_map)
-        quantile = NormalDist().inv_cdf(1 - share) if share < 1 else -math.inf
+        quantile = -NormalDist().inv_cdf(share) if share < 1 else -math.inf
         kind = CHOICES["similarity"].index(self.similarity)
         rule = (share, self.step_size, self.smoothing, self.warmup, quantile, kind, self.fusion == "as_printed")
         self.counts.clear()

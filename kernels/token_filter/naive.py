@@ -30,9 +30,9 @@ class Rule:
     share: float
     similarity: str = "kv"
     fusion: str = "inverse_variance"
-    step_size: float = 0.1
+    step_size: float = 0.05
     smoothing: float = 0.9
-    warmup: int = 8
+    warmup: int = 16
 
 
 @dataclass

@@ -183,13 +183,20 @@ class FilteredAttention:
         shared: whether a layer has one threshold for all sequences.
         keep_skipped_kv: whether later tokens see skipped ones.
         counts: by layer, `tokens` and `skipped`; written.
+        skipped: by layer, decisions of the last pass; written.
     """
 
-    def __init__(self, rule: tuple[Any, ...], shared: bool, keep_skipped_kv: bool, counts: dict[str, Counter[str]]):
-        self.rule, self.keep_skipped_kv, self.counts = rule, keep_skipped_kv, counts
+    def __init__(
+        self,
+        rule: tuple[Any, ...],
+        shared: bool,
+        keep_skipped_kv: bool,
+        counts: dict[str, Counter[str]],
+        skipped: dict[str, torch.Tensor],
+    ) -> None:
+        self.rule, self.keep_skipped_kv, self.counts, self.skipped = rule, keep_skipped_kv, counts, skipped
         self._shared: dict[str, np.ndarray] | None = {} if shared else None
         self._caches: dict[str, FilteredLayer | None] = {}
-        self._skipped: dict[str, torch.Tensor] = {}
 
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
         """Handle the attention of these layers until `stack` closes."""
@@ -228,7 +235,7 @@ class FilteredAttention:
         return found
 
     def _clearing(self, layer: AttentionLayer) -> Any:
-        return lambda output: output.masked_fill(self._skipped[layer.label][..., None], 0)
+        return lambda output: output.masked_fill(self.skipped[layer.label][..., None], 0)
 
     # ------------------------------------------------------------------ attention
 
@@ -244,7 +251,7 @@ class FilteredAttention:
             place.is_awaited = False
         valid = _valid(call)
         skipped = torch.from_numpy(self._decide(label, call, sequences, valid)).to(call.query.device)
-        self._skipped[label] = skipped
+        self.skipped[label] = skipped
         kept = valid & ~skipped
         before = list(sequences.lengths)
         sequences.append(call.key, call.value, valid if self.keep_skipped_kv else kept)

@@ -45,6 +45,8 @@ class TokenFilter(Intervention):
         smoothing: of the anchors.
         warmup: so many tokens at the beginning never skip; their similarities give the first threshold.
         keep_skipped_kv: later tokens see a skipped token; the cache is then as large as without a filter.
+        counts: of an applied filter, by layer, `tokens` and `skipped` ones so far.
+        skipped: of an applied filter, by layer, the last pass's decisions, (rows, tokens).
 
     Raises:
         InputError: a value is none of these, or out of its range.
@@ -56,11 +58,12 @@ class TokenFilter(Intervention):
     similarity: str = "kv"
     fusion: str = "inverse_variance"
     state: str = "request"
-    step_size: float = 0.1
+    step_size: float = 0.05
     smoothing: float = 0.9
-    warmup: int = 8
+    warmup: int = 16
     keep_skipped_kv: bool = False
     counts: dict[str, Counter[str]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    skipped: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +114,7 @@ class TokenFilter(Intervention):
         kind = CHOICES["similarity"].index(self.similarity)
         rule = (share, self.step_size, self.smoothing, self.warmup, quantile, kind, self.fusion == "as_printed")
         self.counts.clear()
-        attention = FilteredAttention(rule, self.state == "run", self.keep_skipped_kv, self.counts)
+        attention = FilteredAttention(rule, self.state == "run", self.keep_skipped_kv, self.counts, self.skipped)
         attention.attach(model_map, self.layers(model_map), stack)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from lmeval_prune.tasks import data
 
 WINDOW = 512
 RATIOS = (0.1, 0.2, 0.3, 0.5)
-SEEDS = 5  # of random heads
+SEEDS = 3  # of random heads
 OUTPUT = RESULTS.parent.parent / "docs/results/token_filtering"
 
 

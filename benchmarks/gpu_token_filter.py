@@ -96,9 +96,8 @@ def nothing_skipped(model: Any) -> Iterator[None]:
     model_map = map_model(model)
     with ExitStack() as stack:
         layers = TokenFilter(0.1).layers(model_map)
-        FilteredAttention(NOTHING, False, False, {one.label: Counter() for one in layers}).attach(
-            model_map, layers, stack
-        )
+        counts: dict[str, Counter[str]] = {one.label: Counter() for one in layers}
+        FilteredAttention(NOTHING, False, False, counts, {}).attach(model_map, layers, stack)
         yield
 
 

@@ -9,13 +9,14 @@ __version__ = "0.1.0"
 _LAZY = {
     "HeadMask": "lmeval_prune.interventions.head_mask",
     "RowMasks": "lmeval_prune.interventions.row_masks",
+    "TokenFilter": "lmeval_prune.interventions.token_filter",
     "Intervention": "lmeval_prune.interventions.base",
     "Head": "lmeval_prune.architectures.heads",
     "map_model": "lmeval_prune.architectures",
     "InputError": "lmeval_prune.errors",
 }
 
-__all__ = ["Head", "HeadMask", "InputError", "Intervention", "RowMasks", "__version__", "map_model"]
+__all__ = ["Head", "HeadMask", "InputError", "Intervention", "RowMasks", "TokenFilter", "__version__", "map_model"]
 
 
 def __getattr__(name: str) -> object:

@@ -24,6 +24,7 @@ COMMANDS = {
     "models": "lmeval_prune.commands:models",
     "heads": "lmeval_prune.commands:heads",
     "mask": "lmeval_prune.commands:mask",
+    "filter-map": "lmeval_prune.commands:filter_map",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",

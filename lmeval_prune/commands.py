@@ -1,8 +1,9 @@
-"""Commands about models: `lmeval-prune run`, `models`, `heads` and `mask`."""
+"""Commands about models: `lmeval-prune run`, `models`, `heads`, `mask` and `filter-map`."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from lmeval_prune.errors import InputError, first_line
 
@@ -88,4 +89,59 @@ def mask(pretrained: str, heads: str, output: str, revision: str | None = None, 
     model_map = map_model(model)
     wanted.save(output, model_map)
     print(f"{output}: {len(pruned)} of {model_map.total_heads} heads of {model_map.name}")
+    return 0
+
+
+def filter_map(
+    pretrained: str, text: str, output: str, token_filter: str = "0.2", revision: str | None = None, tokens: int = 192
+) -> int:
+    """Draw which tokens of a text skip the attention of which layers.
+
+    Args:
+        pretrained: model, as for lm_eval
+        text: the text, or a file that holds it
+        output: path of the pictures without its ending, .png and .svg
+        token_filter: as for lm_eval, a ratio or a JSON dictionary
+        revision: of the model
+        tokens: so many of the text's first ones
+    """
+    import json
+    from pathlib import Path
+
+    import torch
+    from transformers import AutoTokenizer
+
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints import embedded
+    from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
+    from lmeval_prune.interventions import interventions_on
+    from lmeval_prune.models.arguments import Arguments
+    from lmeval_prune.reporting.filter_map import draw
+
+    given = json.loads(token_filter) if token_filter.lstrip().startswith("{") else token_filter
+    (wanted,) = Arguments.of({"token_filter": given}).interventions
+    bare = skeleton_of(pretrained, revision)
+    wanted.fit_to(map_model(bare))
+    check_writable(f"{output}.png")
+    folder = embedded.resolve(pretrained)
+    try:
+        model = type(bare).from_pretrained(folder, revision=revision, dtype="auto").eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision)
+    except UNREADABLE as error:
+        raise InputError(f"the weights of {pretrained} cannot be loaded ({first_line(error)})") from error
+    is_file = len(text) < 200 and "\n" not in text and Path(text).is_file()
+    words = Path(text).read_text(encoding="utf-8") if is_file else text
+    ids = tokenizer(words, return_tensors="pt")["input_ids"][:, :tokens]
+    if not ids.numel():
+        raise InputError("the text has no tokens; give --text 'some words'")
+    with wanted.applied_to(model) as model_map, torch.no_grad():
+        model(ids, use_cache=False)
+        live: Any = interventions_on(model)[0]
+        report = live.report(model_map)["token_filter_skipped"]
+        skipped = {label: rows[0] for label, rows in live.skipped.items()}
+    pieces = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+    share = f"{report['realised']:.1%} of tokens × layers skipped (target {report['target']:.0%})"
+    draw(pieces, list(skipped), torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}", Path(output))
+    print(f"{output}.png: {share}")
     return 0

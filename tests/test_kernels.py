@@ -292,8 +292,9 @@ def same_state(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
         np.testing.assert_allclose(one.cpu(), other.cpu(), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["request", "run"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "shared"), [*((name, False) for name in RULES), *((name, True) for name in ("kv", "all", "last", "long"))]
+)
 def test_decisions_are_the_literal_ones(name: str, shared: bool) -> None:
     """Token by token in one launch each, all at once, and a part after another."""
     key, value, valid = text()

@@ -66,10 +66,10 @@ def threshold_step(
             skip = score > state[THRESHOLD]
     state[SEEN] += 1
     state[SKIPPED] += skip
-    if state[SEEN] == warmup and state[KNOWN] > 0:
+    if state[SEEN] == warmup and math.isinf(quantile):
         state[THRESHOLD] = quantile
-        if not math.isinf(quantile):
-            state[THRESHOLD] = state[MEAN] + math.sqrt(state[DEVIATIONS] / state[KNOWN]) * quantile
+    elif state[SEEN] == warmup and state[KNOWN] > 0:
+        state[THRESHOLD] = state[MEAN] + math.sqrt(state[DEVIATIONS] / state[KNOWN]) * quantile
     if state[SEEN] > warmup:
         state[THRESHOLD] += step_size * (state[SKIPPED] / state[SEEN] - share)
     return skip

@@ -30,9 +30,9 @@ class Rule:
     share: float
     similarity: str = "kv"
     fusion: str = "inverse_variance"
-    step_size: float = 0.01
+    step_size: float = 0.05
     smoothing: float = 0.9
-    warmup: int = 8
+    warmup: int = 16
 
 
 @dataclass
@@ -95,7 +95,7 @@ def decide(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> 
         state.anchor_value = rule.smoothing * state.anchor_value + (1 - rule.smoothing) * value
     state.seen += 1
     state.skipped += skip
-    if state.seen == rule.warmup and state.known:
+    if state.seen == rule.warmup and (state.known or rule.share in (0, 1)):
         state.threshold = first_threshold(state.known, rule.share)
     if state.seen > rule.warmup:
         state.threshold += rule.step_size * (state.skipped / state.seen - rule.share)  # eq. 4
@@ -108,7 +108,7 @@ def first_threshold(known: list[float], share: float) -> float:
         return math.inf if share == 0 else -math.inf
     mean = sum(known) / len(known)
     variance = sum((score - mean) ** 2 for score in known) / len(known)
-    return mean + math.sqrt(variance) * NormalDist().inv_cdf(1 - share)
+    return mean + math.sqrt(variance) * -NormalDist().inv_cdf(share)
 
 
 def attention(

@@ -74,7 +74,7 @@ class Sequences:
         if needed <= capacity:
             return
         # the first time (a prompt) as much as it needs, then half as much again, so that appending costs little
-        more = (needed if not capacity else max(needed, capacity * 3 // 2, 64)) - capacity
+        more = (needed if not capacity else max(needed, capacity * 3 // 2, 16)) - capacity
         self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
         self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
         self.places = torch.nn.functional.pad(self.places, (0, more))
@@ -189,14 +189,21 @@ class FilteredAttention:
         shared: whether a layer has one threshold for all sequences.
         keep_skipped_kv: whether later tokens see skipped ones.
         counts: by layer, `tokens` and `skipped`; written.
+        skipped: by layer, decisions of the last pass; written.
     """
 
-    def __init__(self, rule: tuple[Any, ...], shared: bool, keep_skipped_kv: bool, counts: dict[str, Counter[str]]):
-        self.rule, self.keep_skipped_kv, self.counts = rule, keep_skipped_kv, counts
+    def __init__(
+        self,
+        rule: tuple[Any, ...],
+        shared: bool,
+        keep_skipped_kv: bool,
+        counts: dict[str, Counter[str]],
+        skipped: dict[str, torch.Tensor],
+    ) -> None:
+        self.rule, self.keep_skipped_kv, self.counts, self.skipped = rule, keep_skipped_kv, counts, skipped
         self.on_device = DeviceFilter(rule, shared, keep_skipped_kv, counts)
         self._shared: dict[str, np.ndarray] | None = {} if shared else None
         self._caches: dict[str, FilteredLayer | None] = {}
-        self._skipped: dict[str, torch.Tensor] = {}
         self._last: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
@@ -236,7 +243,7 @@ class FilteredAttention:
         return found
 
     def _clearing(self, layer: AttentionLayer) -> Any:
-        return lambda output: output.masked_fill(self._skipped[layer.label][..., None], 0)
+        return lambda output: output.masked_fill(self.skipped[layer.label][..., None], 0)
 
     # ------------------------------------------------------------------ attention
 
@@ -254,7 +261,8 @@ class FilteredAttention:
         if isinstance(sequences, DeviceSequences):
             by_kernel = can_attend(call)
             before = [] if by_kernel else sequences.lengths.tolist()
-            self._skipped[label] = absent = self.on_device.decide(label, call, sequences, valid)
+            absent = self.on_device.decide(label, call, sequences, valid)
+            self.skipped[label] = absent & valid
             if by_kernel:
                 softcap = call.options.get("softcap") if _is_eager(call) else None  # as in layers without a filter
                 return self.on_device.attend(call, sequences, valid, absent, softcap), None
@@ -262,7 +270,7 @@ class FilteredAttention:
         else:
             before = list(sequences.lengths)
             skipped = torch.from_numpy(self._decide(label, call, sequences, valid)).to(call.query.device)
-            self._skipped[label] = skipped
+            self.skipped[label] = skipped
             kept = valid & ~skipped
             sequences.append(call.key, call.value, valid if self.keep_skipped_kv else kept)
         shape = (*call.query.shape[:1], call.query.shape[2], call.query.shape[1], call.value.shape[-1])

@@ -45,6 +45,8 @@ class TokenFilter(Intervention):
         smoothing: of the anchors.
         warmup: so many tokens at the beginning never skip; their similarities give the first threshold.
         keep_skipped_kv: later tokens see a skipped token; the cache is then as large as without a filter.
+        counts: of an applied filter, by layer, `tokens` and `skipped` ones so far.
+        skipped: of an applied filter, by layer, the last pass's decisions, (rows, tokens).
 
     Raises:
         InputError: a value is none of these, or out of its range.
@@ -56,11 +58,12 @@ class TokenFilter(Intervention):
     similarity: str = "kv"
     fusion: str = "inverse_variance"
     state: str = "request"
-    step_size: float = 0.01
+    step_size: float = 0.05
     smoothing: float = 0.9
-    warmup: int = 8
+    warmup: int = 16
     keep_skipped_kv: bool = False
     counts: dict[str, Counter[str]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    skipped: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +92,8 @@ class TokenFilter(Intervention):
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Refuse models without causal attention that can be handled; see the base class."""
-        if model_map.stacks != ("",) or not all(getattr(one.module, "is_causal", True) for one in model_map.attention):
+        parts = (part for layer in model_map.attention for part in layer.module.modules())
+        if model_map.stacks != ("",) or not all(getattr(part, "is_causal", True) for part in parts):
             raise InputError(f"token_filter is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
         share = self.share(model_map)
@@ -106,11 +110,11 @@ class TokenFilter(Intervention):
         if self.ratio == 0:
             return
         share = self.share(model_map)
-        quantile = NormalDist().inv_cdf(1 - share) if share < 1 else -math.inf
+        quantile = -NormalDist().inv_cdf(share) if share < 1 else -math.inf
         kind = CHOICES["similarity"].index(self.similarity)
         rule = (share, self.step_size, self.smoothing, self.warmup, quantile, kind, self.fusion == "as_printed")
         self.counts.clear()
-        attention = FilteredAttention(rule, self.state == "run", self.keep_skipped_kv, self.counts)
+        attention = FilteredAttention(rule, self.state == "run", self.keep_skipped_kv, self.counts, self.skipped)
         attention.attach(model_map, self.layers(model_map), stack)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:

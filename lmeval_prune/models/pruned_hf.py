@@ -59,6 +59,7 @@ class PrunedHFLM(HFLM):
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         self.seed = torch.initial_seed()
+        self._texts: set[tuple[int, ...]] = set()  # whose likelihood is asked for, if padding must be told from them
         try:
             super().__init__(pretrained, **others)
         except InputError:
@@ -194,6 +195,34 @@ class PrunedHFLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As lm-eval's, through the answer store if there is one."""
         return self.answering.answer("loglikelihood_rolling", requests, disable_tqdm)
+
+    # ------------------------------------------------------------------ padding
+
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        """As `hf`, but what looks at more than one token is told which ones are padding: `hf` does not say."""
+        if any(not one.tokenwise for one in interventions_on(self.model)):
+            self._texts = {(*context, *more)[-(self.max_length + 1) :][:-1] for _, context, more in requests}
+        try:
+            found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
+        finally:
+            self._texts = set()
+        return found
+
+    def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mask = torch.ones_like(inps)
+        for row, tokens in enumerate(inps.tolist() if self._texts else ()):
+            last = max((place for place, token in enumerate(tokens) if token), default=-1) + 1  # padding is 0
+            length = next((n for n in range(last, len(tokens)) if tuple(tokens[:n]) in self._texts), len(tokens))
+            mask[row, length:] = 0
+
+        def tell(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return given, {**named, "attention_mask": mask}
+
+        with ExitStack() as stack:
+            if not mask.all():
+                stack.callback(self.model.register_forward_pre_hook(tell, with_kwargs=True).remove)
+            logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
+        return logits
 
     def any_rank(self, flag: bool) -> bool:
         """Whether a flag is true in some process."""

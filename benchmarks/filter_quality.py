@@ -1,0 +1,199 @@
+"""What Token Filtering costs in quality on real text, and what the same arithmetic costs by masking heads.
+
+    python benchmarks/filter_quality.py [--tokens 2048] [--threads 1] [--work out/filter_quality]
+
+Perplexity by token of SmolLM2-135M on GSM8K's and MATH's texts (windows of 512 tokens), accuracy on prune_tiny_choice;
+by ratio, focus, fusion and similarity, with the realised ratio. What was measured is kept under --work and not measured
+again. Writes `results/filter_quality.json`, and a table and a picture under `docs/results/token_filtering/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from _record import RESULTS, environment, timed, write
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune import HeadMask, map_model
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.reporting.plot_style import COLOURS, figure, save
+from lmeval_prune.tasks import data
+
+WINDOW = 512
+RATIOS = (0.1, 0.2, 0.3, 0.5)
+SEEDS = 3  # of random heads
+OUTPUT = RESULTS.parent.parent / "docs/results/token_filtering"
+
+
+def texts(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
+    """Windows of token ids, (windows, WINDOW), of each data set."""
+
+    def joined(name: str, answer: str) -> str:
+        rows = list(data.load(name, "test"))[: tokens // 40]
+        return "\n\n".join(f"Question: {row['question']}\nAnswer: {row[answer]}" for row in rows)
+
+    found = {"GSM8K": joined("gsm8k", "answer"), "MATH": joined("math500", "solution")}
+    ids = {name: torch.tensor(tokenizer(text)["input_ids"][:tokens]) for name, text in found.items()}
+    return {name: one[: len(one) // WINDOW * WINDOW].reshape(-1, WINDOW) for name, one in ids.items()}
+
+
+def perplexity(model: Any, windows: torch.Tensor) -> float:
+    """By token, each window by itself, its first token not scored."""
+    with torch.no_grad():
+        losses = [model(window[None], labels=window[None], use_cache=False).loss for window in windows]
+    return float(torch.stack(losses).mean().exp())
+
+
+def accuracy(model: Any, tokenizer: Any) -> float:
+    """Of prune_tiny_choice, by length-normalised likelihood, as lm-eval's acc_norm."""
+    right = []
+    for row in data.load("tiny_choice"):
+        scores = []
+        for choice in row["choices"]:
+            context = tokenizer(f"Question: {row['question']}\nAnswer:")["input_ids"]
+            ids = torch.tensor([context + tokenizer(f" {choice}")["input_ids"]])
+            with torch.no_grad():
+                logits = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            said = logits.gather(-1, ids[0, 1:, None])[len(context) - 1 :].sum()
+            scores.append(float(said) / (len(choice) + 1))
+        right.append(scores.index(max(scores)) == row["gold"])
+    return sum(right) / len(right)
+
+
+def arithmetic(model_map: Any, context: int) -> dict[str, float]:
+    """Multiplications of a token, in a model and in what can be left out, with so many tokens before it on average."""
+    layer, config = model_map.attention[0], model_map.model.config
+    hidden, width = config.hidden_size, layer.head_dim
+    head = 2 * hidden * width + 2 * width * context  # its query and output projections, scores and sums of values
+    keys_and_values = 2 * hidden * width * layer.kv_heads
+    feed_forward = 3 * hidden * next(iter(model_map.channels().values()))
+    attention = layer.heads * head + keys_and_values
+    layers = len(model_map.attention)
+    return {
+        "model": layers * (attention + feed_forward) + hidden * config.vocab_size,
+        "all_attention": layers * attention,
+        "attention_of_a_skipped_token": layer.heads * head,  # in a layer; its keys and values are computed all the same
+        "keys_and_values": keys_and_values,
+        "head": head,
+    }
+
+
+def variants(model_map: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and settings: `filter` for a token filter, `heads` for a mask."""
+    yield "dense", {}
+    for ratio in RATIOS:
+        for focus in ("tail", "uniform", "head"):
+            yield f"{focus} {ratio:.0%}", {"filter": {"ratio": ratio, "focus": focus}}
+        yield f"as printed {ratio:.0%}", {"filter": {"ratio": ratio, "fusion": "as_printed"}}
+        for similarity in ("key", "value"):
+            yield f"{similarity} {ratio:.0%}", {"filter": {"ratio": ratio, "similarity": similarity}}
+        yield f"kept {ratio:.0%}", {"filter": {"ratio": ratio, "keep_skipped_kv": True}}
+        layers = model_map.attention
+        for seed in range(SEEDS):
+            for where, of in (("any", layers), ("tail", layers[len(layers) // 2 :])):
+                every = [f"{layer.label}H{number}" for layer in of for number in range(layer.heads)]
+                count = round(ratio * model_map.total_heads)  # as many heads as a filter spares of their arithmetic
+                if count < len(every):
+                    yield f"heads {where} {ratio:.0%} {seed}", {"heads": random.Random(seed).sample(every, count)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", default="out/filter_quality")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.WARNING)
+    about = environment()
+    folder = embedded.resolve("smollm2-135m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model_map, windows = map_model(model), texts(tokenizer, options.tokens)
+    path = Path(options.work) / f"{options.tokens}.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    planned = dict(variants(model_map))
+    for place, (name, setting) in enumerate(planned.items()):
+        if known.get(name, {}).get("setting") == setting:
+            continue
+        applied: AbstractContextManager[Any] = nullcontext()
+        if "filter" in setting:
+            applied = TokenFilter(**setting["filter"]).applied_to(model, model_map)
+        elif "heads" in setting:
+            applied = HeadMask(setting["heads"], allow_empty_layer=True).applied_to(model, model_map)
+        with applied:
+            found, took = timed(lambda: {text: perplexity(model, ids) for text, ids in windows.items()})
+            row: dict[str, Any] = {"setting": setting, "perplexity": found, "seconds": round(took, 1)}
+            if "filter" in setting:
+                row["skipped"] = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
+            row["accuracy"] = accuracy(model, tokenizer)
+        known[name] = row
+        write_text(path, json.dumps(known))
+        print(f"{place + 1} of {len(planned)}: {name}: {found}, accuracy {row['accuracy']:.3f}", flush=True)
+    results = {name: known[name] for name in planned}
+    work = arithmetic(model_map, WINDOW // 2)
+    write("filter_quality", {"environment": about, "tokens": options.tokens, "arithmetic": work, "results": results})
+    report(results, work)
+
+
+def report(results: dict[str, Any], work: dict[str, float]) -> None:
+    """Write the table and the picture."""
+    lines = ["| | realised | GSM8K | MATH | prune_tiny_choice |", "| --- | --- | --- | --- | --- |"]
+    for name, row in results.items():
+        if name.startswith("heads"):
+            continue
+        realised = f"{row['skipped']['realised']:.1%}" if "skipped" in row else ""
+        lines.append(f"| {name} | {realised} | {cells(row)} |")
+    heads: dict[str, list[dict[str, Any]]] = {}
+    for name, row in results.items():
+        if name.startswith("heads"):
+            heads.setdefault(name.rpartition(" ")[0], []).append(row)
+    for name, rows in heads.items():
+        middle = sorted(rows, key=lambda row: row["perplexity"]["GSM8K"])[len(rows) // 2]
+        lines.append(f"| {name}, the middle one of {len(rows)} | | {cells(middle)} |")
+    write_text(OUTPUT / "table.md", "\n".join(lines) + "\n")
+
+    made, axes = figure(7.5, 4.5, "Perplexity by token on GSM8K, SmolLM2-135M")
+    percent = [100 * ratio for ratio in RATIOS]
+    for colour, focus in zip(COLOURS, ("tail", "uniform", "head"), strict=False):
+        values = [results[f"{focus} {ratio:.0%}"]["perplexity"]["GSM8K"] for ratio in RATIOS]
+        axes.plot(percent, values, color=colour, marker="o", label=f"tokens filtered, {focus}")
+    for colour, where in zip(COLOURS[3:], ("any", "tail"), strict=False):
+        shown = [
+            (ratio, heads[f"heads {where} {ratio:.0%}"]) for ratio in RATIOS if f"heads {where} {ratio:.0%}" in heads
+        ]
+        middles = [sorted(row["perplexity"]["GSM8K"] for row in rows) for _, rows in shown]
+        axes.plot([100 * ratio for ratio, _ in shown], [one[len(one) // 2] for one in middles], color=colour, ls="--", marker="s",
+                  label=f"random heads masked, {'in any layer' if where == 'any' else 'in the last half'}")  # fmt: skip
+        axes.fill_between([100 * ratio for ratio, _ in shown], [one[0] for one in middles], [one[-1] for one in middles],
+                          color=colour, alpha=0.15, lw=0)  # fmt: skip
+    axes.axhline(results["dense"]["perplexity"]["GSM8K"], color="black", lw=0.8, ls=":", label="dense")
+    axes.set_yscale("log")
+    share = work["attention_of_a_skipped_token"] * 0.01
+    axes.set_xlabel(
+        f"per cent of tokens × layers skipped, or of heads masked: the same arithmetic\n"
+        f"(a hundredth is {100 * share * 30 / work['model']:.2f} per cent of the model's)"
+    )
+    axes.set_ylabel("perplexity")
+    axes.legend(fontsize=8, frameon=False)
+    save(made, OUTPUT / "perplexity")
+
+
+def cells(row: dict[str, Any]) -> str:
+    """Of a row of the table."""
+    return f"{row['perplexity']['GSM8K']:.1f} | {row['perplexity']['MATH']:.1f} | {row['accuracy']:.3f}"
+
+
+if __name__ == "__main__":
+    main()

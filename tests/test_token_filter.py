@@ -1,0 +1,388 @@
+"""Token Filtering against its literal reference: decisions, attention, cache, and what a user meets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lmeval_prune.kernels.token_filter import compiled, naive
+from transformers import DynamicCache, StaticCache
+
+from lmeval_prune import InputError, map_model
+from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions.attention_call import put_in_front
+from lmeval_prune.interventions.filtered_attention import FilteredLayer
+from lmeval_prune.interventions.token_filter import CHOICES, TokenFilter
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from tests.test_pruned_hf import GENERATE, PROMPTS, request
+from tests.tiny_models import output, tiny, tokens
+
+QUICK = {"focus": "uniform", "warmup": 3, "step_size": 0.05}
+OPTIONS = [
+    {"ratio": 0.3},
+    {"ratio": 0.6, "similarity": "key"},
+    {"ratio": 0.3, "similarity": "value"},
+    {"ratio": 0.3, "fusion": "as_printed"},
+    {"ratio": 0.3, "smoothing": 0.5},
+    {"ratio": 0.3, "warmup": 1},
+    {"ratio": 0.5, "keep_skipped_kv": True},
+    {"ratio": 0.4, "focus": "tail"},
+    {"ratio": 0.4, "focus": "head"},
+    {"ratio": 0.5, "focus": "tail"},  # everything in the last layer
+]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2")
+
+
+def made(**options: Any) -> TokenFilter:
+    return TokenFilter(**{**QUICK, **options})
+
+
+# --------------------------------------------------------------------------- decisions
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 6), st.integers(1, 40), st.floats(0, 1), st.sampled_from(CHOICES["similarity"]),
+    st.sampled_from(CHOICES["fusion"]), st.floats(0, 0.99), st.integers(1, 12), st.floats(1e-4, 1), st.integers(0, 10**6),
+)  # fmt: skip
+def test_decisions_are_the_references(
+    heads, width, length, share, similarity, fusion, smoothing, warmup, step, seed
+) -> None:
+    """Two rows, one padded on the left; states, anchors and decisions, over two calls."""
+    rng = torch.Generator().manual_seed(seed)
+    key, value = (torch.randn(2, heads, length, width, generator=rng, dtype=torch.float64) + 0.7 for _ in range(2))
+    rule = naive.Rule(share, similarity, fusion, step, smoothing, warmup)
+    quantile = naive.first_threshold([-1.0, 1.0], share)  # of mean 0 and variance 1
+    arguments = (
+        share,
+        step,
+        smoothing,
+        warmup,
+        quantile,
+        CHOICES["similarity"].index(similarity),
+        fusion == "as_printed",
+    )
+    padding = length // 3
+    valid = np.ones((2, length), dtype=bool)
+    valid[1, :padding] = False
+    states = np.zeros((2, compiled.COLUMNS))
+    states[:, compiled.THRESHOLD] = 1
+    anchors, begun = [np.zeros((2, heads, width)) for _ in range(2)], np.zeros(2, dtype=bool)
+    cut = length // 2
+    parts = [
+        compiled.decide(
+            key[:, :, span].numpy().copy(),
+            value[:, :, span].numpy().copy(),
+            valid[:, span].copy(),
+            begun,
+            *anchors,
+            states,
+            *arguments,
+        )
+        for span in (slice(0, cut), slice(cut, length))
+    ]
+    found = np.concatenate(parts, axis=1)
+    for row, start in ((0, 0), (1, padding)):
+        state = naive.State()
+        expected = [naive.decide(key[row, :, t], value[row, :, t], state, rule) for t in range(start, length)]
+        assert found[row, start:].tolist() == expected and not found[row, :start].any()
+        assert states[row, compiled.THRESHOLD] == pytest.approx(state.threshold, abs=1e-9)
+        assert (states[row, compiled.SEEN], states[row, compiled.SKIPPED]) == (state.seen, state.skipped)
+        if state.anchor_key is not None:
+            np.testing.assert_allclose(anchors[0][row], state.anchor_key, atol=1e-12)
+
+
+def test_the_first_threshold_is_what_a_share_of_a_normal_distribution_exceeds() -> None:
+    known = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1
+    for share in (0.1, 0.5, 0.9):
+        threshold = naive.first_threshold(known[:2000].tolist(), share)
+        assert (known > threshold).double().mean() == pytest.approx(share, abs=0.03)
+
+
+def test_the_threshold_rises_when_too_much_is_skipped() -> None:
+    """Eq. 4, not the sign of Algorithm 1."""
+    state = naive.State(torch.ones(1, 2), torch.ones(1, 2), threshold=0.5, seen=10, skipped=9)
+    naive.decide(torch.ones(1, 2), torch.ones(1, 2), state, naive.Rule(0.2, step_size=0.01, warmup=1))
+    assert state.threshold == pytest.approx(0.5 + 0.01 * (10 / 11 - 0.2))
+
+
+# --------------------------------------------------------------------------- attention
+
+
+def reference(model: Any, one: TokenFilter, stack: ExitStack) -> None:
+    """The literal filter on whole texts without a cache, row by row, token by token."""
+    model_map = map_model(model)
+    labels = {layer.label for layer in one.layers(model_map)}
+    rule = naive.Rule(one.share(model_map), one.similarity, one.fusion, one.step_size, one.smoothing, one.warmup)
+
+    def handle(call: Any, attend: Any) -> Any:
+        if call.layer.label not in labels:
+            return attend(call)
+        rows = []
+        for query, key, value in zip(call.query, call.key, call.value, strict=True):
+            state = naive.State()
+            skipped = [naive.decide(key[:, t], value[:, t], state, rule) for t in range(key.shape[1])]
+            window = call.options.get("sliding_window")
+            rows.append(
+                naive.attention(query, key, value, skipped, call.options["scaling"], window, one.keep_skipped_kv)
+            )
+        return torch.stack(rows), None
+
+    put_in_front(model_map, handle, stack)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_filtered_model_is_the_references(options: dict[str, Any]) -> None:
+    model, inputs, one = tiny("llama"), tokens(rows=2, length=20), made(**options)
+    with ExitStack() as stack:
+        reference(model, one, stack)
+        expected = output(model, inputs)
+    with one.applied_to(model):
+        torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
+    assert (expected - output(model, inputs)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma3_text", "phi3"])
+def test_other_families_and_windows_are_the_references(family: str) -> None:
+    model, inputs, one = tiny(family), tokens(rows=2, length=24), made(ratio=0.4)
+    with ExitStack() as stack:
+        reference(model, one, stack)
+        expected = output(model, inputs)
+    with one.applied_to(model):
+        torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_chunks_and_single_tokens_give_what_the_whole_text_gives(options: dict[str, Any], implementation: str) -> None:
+    model, inputs = tiny("llama"), tokens(rows=2, length=20)
+    model.set_attn_implementation(implementation)
+    sizes, rng = [], random.Random(str(options))
+    while sum(sizes) < 20:
+        sizes.append(min(rng.randint(1, 6), 20 - sum(sizes)))
+    with made(**options).applied_to(model), torch.no_grad():
+        whole = output(model, inputs)
+        for chunks in (sizes, [1] * 20):
+            cache, parts = DynamicCache(config=model.config), []
+            for part in inputs.split(chunks, dim=1):
+                parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+            exact = 1e-9 if implementation == "sdpa" else 1e-5  # eager attention has a softmax in float32
+            torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=exact)
+            assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows_decode_as_alone(family: str) -> None:
+    """Three texts of different lengths in one batch: prompts at once, then token by token."""
+    model, one = tiny(family), made(ratio=0.4)
+    texts = [tokens(1, length, seed=length)[0] for length in (16, 11, 14)]
+    prompt = 10
+
+    def run(rows: list[torch.Tensor]) -> torch.Tensor:
+        longest = max(len(row) for row in rows)
+        batch, mask = (
+            torch.zeros(len(rows), longest, dtype=torch.long),
+            torch.zeros(len(rows), longest, dtype=torch.long),
+        )
+        for i, row in enumerate(rows):
+            batch[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        cache, found = DynamicCache(config=model.config), []
+        for span in [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, longest))]:
+            out = model(
+                batch[:, span],
+                attention_mask=mask[:, : span.stop],
+                position_ids=places[:, span],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            found.append(out.logits)
+        return torch.cat(found, dim=1)
+
+    with one.applied_to(model), torch.no_grad():
+        together = run(texts)
+        for i, text in enumerate(texts):
+            torch.testing.assert_close(together[i, -len(text) :], output(model, text[None])[0], rtol=0, atol=1e-9)
+
+
+def test_ratio_0_is_dense_to_the_bit() -> None:
+    model, inputs = tiny("llama"), tokens()
+    dense = output(model, inputs)
+    with TokenFilter(0.0).applied_to(model):
+        assert torch.equal(output(model, inputs), dense)
+
+
+def test_a_skipped_token_gets_no_bias_either() -> None:
+    """GPT-2's output projection has one; a token that skips in a layer keeps its residual."""
+    model, inputs = tiny("gpt2"), tokens(rows=1, length=12)
+    seen: list[torch.Tensor] = []
+    layer = map_model(model).attention[-1]
+    layer.module.register_forward_hook(lambda *args: seen.append(args[-1][0]))
+    with TokenFilter(0.5, warmup=1, step_size=1).applied_to(model):  # share 1: all but the first
+        output(model, inputs)
+    assert seen[0][0, 0].abs().max() > 0 and not seen[0][0, 1:].any()
+
+
+# --------------------------------------------------------------------------- cache
+
+
+def test_the_cache_holds_what_was_not_skipped() -> None:
+    model, inputs = tiny("llama"), tokens(rows=2, length=40)
+    cache = DynamicCache(config=model.config)
+    with made(ratio=0.5).applied_to(model), torch.no_grad():
+        for part in inputs.split([20] + [1] * 20, dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+        (one,) = interventions_on(model)
+    for layer, counts in zip(cache.layers, one.counts.values(), strict=True):
+        assert isinstance(layer, FilteredLayer) and layer.get_seq_length() == 40
+        assert sum(layer.sequences.lengths) == counts["tokens"] - counts["skipped"] < 60
+        assert layer.sequences.keys.shape[2] < 64
+
+
+def test_rows_of_a_cache_are_chosen_and_repeated() -> None:
+    model, inputs = tiny("llama"), tokens(rows=3, length=12)
+    chosen = torch.tensor([2, 0, 2])
+    with made(ratio=0.4).applied_to(model), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(inputs, past_key_values=cache, use_cache=True)
+        cache.reorder_cache(chosen)
+        following = tokens(rows=3, length=4, seed=5)
+        found = model(following, past_key_values=cache, use_cache=True).logits
+        whole = output(model, torch.cat([inputs[chosen], following], dim=1))
+        torch.testing.assert_close(found, whole[:, 12:], rtol=0, atol=1e-9)
+        cache = DynamicCache(config=model.config)
+        model(inputs, past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(2)
+        following = tokens(rows=6, length=4, seed=5)
+        found = model(following, past_key_values=cache, use_cache=True).logits
+        whole = output(model, torch.cat([inputs.repeat_interleave(2, dim=0), following], dim=1))
+        torch.testing.assert_close(found, whole[:, 12:], rtol=0, atol=1e-9)
+
+
+def test_beams_are_those_without_a_cache() -> None:
+    model, inputs = tiny("llama"), tokens(rows=2, length=8)
+    settings = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with made(ratio=0.4).applied_to(model):
+        found = [model.generate(inputs, use_cache=cache, **settings) for cache in (True, False)]
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], model.generate(inputs, **settings))
+
+
+def test_caches_of_others_are_refused() -> None:
+    model, inputs = tiny("llama"), tokens()
+    one = made(ratio=0.4)
+    full, filtered = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(inputs, past_key_values=full, use_cache=True)
+        with one.applied_to(model):
+            with pytest.raises(InputError, match="filled without it"):
+                model(inputs, past_key_values=full, use_cache=True)
+            with pytest.raises(InputError, match="DynamicCache"):
+                model(inputs, past_key_values=StaticCache(config=model.config, max_cache_len=32), use_cache=True)
+            model(inputs, past_key_values=filtered, use_cache=True)
+            with pytest.raises(InputError, match="cannot take tokens back"):
+                filtered.crop(-2)
+        with pytest.raises(InputError, match="not applied now"):
+            model(inputs, past_key_values=filtered, use_cache=True)
+        with made(ratio=0.2).applied_to(model), pytest.raises(InputError, match="another token filter"):
+            model(inputs, past_key_values=filtered, use_cache=True)
+
+
+# --------------------------------------------------------------------------- threshold
+
+
+def test_one_threshold_for_a_run_goes_on_from_text_to_text() -> None:
+    model, inputs = tiny("llama"), tokens(rows=1, length=30)
+    with made(ratio=0.4, state="run").applied_to(model):
+        first, second = output(model, inputs), output(model, inputs)
+    with made(ratio=0.4).applied_to(model):
+        alone = output(model, inputs)
+        assert torch.equal(output(model, inputs), alone)
+    torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
+    assert (second - first).abs().max() > 1e-3  # no warm-up, another threshold
+
+
+# --------------------------------------------------------------------------- users
+
+
+def test_answers_do_not_depend_on_the_batch(tiny_folder: Path) -> None:
+    asked = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
+    scored = [request("loglikelihood", (prompt, " and so"), i) for i, prompt in enumerate(PROMPTS)]
+    rolling = [request("loglikelihood_rolling", (prompt,), i) for i, prompt in enumerate(PROMPTS)]
+    found = []
+    for size in (1, 2, 4):
+        lm = PrunedHFLM(
+            str(tiny_folder), dtype="float64", device="cpu", batch_size=size, token_filter={"ratio": 0.4, **QUICK}
+        )
+        texts, values, sums = lm.generate_until(asked), lm.loglikelihood(scored), lm.loglikelihood_rolling(rolling)
+        found.append((texts, values, sums, lm.pruning_info()["token_filter_skipped"]))
+    for texts, values, sums, skipped in found[1:]:
+        assert texts == found[0][0]
+        assert [value[0] for value in values] == pytest.approx([value[0] for value in found[0][1]], abs=1e-9)
+        assert sums == pytest.approx(found[0][2], abs=1e-9)
+        assert skipped["realised"] == pytest.approx(found[0][3]["realised"], abs=1e-12)  # padding is not counted
+        assert skipped["tokens"] == found[0][3]["tokens"]
+    dense = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", batch_size=2).generate_until(asked)
+    assert dense != found[0][0]
+
+
+def test_the_report_counts_what_was_skipped(tiny_folder: Path) -> None:
+    model = tiny("llama")
+    model_map, inputs = map_model(model), tokens(rows=2, length=50)
+    one = TokenFilter(0.3, tail=0.5, warmup=4, step_size=0.05)
+    before = one.report(model_map)["token_filter_skipped"]
+    assert before["realised"] is None and before["target"] == 0.3 and before["target_by_layer"] == 0.6
+    with one.applied_to(model):
+        output(model, inputs)
+        (live,) = interventions_on(model)
+        report = json.loads(json.dumps(live.report(model_map)))["token_filter_skipped"]
+    assert set(report["realised_by_layer"]) == {"L1"} and report["tokens"] == 100
+    assert report["realised"] == pytest.approx(report["realised_by_layer"]["L1"] / 2)
+    assert 0.1 < report["realised"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 0.6}, "give ratio up to 0.5, or a larger tail"),
+        ({"ratio": -0.1}, "must be from 0 to 1"),
+        ({"ratio": 0.2, "fusion": "mean"}, "use inverse_variance, as_printed"),
+        ({"ratio": 0.2, "focus": "middle"}, "use tail, uniform, head"),
+        ({"ratio": 0.2, "state": "batch"}, "use request, run"),
+        ({"ratio": 0.2, "warmup": 0}, "must be 1 or more"),
+        ({"ratio": 0.2, "step_size": 0}, "must be above 0"),
+    ],
+)
+def test_wrong_values_are_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        TokenFilter(**options).fit_to(map_model(tiny("llama")))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"), [("bert", "is for causal models"), ("t5", "is for causal models"), ("gptj", "attention")]
+)
+def test_models_that_cannot_be_filtered_are_refused(family: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TokenFilter(0.2).fit_to(map_model(tiny(family)))
+
+
+def test_every_setting_is_part_of_the_identity() -> None:
+    model_map = map_model(tiny("llama"))
+    base = TokenFilter(0.3)
+    changes = {"ratio": 0.2, "tail": 1.0, "focus": "head", "similarity": "key", "fusion": "as_printed", "state": "run"}
+    changes |= {"step_size": 0.2, "smoothing": 0.8, "warmup": 9, "keep_skipped_kv": True}
+    assert set(changes) == set(base.settings())
+    identities = {
+        json.dumps(dataclasses.replace(base, **{name: value}).identity(model_map)) for name, value in changes.items()
+    }
+    assert len(identities | {json.dumps(base.identity(model_map))}) == 11

@@ -170,14 +170,14 @@ def report(results: dict[str, Any], work: dict[str, float]) -> None:
         values = [results[f"{focus} {ratio:.0%}"]["perplexity"]["GSM8K"] for ratio in RATIOS]
         axes.plot(percent, values, color=colour, marker="o", label=f"tokens filtered, {focus}")
     for colour, where in zip(COLOURS[3:], ("any", "tail"), strict=False):
-        shown = [
-            (ratio, heads[f"heads {where} {ratio:.0%}"]) for ratio in RATIOS if f"heads {where} {ratio:.0%}" in heads
-        ]
-        middles = [sorted(row["perplexity"]["GSM8K"] for row in rows) for _, rows in shown]
-        axes.plot([100 * ratio for ratio, _ in shown], [one[len(one) // 2] for one in middles], color=colour, ls="--", marker="s",
-                  label=f"random heads masked, {'in any layer' if where == 'any' else 'in the last half'}")  # fmt: skip
-        axes.fill_between([100 * ratio for ratio, _ in shown], [one[0] for one in middles], [one[-1] for one in middles],
-                          color=colour, alpha=0.15, lw=0)  # fmt: skip
+        names = {100 * ratio: f"heads {where} {ratio:.0%}" for ratio in RATIOS}
+        named = {x: heads[name] for x, name in names.items() if name in heads}
+        shown = {x: sorted(row["perplexity"]["GSM8K"] for row in rows) for x, rows in named.items()}
+        label = f"random heads masked, {'in any layer' if where == 'any' else 'in the last half'}"
+        middles = [values[len(values) // 2] for values in shown.values()]
+        axes.plot(list(shown), middles, color=colour, ls="--", marker="s", label=label)
+        lowest, highest = ([values[end] for values in shown.values()] for end in (0, -1))
+        axes.fill_between(list(shown), lowest, highest, color=colour, alpha=0.15, lw=0)
     axes.axhline(results["dense"]["perplexity"]["GSM8K"], color="black", lw=0.8, ls=":", label="dense")
     axes.set_yscale("log")
     share = work["attention_of_a_skipped_token"] * 0.01

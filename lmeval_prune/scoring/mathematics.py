@@ -1,0 +1,360 @@
+r"""When two mathematical answers are the same.
+
+An answer is taken apart as far as its form goes: lists and sets, tuples and intervals, unions, matrices, equations, inequalities,
+numbers in a base, words. Forms that differ are different answers (a tuple is no set, `\ge 9` no number); of equal ones the
+parts are compared, and what is left, single expressions, by math-verify.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lmeval_prune.scoring.numbers import number_of, same_number
+from lmeval_prune.scoring.verifier import Verdict, shared
+
+MAX_LENGTH = 2000  # characters; longer answers are no answers
+MAX_PARTS = 40  # of a list or a matrix; more are compared in order only
+
+_SPACES = re.compile(r"\\[,!;: ]|\\(?:quad|qquad|thinspace|medspace|hfill|displaystyle|limits|left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?|~|\s+|\$|\\[()\[\]](?!\s*$)|\u200b")
+_SIGNS = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "√": r"\sqrt ", "θ": r"\theta ", "°": r"^\circ ", "…": r"\ldots ", "∅": r"\emptyset ",
+}  # fmt: skip
+_SAME = [
+    (re.compile(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:leq|leqslant)(?![A-Za-z])"), r"\\le "), (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge "),
+    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "), (re.compile(r"\\lt(?![A-Za-z])"), "<"), (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"\\(?:boxed|fbox|mathbf|mathrm|mathit|mathsf|boldsymbol|bm|underline|mathbb|operatorname|bf|rm|color\s*\{\w+\}|large|Large)(?![A-Za-z])"), ""),
+    (re.compile(r"\\(?:textbf|textit|textrm|textsf|textnormal|mbox|hbox|emph)(?![A-Za-z])"), r"\\text"),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|\\text\s*\{\s*degrees?\s*\}|\bdegrees?\b"), ""),
+    (re.compile(r"\\(?=[$%#])|\{,\}(?=\d{3})"), ""),
+    (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"), (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\\sqrt\s*(\w)"), r"\\sqrt{\1}"), (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"), (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
+    (re.compile(r"(?<![A-Za-z\\])(pi|infty|infinity)(?![A-Za-z])"), lambda found: r"\infty " if found[1][0] == "i" else r"\pi "),
+    (re.compile(r"\*\*"), "^"), (re.compile(r"\*"), r"\\cdot "), (re.compile(r"(?<=\d)!\s*(?=\d)"), ""),
+]  # fmt: skip
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_UNIT = re.compile(r"(?<=[\w})\]])\s*(?:\\text\s*\{[^{}]*\}|\\(?:text)?(?:cm|km|mm|m|kg|g|ft|in|s)(?![A-Za-z]))(?:\s*\^\s*\{?\s*\d\s*\}?)?\s*$")
+_NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([A-Za-z,\s]*\)|'*)?|\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*|m\s*\\angle[^=<>]*|\[[A-Z]{3,}\]|\|[A-Za-z]+\||[A-Z]{2,}|S_\{[^{}]*\}+)"
+_ASSIGNED = re.compile(rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*{_NAME}\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)")
+_BASE = re.compile(r"^\(?\s*([0-9A-Za-z]+)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\s*\{)?\s*(\w+)\s*\}*|\\text\s*\{\s*(?:in )?base[ -](\w+)\s*\}|\s*(?:in )?base[ -](\w+))$")
+_BASES = dict(zip("two three four five six seven eight nine ten eleven twelve".split(), map(str, range(2, 13)), strict=True)) | {"sixteen": "16"}
+_PAIRS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lbrace": "\\rbrace", "\\langle": "\\rangle"}
+_PIECE = re.compile(r"\\begin\{(\w+\*?)\}|\\end\{(\w+\*?)\}|\\[A-Za-z]+|\\.|[\s\S]")
+_MATRIX = re.compile(r"^\\begin\{([pbvBV]?|small)(?:matrix|array)\}(?:\{[lcr|]*\})?([\s\S]*)\\end\{\1(?:matrix|array)\}$")
+_RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
+_FUNCTIONS = frozenset("sqrt frac pi infty cdot times div sin cos tan cot sec csc log ln exp arcsin arccos arctan theta alpha beta gamma phi lambda omega binom lfloor rfloor lceil rceil circ pm mp cap cup emptyset ldots cdots in angle triangle left right e i text overline bar hat vec mu sigma delta epsilon rho tau varphi".split())
+_NO_EXPRESSION = re.compile(r"[&;→⇒\\]{2}|&|;|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text)(?![A-Za-z])|\.\.\.|['′″\"]|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\|\\(?:approx|sim)(?![A-Za-z])")
+
+
+@dataclass(frozen=True)
+class Form:
+    """An answer taken apart: its kind and its parts (forms, or texts of single expressions)."""
+
+    kind: str
+    parts: tuple[Form | str, ...]
+    rest: tuple[str, ...] = ()  # delimiters, the size of a matrix, a base
+
+
+def tidy(text: str) -> str:
+    """LaTeX in one spelling: without sizes, spaces and units at its end."""
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda found: "^{" + found.group().translate(_RAISED) + "}", text)
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    text = re.sub(r"\\\\\s*(?:\[[^\]]*\])?", " \x01 ", text)  # rows
+    text = _SPACES.sub(" ", text)
+    for pattern, replacement in _SAME:
+        text = pattern.sub(replacement, text)
+    text = re.sub(r"\s+", " ", text).strip(" .,;")
+    while _encloses(text, "{"):
+        text = text[1:-1].strip(" .,;")
+    return _UNIT.sub("", text) if not text.startswith("\\text") else text
+
+
+def form_of(text: str) -> Form | str:
+    """Take an answer apart."""
+    text = re.sub(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\])", "", tidy(text))
+    if len(text) > MAX_LENGTH:
+        return text
+    if base := _BASE.match(text):
+        name = next(group for group in base.groups()[1:] if group)
+        number = _BASES.get(name.lower(), name)
+        if number.isdigit() and base[1][:1].isdigit():
+            return Form("base", (base[1].upper(),), (number,))
+    if matrix := _MATRIX.match(text):
+        rows = [row for row in matrix[2].split("\x01") if row.strip()]
+        cells = [_split(row, "&") for row in rows]
+        kind = "determinant" if matrix[1] in ("v", "V") else "matrix"
+        return Form(kind, tuple(form_of(cell) for row in cells for cell in row), (str(len(rows)), str(len(cells[0]) if cells else 0)))
+    union = _split(text, "\\cup")
+    if len(union) > 1:
+        return Form("list", tuple(map(form_of, union)), ("union",))
+    for opening, closing in (("\\{", "\\}"), ("\\lbrace", "\\rbrace"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\langle", "\\rangle")):
+        if text.startswith(opening) and text.endswith(closing) and _encloses(text, opening, closing):
+            inner = text[len(opening) : -len(closing)]
+            items = _split(inner, ",", ";")
+            if opening in ("\\{", "\\lbrace"):
+                if re.search(r"(?<!\|)\|(?!\|)|\\mid|:", inner):
+                    return _interval(re.split(r"\||\\mid|:", inner, maxsplit=1)[1]) or Form("words", (text,))
+                return Form("list", tuple(map(form_of, items)), ("set",))
+            if len(items) > 1:
+                return Form("tuple", tuple(map(form_of, items)), (opening.replace("\\langle", "("), closing.replace("\\rangle", ")")))
+    items = _split(text, ",", ";", "\\text{ and }", "\\text{and}", "\\text{ or }", "\\text{or}", " and ", " or ", "\\lor", "\\vee")
+    items = [re.sub(r"^(?:\s|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})*", "", item) for item in items]
+    items = [item for item in items if item.strip()]
+    if len(items) > 1:
+        if all(re.fullmatch(r"\s*\d{3}(?:\D.*)?", item) for item in items[1:]) and re.search(r"\d$", items[0]):
+            return form_of(re.sub(r"(?<=\d),\s?(?=\d{3}(?!\d))", "", text))  # 20,000\pi
+        return Form("list", tuple(map(form_of, items)), ())
+    if re.search(r"\\pm(?![A-Za-z])", text) and "\\mp" not in text:
+        return Form("list", tuple(form_of(re.sub(r"\\pm(?![A-Za-z])", sign, text)) for sign in ("+", "-")), ("pm",))
+    if _RELATION.search(text):
+        return _interval(text) or Form("relation", tuple(part.strip() for part in _RELATION.split(text)), tuple(found.group() for found in _RELATION.finditer(text)))
+    if "=" in text:
+        return Form("equation", tuple(part.strip() for part in text.split("=")))
+    if words := _words(text):
+        return Form("words", (words,))
+    return text
+
+
+def _encloses(text: str, opening: str, closing: str = "") -> bool:
+    """Whether the first delimiter is closed by the last one."""
+    closing = closing or _PAIRS[opening]
+    if not (text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing)):
+        return False
+    depth = 0
+    pieces = [piece.group() for piece in _PIECE.finditer(text)]
+    for place, piece in enumerate(pieces):
+        depth += (piece in _PAIRS or piece.startswith("\\begin")) - (piece in _PAIRS.values() or piece.startswith("\\end"))
+        if depth == 0:
+            return place == len(pieces) - 1
+    return False
+
+
+def _split(text: str, *separators: str) -> list[str]:
+    """Parts of a text between separators that stand in no bracket."""
+    parts, start, depth, place = [], 0, 0, 0
+    while place < len(text):
+        if depth == 0 and (found := next((s for s in separators if text.startswith(s, place)), None)):
+            follows = text[place + len(found) : place + len(found) + 1]
+            if not (found[-1].isalpha() and follows.isalpha()):
+                parts.append(text[start:place])
+                place = start = place + len(found)
+                continue
+        piece = _PIECE.match(text, place)
+        assert piece
+        opens = piece.group() in _PAIRS or piece.group().startswith("\\begin")
+        closes = piece.group() in _PAIRS.values() or piece.group().startswith("\\end")
+        depth = max(0, depth + opens - closes)
+        place = piece.end()
+    return [*parts, text[start:]]
+
+
+def _interval(text: str) -> Form | None:
+    """`3 < x \\le 4` as the interval (3,4], `x \\ge 2` as [2, ∞), `x \\ne 3` as two."""
+    sides = [side.strip() for side in _RELATION.split(text)]
+    relations = ["<=" if "le" in r else ">=" if "ge" in r else "!=" if "ne" in r else r for r in (f.group() for f in _RELATION.finditer(text))]
+    name = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")
+    if len(sides) == 3 and name.fullmatch(sides[1]) and relations[0][0] == relations[1][0] in "<>":
+        (low, high), (first, second) = (sides[0], sides[2]), relations
+        if first[0] == ">":
+            low, high, first, second = high, low, second.replace(">", "<"), first.replace(">", "<")
+        return Form("tuple", (form_of(low), form_of(high)), ("[" if "=" in first else "(", "]" if "=" in second else ")"))
+    if len(sides) == 2:
+        if name.fullmatch(sides[1]) and not name.fullmatch(sides[0]):
+            sides, relations = sides[::-1], [relations[0].translate(str.maketrans("<>", "><"))]
+        if not name.fullmatch(sides[0]) or not sides[1]:
+            return None
+        bound = form_of(sides[1])
+        if relations[0] == "!=":
+            parts = (Form("tuple", ("-\\infty", bound), ("(", ")")), Form("tuple", (bound, "\\infty"), ("(", ")")))
+            return Form("list", parts, ("union",))
+        if relations[0][0] == "<":
+            return Form("tuple", ("-\\infty", bound), ("(", "]" if "=" in relations[0] else ")"))
+        return Form("tuple", (bound, "\\infty"), ("[" if "=" in relations[0] else "(", ")"))
+    return None
+
+
+def _words(text: str) -> str:
+    """An answer in words, in lower case; empty if it is none."""
+    flat = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    if re.search(r"[\\^_{}=<>+]|\d[A-Za-z]", flat) or not re.search(r"[A-Za-z]{2,}|^\W*[A-Z]\W*$", flat):
+        return ""
+    return " ".join(re.sub(r"[^\w\s:/.-]", " ", flat).lower().split())
+
+
+# --------------------------------------------------------------------------- comparing
+
+Leaf = Callable[[str, str], "bool | None"]  # None: not known yet
+_NEUTRAL = frozenset("the a an is it are of due function number point graph choice option answer line side value only exactly".split())
+
+
+def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
+    """Whether two forms are the same; None while a single expression's comparison is not known."""
+    if isinstance(answer, str) and isinstance(gold, str):
+        return leaf(answer, gold)
+    a = answer if isinstance(answer, Form) else Form("single", (answer,))
+    g = gold if isinstance(gold, Form) else Form("single", (gold,))
+    if a.kind == "equation" and g.kind != "equation":  # x = 5 for 5
+        value = _value_of(a)
+        return None if value is None and False else (compare(form_of(value), gold, leaf) if value is not None else False)
+    if g.kind == "equation" and a.kind != "equation":
+        value = _value_of(g)
+        return compare(answer, form_of(value), leaf) if value is not None else False
+    if a.kind == g.kind == "equation":
+        values = _value_of(a), _value_of(g)
+        if values[0] is not None and values[1] is not None:
+            same_names = a.parts[0] == g.parts[0] or min(len(str(a.parts[0])), len(str(g.parts[0]))) > 1
+            return compare(form_of(values[0]), form_of(values[1]), leaf) if same_names or "(" in f"{a.parts[0]}{g.parts[0]}" else False
+        return leaf("=".join(map(str, a.parts)), "=".join(map(str, g.parts)))
+    if "list" in (a.kind, g.kind):
+        return _same_lists(a, g, leaf)
+    if "base" in (a.kind, g.kind):
+        return _same_bases(a, g)
+    if "words" in (a.kind, g.kind):
+        return _same_words(str(a.parts[0]), str(g.parts[0])) if a.kind == g.kind else _same_words(_text_of(a), _text_of(g))
+    if a.kind != g.kind or a.rest != g.rest or len(a.parts) != len(g.parts):
+        return False
+    return _every(compare(x, y, leaf) for x, y in zip(a.parts, g.parts, strict=True))
+
+
+def _value_of(form: Form) -> str | None:
+    """The right side of an assignment to a name, or the last of a chain of equal things; None of another equation."""
+    parts = [str(part) for part in form.parts]
+    if len(parts) > 2 or _ASSIGNED.match(f"{parts[0]}=0"):
+        return parts[-1]
+    if _ASSIGNED.match(f"{parts[-1]}=0") and len(parts) == 2:
+        return parts[0]
+    return None
+
+
+def _text_of(form: Form) -> str:
+    return str(form.parts[0]) if form.kind in ("single", "words") else ""
+
+
+def _same_words(answer: str, gold: str) -> bool:
+    """Equal but for words that say nothing; of a choice, its letter."""
+    words, golds = ([word.strip(".:-()") for word in text.replace("\\text", " ").replace("{", " ").replace("}", " ").lower().split()] for text in (answer, gold))
+    golds = [word for word in golds if word]
+    if len(golds) == 1 and re.fullmatch(r"[a-k]", golds[0]):  # (C) 12
+        return bool(words) and next((w for w in words if w and (w not in _NEUTRAL or w == golds[0])), "") == golds[0] and len(words) <= 6
+    extra = [word for word in words if word and word not in golds]
+    return bool(golds) and "".join(golds) == "".join(w for w in words if w in golds or w not in _NEUTRAL) and all(word in _NEUTRAL for word in extra)
+
+
+def _same_bases(answer: Form, gold: Form) -> bool:
+    digits = [str(form.parts[0]).upper() if form.kind == "base" else re.sub(r"[\s,]", "", _text_of(form)).upper() for form in (answer, gold)]
+    if digits[0] != digits[1]:
+        return False
+    bases = [form.rest[0] if form.kind == "base" else None for form in (answer, gold)]
+    return bases[0] == bases[1] or (bases[0] is None) or (bases[1] is None and bases[0] == "10")
+
+
+def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
+    """In any order. A set is a list, but no tuple; one thing is a list of one."""
+    ordered = {"tuple", "matrix", "determinant"}
+    if {answer.kind, gold.kind} & ordered and "union" not in (*answer.rest, *gold.rest):
+        return False
+    ours, theirs = (form.parts if form.kind == "list" else (form if form.kind != "single" else form.parts[0],) for form in (answer, gold))
+    ours, theirs = _unpacked(ours), _unpacked(theirs)
+    if len(ours) != len(theirs) or len(ours) > MAX_PARTS:
+        return False
+    unknown = False
+    left = list(theirs)
+    for part in ours:
+        results = [compare(part, other, leaf) for other in left]
+        if True in results:
+            left.pop(results.index(True))
+        elif None in results:
+            unknown = True
+        else:
+            return False
+    return None if unknown else True
+
+
+def _unpacked(parts: Sequence[Form | str]) -> list[Form | str]:
+    """`x = 1, x = 2` as 1, 2; lists in a list (of ±) as their members."""
+    found: list[Form | str] = []
+    for part in parts:
+        if isinstance(part, Form) and part.kind == "equation" and (value := _value_of(part)) is not None:
+            part = form_of(value)
+        found += _unpacked(part.parts) if isinstance(part, Form) and part.kind == "list" else [part]
+    return found
+
+
+def _every(results: Iterable[bool | None]) -> bool | None:
+    known = list(results)
+    return False if False in known else None if None in known else True
+
+
+# --------------------------------------------------------------------------- verdicts
+
+_KNOWN: dict[tuple[str, str], Verdict] = {}  # of pairs of expressions, what workers have found
+
+
+def verdicts(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
+    """Of (answer, gold) pairs, whether they are the same; what needs math-verify over all workers at once and only once."""
+    pairs = list(pairs)
+    forms = {text: form_of(text) for pair in pairs for text in pair}
+    for _ in range(2):
+        needed: dict[tuple[str, str], None] = {}
+        found = [_verdict(answer, gold, forms, needed) for answer, gold in pairs]
+        if not needed:
+            return found
+        _KNOWN.update(zip(needed, shared().verify_many([(gold, answer) for answer, gold in needed]), strict=True))
+    return [_verdict(answer, gold, forms, {}) for answer, gold in pairs]
+
+
+def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[tuple[str, str], None]) -> Verdict:
+    if not answer.strip() or len(answer) > MAX_LENGTH:
+        return "different"
+    failed: list[Verdict] = []
+
+    def leaf(one: str, other: str) -> bool | None:
+        easy = _easy(one, other)
+        if easy is not None:
+            return easy
+        known = _KNOWN.get((one, other))
+        if known is None:
+            needed[one, other] = None
+            return None
+        if known in ("timeout", "crash"):
+            failed.append(known)
+        return known == "equal"
+
+    numbers = number_of(answer), number_of(gold)
+    if numbers[0] and numbers[1]:
+        return "equal" if same_number(numbers[0], numbers[1]) else "different"
+    same = compare(forms[answer], forms[gold], leaf)
+    if same:
+        return "equal"
+    return failed[0] if failed and same is False else "different"
+
+
+def _easy(answer: str, gold: str) -> bool | None:
+    """What can be said of two expressions without a worker."""
+    keys = [re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\cdot|\\times", "", text) for text in (answer, gold)]
+    if keys[0] == keys[1]:
+        return bool(keys[0])
+    numbers = number_of(answer), number_of(gold)
+    if numbers[0] and numbers[1]:
+        return same_number(numbers[0], numbers[1])
+    if any(_NO_EXPRESSION.search(text) or not text.strip() for text in (answer, gold)):
+        return False
+    return None
+
+
+def same_mathematics(answer: str, other: str) -> bool:
+    """Whether two answers are the same, `other` as the gold one."""
+    return verdicts([(answer, other)])[0] == "equal"
+
+
+def forget_failures() -> None:
+    """Let `verdicts` try again what timed out or crashed."""
+    for pair in [pair for pair, verdict in _KNOWN.items() if verdict in ("timeout", "crash")]:
+        del _KNOWN[pair]
+
+

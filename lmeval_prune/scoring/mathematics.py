@@ -17,7 +17,9 @@ from lmeval_prune.scoring.verifier import Verdict, shared
 MAX_LENGTH = 2000  # characters; longer answers are no answers
 MAX_PARTS = 40  # of a list or a matrix; more are compared in order only
 
-_SPACES = re.compile(r"\\[,!;: ]|\\(?:quad|qquad|thinspace|medspace|hfill|displaystyle|limits|left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?|~|\s+|\$|\\[()\[\]](?!\s*$)|\u200b")
+_SPACES = re.compile(
+    r"\\[,!;: ]|\\(?:quad|qquad|thinspace|medspace|hfill|displaystyle|limits|left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?|~|\s+|\$|\\[()\[\]](?!\s*$)|\u200b"
+)
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
     "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "√": r"\sqrt ", "θ": r"\theta ", "°": r"^\circ ", "…": r"\ldots ", "∅": r"\emptyset ",
@@ -37,17 +39,92 @@ _SAME = [
     (re.compile(r"\*\*"), "^"), (re.compile(r"\*"), r"\\cdot "), (re.compile(r"(?<=\d)!\s*(?=\d)"), ""),
 ]  # fmt: skip
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_UNIT = re.compile(r"(?<=[\w})\]])\s*(?:\\text\s*\{[^{}]*\}|\\(?:text)?(?:cm|km|mm|m|kg|g|ft|in|s)(?![A-Za-z]))(?:\s*\^\s*\{?\s*\d\s*\}?)?\s*$")
+_UNIT = re.compile(
+    r"(?<=[\w})\]])\s*(?:\\text\s*\{[^{}]*\}|\\(?:text)?(?:cm|km|mm|m|kg|g|ft|in|s)(?![A-Za-z]))(?:\s*\^\s*\{?\s*\d\s*\}?)?\s*$"
+)
 _NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([A-Za-z,\s]*\)|'*)?|\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*|m\s*\\angle[^=<>]*|\[[A-Z]{3,}\]|\|[A-Za-z]+\||[A-Z]{2,}|S_\{[^{}]*\}+)"
 _ASSIGNED = re.compile(rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*{_NAME}\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)")
-_BASE = re.compile(r"^\(?\s*([0-9A-Za-z]+)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\s*\{)?\s*(\w+)\s*\}*|\\text\s*\{\s*(?:in )?base[ -](\w+)\s*\}|\s*(?:in )?base[ -](\w+))$")
-_BASES = dict(zip("two three four five six seven eight nine ten eleven twelve".split(), map(str, range(2, 13)), strict=True)) | {"sixteen": "16"}
+_BASE = re.compile(
+    r"^\(?\s*([0-9A-Za-z]+)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\s*\{)?\s*(\w+)\s*\}*|\\text\s*\{\s*(?:in )?base[ -](\w+)\s*\}|\s*(?:in )?base[ -](\w+))$"
+)
+_BASES = dict(
+    zip(
+        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
+        map(str, range(2, 13)),
+        strict=True,
+    )
+) | {"sixteen": "16"}
 _PAIRS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lbrace": "\\rbrace", "\\langle": "\\rangle"}
 _PIECE = re.compile(r"\\begin\{(\w+\*?)\}|\\end\{(\w+\*?)\}|\\[A-Za-z]+|\\.|[\s\S]")
-_MATRIX = re.compile(r"^\\begin\{([pbvBV]?|small)(?:matrix|array)\}(?:\{[lcr|]*\})?([\s\S]*)\\end\{\1(?:matrix|array)\}$")
+_MATRIX = re.compile(
+    r"^\\begin\{([pbvBV]?|small)(?:matrix|array)\}(?:\{[lcr|]*\})?([\s\S]*)\\end\{\1(?:matrix|array)\}$"
+)
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
-_FUNCTIONS = frozenset("sqrt frac pi infty cdot times div sin cos tan cot sec csc log ln exp arcsin arccos arctan theta alpha beta gamma phi lambda omega binom lfloor rfloor lceil rceil circ pm mp cap cup emptyset ldots cdots in angle triangle left right e i text overline bar hat vec mu sigma delta epsilon rho tau varphi".split())
-_NO_EXPRESSION = re.compile(r"[&;→⇒\\]{2}|&|;|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text)(?![A-Za-z])|\.\.\.|['′″\"]|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\|\\(?:approx|sim)(?![A-Za-z])")
+_FUNCTIONS = frozenset(
+    [
+        "sqrt",
+        "frac",
+        "pi",
+        "infty",
+        "cdot",
+        "times",
+        "div",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "log",
+        "ln",
+        "exp",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "theta",
+        "alpha",
+        "beta",
+        "gamma",
+        "phi",
+        "lambda",
+        "omega",
+        "binom",
+        "lfloor",
+        "rfloor",
+        "lceil",
+        "rceil",
+        "circ",
+        "pm",
+        "mp",
+        "cap",
+        "cup",
+        "emptyset",
+        "ldots",
+        "cdots",
+        "in",
+        "angle",
+        "triangle",
+        "left",
+        "right",
+        "e",
+        "i",
+        "text",
+        "overline",
+        "bar",
+        "hat",
+        "vec",
+        "mu",
+        "sigma",
+        "delta",
+        "epsilon",
+        "rho",
+        "tau",
+        "varphi",
+    ]
+)
+_NO_EXPRESSION = re.compile(
+    r"[&;→⇒\\]{2}|&|;|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text)(?![A-Za-z])|\.\.\.|['′″\"]|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\|\\(?:approx|sim)(?![A-Za-z])"
+)
 
 
 @dataclass(frozen=True)
@@ -88,11 +165,23 @@ def form_of(text: str) -> Form | str:
         rows = [row for row in matrix[2].split("\x01") if row.strip()]
         cells = [_split(row, "&") for row in rows]
         kind = "determinant" if matrix[1] in ("v", "V") else "matrix"
-        return Form(kind, tuple(form_of(cell) for row in cells for cell in row), (str(len(rows)), str(len(cells[0]) if cells else 0)))
+        return Form(
+            kind,
+            tuple(form_of(cell) for row in cells for cell in row),
+            (str(len(rows)), str(len(cells[0]) if cells else 0)),
+        )
     union = _split(text, "\\cup")
     if len(union) > 1:
         return Form("list", tuple(map(form_of, union)), ("union",))
-    for opening, closing in (("\\{", "\\}"), ("\\lbrace", "\\rbrace"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\langle", "\\rangle")):
+    for opening, closing in (
+        ("\\{", "\\}"),
+        ("\\lbrace", "\\rbrace"),
+        ("(", ")"),
+        ("[", "]"),
+        ("(", "]"),
+        ("[", ")"),
+        ("\\langle", "\\rangle"),
+    ):
         if text.startswith(opening) and text.endswith(closing) and _encloses(text, opening, closing):
             inner = text[len(opening) : -len(closing)]
             items = _split(inner, ",", ";")
@@ -101,8 +190,14 @@ def form_of(text: str) -> Form | str:
                     return _interval(re.split(r"\||\\mid|:", inner, maxsplit=1)[1]) or Form("words", (text,))
                 return Form("list", tuple(map(form_of, items)), ("set",))
             if len(items) > 1:
-                return Form("tuple", tuple(map(form_of, items)), (opening.replace("\\langle", "("), closing.replace("\\rangle", ")")))
-    items = _split(text, ",", ";", "\\text{ and }", "\\text{and}", "\\text{ or }", "\\text{or}", " and ", " or ", "\\lor", "\\vee")
+                return Form(
+                    "tuple",
+                    tuple(map(form_of, items)),
+                    (opening.replace("\\langle", "("), closing.replace("\\rangle", ")")),
+                )
+    items = _split(
+        text, ",", ";", "\\text{ and }", "\\text{and}", "\\text{ or }", "\\text{or}", " and ", " or ", "\\lor", "\\vee"
+    )
     items = [re.sub(r"^(?:\s|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})*", "", item) for item in items]
     items = [item for item in items if item.strip()]
     if len(items) > 1:
@@ -112,7 +207,11 @@ def form_of(text: str) -> Form | str:
     if re.search(r"\\pm(?![A-Za-z])", text) and "\\mp" not in text:
         return Form("list", tuple(form_of(re.sub(r"\\pm(?![A-Za-z])", sign, text)) for sign in ("+", "-")), ("pm",))
     if _RELATION.search(text):
-        return _interval(text) or Form("relation", tuple(part.strip() for part in _RELATION.split(text)), tuple(found.group() for found in _RELATION.finditer(text)))
+        return _interval(text) or Form(
+            "relation",
+            tuple(part.strip() for part in _RELATION.split(text)),
+            tuple(found.group() for found in _RELATION.finditer(text)),
+        )
     if "=" in text:
         return Form("equation", tuple(part.strip() for part in text.split("=")))
     if words := _words(text):
@@ -128,7 +227,9 @@ def _encloses(text: str, opening: str, closing: str = "") -> bool:
     depth = 0
     pieces = [piece.group() for piece in _PIECE.finditer(text)]
     for place, piece in enumerate(pieces):
-        depth += (piece in _PAIRS or piece.startswith("\\begin")) - (piece in _PAIRS.values() or piece.startswith("\\end"))
+        depth += (piece in _PAIRS or piece.startswith("\\begin")) - (
+            piece in _PAIRS.values() or piece.startswith("\\end")
+        )
         if depth == 0:
             return place == len(pieces) - 1
     return False
@@ -156,13 +257,18 @@ def _split(text: str, *separators: str) -> list[str]:
 def _interval(text: str) -> Form | None:
     """`3 < x \\le 4` as the interval (3,4], `x \\ge 2` as [2, ∞), `x \\ne 3` as two."""
     sides = [side.strip() for side in _RELATION.split(text)]
-    relations = ["<=" if "le" in r else ">=" if "ge" in r else "!=" if "ne" in r else r for r in (f.group() for f in _RELATION.finditer(text))]
+    relations = [
+        "<=" if "le" in r else ">=" if "ge" in r else "!=" if "ne" in r else r
+        for r in (f.group() for f in _RELATION.finditer(text))
+    ]
     name = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")
     if len(sides) == 3 and name.fullmatch(sides[1]) and relations[0][0] == relations[1][0] in "<>":
         (low, high), (first, second) = (sides[0], sides[2]), relations
         if first[0] == ">":
             low, high, first, second = high, low, second.replace(">", "<"), first.replace(">", "<")
-        return Form("tuple", (form_of(low), form_of(high)), ("[" if "=" in first else "(", "]" if "=" in second else ")"))
+        return Form(
+            "tuple", (form_of(low), form_of(high)), ("[" if "=" in first else "(", "]" if "=" in second else ")")
+        )
     if len(sides) == 2:
         if name.fullmatch(sides[1]) and not name.fullmatch(sides[0]):
             sides, relations = sides[::-1], [relations[0].translate(str.maketrans("<>", "><"))]
@@ -189,7 +295,30 @@ def _words(text: str) -> str:
 # --------------------------------------------------------------------------- comparing
 
 Leaf = Callable[[str, str], "bool | None"]  # None: not known yet
-_NEUTRAL = frozenset("the a an is it are of due function number point graph choice option answer line side value only exactly".split())
+_NEUTRAL = frozenset(
+    [
+        "the",
+        "a",
+        "an",
+        "is",
+        "it",
+        "are",
+        "of",
+        "due",
+        "function",
+        "number",
+        "point",
+        "graph",
+        "choice",
+        "option",
+        "answer",
+        "line",
+        "side",
+        "value",
+        "only",
+        "exactly",
+    ]
+)
 
 
 def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
@@ -200,7 +329,9 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
     g = gold if isinstance(gold, Form) else Form("single", (gold,))
     if a.kind == "equation" and g.kind != "equation":  # x = 5 for 5
         value = _value_of(a)
-        return None if value is None and False else (compare(form_of(value), gold, leaf) if value is not None else False)
+        return (
+            None if value is None and False else (compare(form_of(value), gold, leaf) if value is not None else False)
+        )
     if g.kind == "equation" and a.kind != "equation":
         value = _value_of(g)
         return compare(answer, form_of(value), leaf) if value is not None else False
@@ -208,14 +339,20 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
         values = _value_of(a), _value_of(g)
         if values[0] is not None and values[1] is not None:
             same_names = a.parts[0] == g.parts[0] or min(len(str(a.parts[0])), len(str(g.parts[0]))) > 1
-            return compare(form_of(values[0]), form_of(values[1]), leaf) if same_names or "(" in f"{a.parts[0]}{g.parts[0]}" else False
+            return (
+                compare(form_of(values[0]), form_of(values[1]), leaf)
+                if same_names or "(" in f"{a.parts[0]}{g.parts[0]}"
+                else False
+            )
         return leaf("=".join(map(str, a.parts)), "=".join(map(str, g.parts)))
     if "list" in (a.kind, g.kind):
         return _same_lists(a, g, leaf)
     if "base" in (a.kind, g.kind):
         return _same_bases(a, g)
     if "words" in (a.kind, g.kind):
-        return _same_words(str(a.parts[0]), str(g.parts[0])) if a.kind == g.kind else _same_words(_text_of(a), _text_of(g))
+        return (
+            _same_words(str(a.parts[0]), str(g.parts[0])) if a.kind == g.kind else _same_words(_text_of(a), _text_of(g))
+        )
     if a.kind != g.kind or a.rest != g.rest or len(a.parts) != len(g.parts):
         return False
     return _every(compare(x, y, leaf) for x, y in zip(a.parts, g.parts, strict=True))
@@ -237,16 +374,33 @@ def _text_of(form: Form) -> str:
 
 def _same_words(answer: str, gold: str) -> bool:
     """Equal but for words that say nothing; of a choice, its letter."""
-    words, golds = ([word.strip(".:-()") for word in text.replace("\\text", " ").replace("{", " ").replace("}", " ").lower().split()] for text in (answer, gold))
+    words, golds = (
+        [
+            word.strip(".:-()")
+            for word in text.replace("\\text", " ").replace("{", " ").replace("}", " ").lower().split()
+        ]
+        for text in (answer, gold)
+    )
     golds = [word for word in golds if word]
     if len(golds) == 1 and re.fullmatch(r"[a-k]", golds[0]):  # (C) 12
-        return bool(words) and next((w for w in words if w and (w not in _NEUTRAL or w == golds[0])), "") == golds[0] and len(words) <= 6
+        return (
+            bool(words)
+            and next((w for w in words if w and (w not in _NEUTRAL or w == golds[0])), "") == golds[0]
+            and len(words) <= 6
+        )
     extra = [word for word in words if word and word not in golds]
-    return bool(golds) and "".join(golds) == "".join(w for w in words if w in golds or w not in _NEUTRAL) and all(word in _NEUTRAL for word in extra)
+    return (
+        bool(golds)
+        and "".join(golds) == "".join(w for w in words if w in golds or w not in _NEUTRAL)
+        and all(word in _NEUTRAL for word in extra)
+    )
 
 
 def _same_bases(answer: Form, gold: Form) -> bool:
-    digits = [str(form.parts[0]).upper() if form.kind == "base" else re.sub(r"[\s,]", "", _text_of(form)).upper() for form in (answer, gold)]
+    digits = [
+        str(form.parts[0]).upper() if form.kind == "base" else re.sub(r"[\s,]", "", _text_of(form)).upper()
+        for form in (answer, gold)
+    ]
     if digits[0] != digits[1]:
         return False
     bases = [form.rest[0] if form.kind == "base" else None for form in (answer, gold)]
@@ -258,7 +412,10 @@ def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     ordered = {"tuple", "matrix", "determinant"}
     if {answer.kind, gold.kind} & ordered and "union" not in (*answer.rest, *gold.rest):
         return False
-    ours, theirs = (form.parts if form.kind == "list" else (form if form.kind != "single" else form.parts[0],) for form in (answer, gold))
+    ours, theirs = (
+        form.parts if form.kind == "list" else (form if form.kind != "single" else form.parts[0],)
+        for form in (answer, gold)
+    )
     ours, theirs = _unpacked(ours), _unpacked(theirs)
     if len(ours) != len(theirs) or len(ours) > MAX_PARTS:
         return False
@@ -356,5 +513,3 @@ def forget_failures() -> None:
     """Let `verdicts` try again what timed out or crashed."""
     for pair in [pair for pair, verdict in _KNOWN.items() if verdict in ("timeout", "crash")]:
         del _KNOWN[pair]
-
-

@@ -19,7 +19,6 @@ from lmeval_prune.scoring.plain import clean, plain
 MAX_DIGITS = 400
 NOISE = Fraction(1, 10**6)  # of a float, absolute and relative
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_CHINESE_SCALE = re.compile(r"(?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])")
 _CHINESE_SCALES = {"百": 10**2, "千": 10**3, "万": 10**4, "亿": 10**8, "百万": 10**6, "千万": 10**7, "万万": 10**8}
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SPACE = "\u00a0\u2007\u2009\u202f"  # between groups of digits
@@ -33,6 +32,7 @@ _TOKEN = re.compile(
       )(?:[eE](?P<exponent>[-+]?\d{{1,3}})(?![A-Za-z\d]))?
     | (?P<vulgar>[{_VULGAR}])
     | (?P<word>[A-Za-z]+(?:['’][A-Za-z]+)*)
+    | (?P<scale>(?:(?<=\d)|(?<=\d[ ]))(?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千]))
     | (?P<chinese>[\u4e00-\u9fff]+)
     | (?P<raised>[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+)
     | (?P<command>\\[A-Za-z]+)
@@ -70,7 +70,9 @@ def tokens(text: str) -> list[Token]:
     for match in _TOKEN.finditer(text):
         before = found[-1].end if found else 0
         kind = match.lastgroup or "other"
-        found.append(Token("digits" if kind == "exponent" else kind, match.group(), *match.span(), match.start() > before))
+        found.append(
+            Token("digits" if kind == "exponent" else kind, match.group(), *match.span(), match.start() > before)
+        )
     return found
 
 
@@ -119,14 +121,18 @@ def number_at(found: Sequence[Token], place: int) -> Number | None:
         at, values = at + 2, (sign * value, sign * value / 100)
     elif (scale := SCALES.get(_word(found, at + 1).removesuffix("s"))) is not None:
         at, values, decimals = at + 1, (sign * value * scale,), None
-    elif _is(found, at + 1, "chinese") and (named := _CHINESE_SCALE.match(found[at + 1].text)):
-        values, decimals = (sign * value * _CHINESE_SCALES[named.group()],), None  # the token may go on with a unit
+    elif _is(found, at + 1, "scale"):
+        at, values, decimals = at + 1, (sign * value * _CHINESE_SCALES[found[at + 1].text],), None
     return Number(values, decimals, place, at)
 
 
 def _may_begin(found: Sequence[Token], at: int) -> bool:
     """Whether nothing that could be subtracted from stands before."""
-    return at == 0 or found[at - 1].kind in ("equals", "stop", "open") or _word(found, at - 1) in ("is", "are", "was", "be", "equals")
+    return (
+        at == 0
+        or found[at - 1].kind in ("equals", "stop", "open")
+        or _word(found, at - 1) in ("is", "are", "was", "be", "equals")
+    )
 
 
 def _core(found: Sequence[Token], at: int) -> tuple[Fraction, int | None, int] | None:
@@ -180,7 +186,7 @@ def _fraction(found: Sequence[Token], at: int) -> Fraction | None:
 def _power(found: Sequence[Token], value: Fraction, decimals: int | None, at: int) -> tuple[Fraction, int | None, int]:
     """Times a power of ten: `5 × 10^3`, `5 x 10³`."""
     ten = at + 2
-    times = _is(found, at + 1, "operator") and found[at + 1].text in "×*·⋅" or _word(found, at + 1) == "x"
+    times = (_is(found, at + 1, "operator") and found[at + 1].text in "×*·⋅") or _word(found, at + 1) == "x"
     if not (times and _is(found, ten, "digits") and found[ten].text == "10"):
         return value, decimals, at
     if _is(found, ten + 1, "raised"):
@@ -276,7 +282,7 @@ _CHANGED_BEFORE = re.compile(
     r"|step|question|problem|part|example|case|equation|eq|chapter|page|section|figure|table|method|solution|option|stage"
     r"|# (?:to|by|of|times|plus|minus|or|and)"
     r")$"
-    r"|(?:不是|不等于|并非|大于|小于|多于|少于|超过|不到|不足|比|到|至|根号|第|步骤|除以|乘以|加上|减去|的[一二三四五六七八九十]倍)$"
+    r"|(?:不是|不等于|并非|大于|小于|多于|少于|超过|不到|不足|比|(?<![得达分找拿收买做看付要])到|至|根号|第|步骤|除以|乘以|加上|减去|的[一二三四五六七八九十]倍)$"
 )
 # … or one of these after it.
 _CHANGED_AFTER = re.compile(
@@ -287,7 +293,7 @@ _CHANGED_AFTER = re.compile(
     r"|(?:[a-z]+ )?(?:more|less|fewer|greater|larger|smaller|higher|lower|older|younger) than #"
     r"|(?:squared|cubed|factorial|mod|modulo|pi|sqrt|with (?:a )?remainder|remainder|minus|plus|negative)\b"
     r"|(?:st|nd|rd|th) of\b|to the (?:power|\w+th|second|third)\b|half$|less$|[xyznk]\b(?! [a-z])"
-    r"|[\u4e00-\u9fff]{0,3}?(?:的?(?:一半|平方|立方|[一二三四五六七八九十]分之|几分之|开方|阶乘|[一二三四五六七八九十两]倍)|分之|以上|以下|次方)"
+    r"|[\u4e00-\u9fff]{0,3}?(?:的?(?:一半|平方(?!分?千?厘?毫?米|公里)|立方(?!分?千?厘?毫?米)|[一二三四五六七八九十]分之|几分之|开方|阶乘|[一二三四五六七八九十两]倍)|分之|以上|以下|次方)"
     r"|[\u4e00-\u9fff]{1,3} ?#|(?:或|到|至|和|加|减|乘|除|比)"
 )
 # What governs a number: it is said of something else, where there is another one.
@@ -297,11 +303,37 @@ _GOVERNED = re.compile(
 )
 # Words at which an answer ends and its explanation begins, or, at the beginning of a clause, a condition stands.
 _EXPLAINS = frozenset(
-    "because since as when if where which so given while but though although whereas assuming provided hence thus "
-    "therefore namely check note see not".split()
+    [
+        "because",
+        "since",
+        "as",
+        "when",
+        "if",
+        "where",
+        "which",
+        "so",
+        "given",
+        "while",
+        "but",
+        "though",
+        "although",
+        "whereas",
+        "assuming",
+        "provided",
+        "hence",
+        "thus",
+        "therefore",
+        "namely",
+        "check",
+        "note",
+        "see",
+        "not",
+    ]
 )
-_CONDITIONS = frozenset("for when if with at given let where suppose assume using from".split())
-_CURRENCIES = frozenset("usd eur gbp rmb cny inr us rs rm hk aud cad nt sgd".split())
+_CONDITIONS = frozenset(
+    ["for", "when", "if", "with", "at", "given", "let", "where", "suppose", "assume", "using", "from"]
+)
+_CURRENCIES = frozenset(["usd", "eur", "gbp", "rmb", "cny", "inr", "us", "rs", "rm", "hk", "aud", "cad", "nt", "sgd"])
 _UNITS = frozenset("mgslhLJNWVKCFT")  # letters at the digits that are a unit
 
 
@@ -325,7 +357,9 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
     """
     found = tokens(text)
     numbers = _numbers(found)
-    clauses = [clause for clause in _clauses(found, numbers) if _within(numbers, clause.sides[0][0], clause.sides[-1][1])]
+    clauses = [
+        clause for clause in _clauses(found, numbers) if _within(numbers, clause.sides[0][0], clause.sides[-1][1])
+    ]
     if not last and len(clauses) > 1:
         clauses = [c for c in clauses if _word(found, c.sides[0][0]) not in _CONDITIONS] or clauses
     for place, clause in reversed(list(enumerate(clauses))) if last else enumerate(clauses):
@@ -479,7 +513,9 @@ def _is_part(found: Sequence[Token], numbers: Sequence[Number], number: Number, 
         return True
     if _is(found, before, "digits") or (_is(found, before, "stop") and tight and found[before].text in ".:" and before):
         return True
-    if _is(found, before, "stop") and _is(found, after, "close") or _is(found, before, "open") and _is(found, after, "stop"):
+    if (_is(found, before, "stop") and _is(found, after, "close")) or (
+        _is(found, before, "open") and _is(found, after, "stop")
+    ):
         return True
     if _is(found, after, "operator") or _is(found, after, "relation") or _is(found, after, "command"):
         a_rate = found[after].text == "/" and _is(found, after + 1, "word")
@@ -489,13 +525,20 @@ def _is_part(found: Sequence[Token], numbers: Sequence[Number], number: Number, 
         following += 1
     if following > after and any(_is(found, following, kind) for kind in ("digits", "open", "command")):
         return True
-    if _is(found, before, "arrow") and _within(numbers, start, before) or _is(found, after, "arrow"):
+    if (_is(found, before, "arrow") and _within(numbers, start, before)) or _is(found, after, "arrow"):
         return True
     if _is(found, after, "raised"):
         return True
-    if _is(found, after, "digits") and not (_is(found, after + 1, "minus") and not _spaced(found, after + 1)):  # 18 12-ounce cans
+    if _is(found, after, "digits") and not (
+        _is(found, after + 1, "minus") and not _spaced(found, after + 1)
+    ):  # 18 12-ounce cans
         return True
-    if _is(found, after, "stop") and not found[after].spaced and _is(found, after + 1, "digits") and not _spaced(found, after + 1):
+    if (
+        _is(found, after, "stop")
+        and not found[after].spaced
+        and _is(found, after + 1, "digits")
+        and not _spaced(found, after + 1)
+    ):
         return True
     if _is(found, after, "stop") and found[after].text == "…" and _is(found, after + 2, "digits"):
         return True
@@ -536,12 +579,35 @@ def _goes_on(
     if named and following.opener in (",", ";", "，", "；"):
         name = _written(found, numbers, *following.sides[0]).removeprefix("and ").removeprefix("or ")
         value = _of_clause(found, numbers, following)
-        return len(following.sides) > 1 and len(name.split()) == 1 and value is not None and not same_number(value, number)
+        return (
+            len(following.sides) > 1 and len(name.split()) == 1 and value is not None and not same_number(value, number)
+        )
     return False
 
 
 _CHINESE_LEADS = re.compile(r"(?:答案?|是|为|共|约|负|等于|有|得)$")
-_LEADS = frozenset("about approximately exactly only roughly around just total a of is the equals negative minus x y n".split())
+_LEADS = frozenset(
+    [
+        "about",
+        "approximately",
+        "exactly",
+        "only",
+        "roughly",
+        "around",
+        "just",
+        "total",
+        "a",
+        "of",
+        "is",
+        "the",
+        "equals",
+        "negative",
+        "minus",
+        "x",
+        "y",
+        "n",
+    ]
+)
 
 
 def is_bare_number(text: str) -> bool:
@@ -559,6 +625,12 @@ def is_bare_number(text: str) -> bool:
     return read_number(text) is not None
 
 
+def numbers_in(text: str) -> list[str]:
+    """All numbers of a plain text, as they are written."""
+    found = tokens(text)
+    return [text[found[number.first].start : found[number.last].end] for number in _numbers(found)]
+
+
 def number_of(text: str) -> Number | None:
     """The number that a text is; None if it is none, or says more."""
     if len(text) > 2 * MAX_DIGITS:
@@ -574,6 +646,12 @@ def numbers_equal(answer: str, gold: str) -> bool:
     """Whether both texts are numbers, and the same."""
     numbers = number_of(answer), number_of(gold)
     return bool(numbers[0] and numbers[1] and same_number(numbers[0], numbers[1]))
+
+
+def equals_number(value: Fraction, gold: str) -> bool:
+    """Whether a computed value is the number of a text."""
+    number = number_of(gold)
+    return number is not None and same_number(Number((value,), None, 0, 0), number)
 
 
 def readings(text: str) -> tuple[Fraction, ...]:

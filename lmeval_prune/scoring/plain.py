@@ -8,8 +8,24 @@ import unicodedata
 MAX_RESPONSE = 50_000  # characters at the end of a response that are read
 
 _CHARACTERS = {0xFF01 + i: 0x21 + i for i in range(94) if i not in (13,)}  # full width; not the full stop
-_CHARACTERS |= dict.fromkeys((0x85, 0x0B, 0x0C, 0x2028, 0x2029), "\n") | {0x3000: " ", 0xFE63: "-", 0x2212: "-", 0x2011: "-", 0x2010: "-"}
-_CHARACTERS |= dict.fromkeys((*range(0x00, 0x09), *range(0x0E, 0x20), 0x7F, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF))
+_CHARACTERS |= dict.fromkeys((0x85, 0x0B, 0x0C, 0x2028, 0x2029), "\n") | {
+    0x3000: " ",
+    0xFE63: "-",
+    0x2212: "-",
+    0x2011: "-",
+    0x2010: "-",
+}
+_CHARACTERS |= dict.fromkeys(
+    (
+        *range(0x00, 0x09),
+        *range(0x0E, 0x20),
+        0x7F,
+        *range(0x200B, 0x2010),
+        *range(0x202A, 0x202F),
+        *range(0x2060, 0x206A),
+        0xFEFF,
+    )
+)
 _CHARACTERS |= {0x201C: '"', 0x201D: '"', 0x2018: "'", 0x2044: "/", 0x2215: "/", 0xFFE5: "¥", 0x09: " "}
 _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
 _THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning|reflection)>", re.IGNORECASE)
@@ -26,8 +42,12 @@ def clean(response: str) -> str:
 
 
 _WORDS = r"text(?:bf|rm|it|sf|tt|normal|up)?|math(?:bf|rm|it|sf|tt|bb|cal|normal)?|mbox|hbox|boldsymbol|bm|pmb|underline|emph|operatorname|boxed|fbox|bar|ensuremath|small|large"
-_WRAPPER = re.compile(rf"\\(?:{_WORDS})\s*\{{([^{{}}]*)\}}|\\(?:text)?color\s*\{{[^{{}}]*\}}(?:\s*\{{([^{{}}]*)\}})?|\\[hv]space\*?\s*\{{[^{{}}]*\}}")
-_SWITCH = re.compile(r"\\(?:displaystyle|textstyle|scriptstyle|normalsize|small|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt|bfseries|boldmath|left|right|[bB]igg?[lrm]?|limits|nolimits|phantom|tag|label|notag|nonumber)(?![A-Za-z])[.]?(?<!\\left\.)")
+_WRAPPER = re.compile(
+    rf"\\(?:{_WORDS})\s*\{{([^{{}}]*)\}}|\\(?:text)?color\s*\{{[^{{}}]*\}}(?:\s*\{{([^{{}}]*)\}})?|\\[hv]space\*?\s*\{{[^{{}}]*\}}"
+)
+_SWITCH = re.compile(
+    r"\\(?:displaystyle|textstyle|scriptstyle|normalsize|small|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt|bfseries|boldmath|left|right|[bB]igg?[lrm]?|limits|nolimits|phantom|tag|label|notag|nonumber)(?![A-Za-z])[.]?(?<!\\left\.)"
+)
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-\d.,\s]+?)\s*\}|(\d))\s*(?:\{\s*([\d.,\s]+?)\s*\}|(\d))")
 _SYMBOLS = {
     r"\\(?:times|ast)(?![A-Za-z])": "×", r"\\cdot(?![A-Za-z])": "·", r"\\div(?![A-Za-z])": "÷", r"\\pm(?![A-Za-z])": "±",

@@ -1,24 +1,48 @@
-"""What a statement says, by what kind of answer is asked."""
+r"""What a statement says, by what kind of answer is asked: one number, mathematics, an expression, or text."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from lmeval_prune.scoring.expressions import evaluate
-from lmeval_prune.scoring.numbers import is_bare_number, number_of, read_number
+from lmeval_prune.scoring.mathematics import Form, form_of
+from lmeval_prune.scoring.numbers import is_bare_number, number_of, numbers_in, read_number
 from lmeval_prune.scoring.plain import plain
-from lmeval_prune.scoring.statements import DENIED, MAX_PHRASE, Extraction, extract, sentences
+from lmeval_prune.scoring.statements import DENIED, MAX_END, MAX_PHRASE, Reader, sentences
 
+# By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
 _FORMULA = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
     r"|\\begin\{(?:align|equation|gather)\*?\}((?:[^\\]|\\(?!end\{(?:align|equation|gather))[\s\S])+)\\end\{"
 )
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")
+_JOINT = re.compile(r"\s*(?:,|and|or|, and|, or)\s*")
+_CONDITION = re.compile(r"\b(?:for|where|since|because|when|if|with|let|of)\b[\w\s]{0,20}$", re.IGNORECASE)
+_REASON = re.compile(
+    r"[,;，；]?\s(?:because|since|which|where|as|so|i\.e\.|given|after|but|not)\b|[,;，；]?(?:因为|所以)", re.IGNORECASE
+)
+_ROWS = re.compile(r"\\(?:begin|end)\{(?:align|aligned|equation|gather|gathered|split)\*?\}|&")
+_INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
+_SAYING = re.compile(
+    r"^(?:[\w\s]|\\text\s*\{[^{}]*)*?\b(?:answer|value|result|solution)s?(?: \w+){0,3}? (?:is|are|:)\s*\}?\s*",
+    re.IGNORECASE,
+)
+_PROSE = re.compile(
+    r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|lcm|gcd|max|min|infty|frac)\b)[A-Za-z]{2,}|[\u4e00-\u9fff]"
+)
+_UNITS = re.compile(r"(?<=[\d})\]])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}){1,3}$")
+_MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]]|^\W*\w\W*$")
+_TIME = re.compile(r"\d+(?::\d+)+(?:\s?[ap]\.?\s?m\.?)?", re.IGNORECASE)  # or a ratio
+_YES_OR_NO = re.compile(r"(?:(?:so|thus|hence|therefore)\b,?\s+)?(yes|no)\b", re.IGNORECASE)
+MAX_WORDS = 4  # of a bare answer in words
 
 
 def _flat(text: str) -> str:
     return " ".join(text.split())
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 @dataclass(frozen=True)
@@ -26,17 +50,17 @@ class NumberReader:
     """Reads one number.
 
     Attributes:
-        strict: a letter at the digits is a variable, never a unit.
+        algebra: a letter at the digits is a variable and `!` a factorial; else it is a unit, and excitement.
     """
 
-    strict: bool = False
+    algebra: bool = False
 
     def read(self, content: str, how: str) -> str | None:
         """The number; of what is no number alone, the whole text; None where nothing is said of a number."""
         text = plain(content[:MAX_PHRASE]).strip()
         text = _flat(text) if how == "boxed" else text
-        if found := read_number(text):
-            return found[0]
+        if found := self._number(text):
+            return found
         return text if text and (how == "boxed" or re.search(r"\d", text)) else None
 
     def is_bare(self, content: str) -> bool:
@@ -49,11 +73,174 @@ class NumberReader:
             if DENIED.search(sentence):
                 return None
             if re.search(r"\d", sentence):
-                found = read_number(_BULLET.sub("", plain(sentence)), last=True)
-                return found[0] if found else None
+                return self._number(_BULLET.sub("", plain(sentence)), last=True)
+        return None
+
+    def _number(self, text: str, last: bool = False) -> str | None:
+        found = read_number(text, last)
+        if found is None or (
+            self.algebra and re.search(re.escape(found[0]) + r"(?:[A-Za-z](?![A-Za-z])|\s?!\s*$)", text)
+        ):
+            return None
+        return found[0]
+
+
+@dataclass(frozen=True)
+class FormulaReader:
+    """Reads a formula, or several that are joined; of a sentence without one, its words.
+
+    Attributes:
+        words: the answer is words, so formulas count only where the statement begins with one.
+    """
+
+    words: bool = False
+
+    def read(self, content: str, how: str) -> str | None:
+        """The formula; None of a remark that holds none."""
+        if how == "boxed":
+            return _SAYING.sub("", _flat(content)) or None
+        content = content.replace("**", "").replace("`", " ").strip()
+        spans = [span for span in _FORMULA.finditer(content) if not self.words or span.start() == 0]
+        if spans:
+            end = spans[0].end()
+            for span in spans[1:]:
+                if not _JOINT.fullmatch(content[end : span.start()]):
+                    break
+                end = span.end()
+            return _result(_FORMULA.sub(_content, content[spans[0].start() : end]))
+        said = _SAYING.sub("", _REASON.split(content, maxsplit=1)[0]).strip(" $*_").rstrip(" .$!。")
+        if self.words or not _MATHEMATICAL.search(said):
+            return said if self.words or len(_PROSE.findall(said)) <= MAX_WORDS else None
+        return _UNITS.sub("", said)
+
+    def is_bare(self, content: str) -> bool:
+        """Whether it is a formula, or a few words."""
+        if _FORMULA.search(content):
+            return not _PROSE.search(_FORMULA.sub("", _REASON.split(content, maxsplit=1)[0]).replace("and", ""))
+        return len(_PROSE.findall(content)) <= MAX_WORDS
+
+    def read_end(self, text: str) -> str | None:
+        """The whole response if it is nothing else; the last sentence's last formula that is no condition; words of a line alone."""
+        lines = _lines(text)
+        if len(lines) == 1 and self.is_bare(lines[0]):
+            return self.read(lines[0], "end")
+        if self.words:
+            return (
+                self.read(lines[-1], "end")
+                if lines and self.is_bare(lines[-1]) and not DENIED.search(lines[-1])
+                else None
+            )
+        tail = text[-MAX_END:]
+        spans = [span for span in _FORMULA.finditer(tail) if not re.fullmatch(r"\s*\\?[A-Za-z]+\s*", _content(span))]
+        meant = [
+            span for span in spans if not _CONDITION.search(tail[max(0, span.start() - 40) : span.start()])
+        ] or spans
+        if (
+            meant
+            and not re.search(r"\d", _FORMULA.sub("", tail[meant[-1].end() :]))
+            and not DENIED.search(tail[meant[-1].end() :])
+        ):
+            return _result(_content(meant[-1]))
+        if lines and not DENIED.search(lines[-1]) and _MATHEMATICAL.search(lines[-1]) and not _PROSE.search(lines[-1]):
+            return self.read(lines[-1], "end")
         return None
 
 
-def number(response: str) -> Extraction:
-    """The final answer that is one number."""
-    return extract(response, NumberReader())
+def _content(span: re.Match[str]) -> str:
+    return str(next(group for group in span.groups() if group is not None))
+
+
+def _result(formula: str) -> str:
+    r"""What a formula ends with: of `a &= b \\ &= c` the c; else all of it."""
+    if _ROWS.search(formula):
+        kept = _INNER.sub(lambda found: found.group().replace("\\\\", "\0").replace("&", "\1"), formula)
+        rows = [row for row in _ROWS.sub(" ", kept).split("\\\\") if row.strip()]
+        formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
+        formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
+    return _flat(formula).strip().rstrip(" .,")
+
+
+@dataclass(frozen=True)
+class MathematicsReader:
+    """Reads a MATH answer: prose, where the gold one is a number, as the number reader does.
+
+    Attributes:
+        gold: the gold answer.
+    """
+
+    gold: str
+
+    @property
+    def _readers(self) -> list[Reader]:
+        if number_of(self.gold):
+            return [NumberReader(algebra=True), FormulaReader()]
+        form = form_of(self.gold)
+        return [FormulaReader(words=isinstance(form, Form) and form.kind == "words")]
+
+    def read(self, content: str, how: str) -> str | None:
+        """The number or, of what is no number alone, the formula."""
+        *number, formula = self._readers
+        if number and (how != "boxed" or not re.search(r"\d\s*!\s*$", content)):
+            text = number[0].read(content, how)
+            if text is None or number_of(text):
+                return text
+        return formula.read(content, how)
+
+    def is_bare(self, content: str) -> bool:
+        """Whether it is nothing but an answer."""
+        return any(reader.is_bare(content) for reader in self._readers)
+
+    def read_end(self, text: str) -> str | None:
+        """As the first of number and formula that finds one."""
+        return next((found for reader in self._readers if (found := reader.read_end(text))), None)
+
+
+class ExpressionReader(FormulaReader):
+    """Reads an expression to be evaluated; unmarked, the last line that has a digit."""
+
+    def read_end(self, text: str) -> str | None:
+        """That line."""
+        return next((line for line in reversed(_lines(text)) if re.search(r"\d", line)), None)
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reads yes or no, a time or ratio, several numbers (`3; 4`), or words; unmarked, from the last line.
+
+    Attributes:
+        gold: the gold answer, which says which of them.
+    """
+
+    gold: str
+
+    def read(self, content: str, how: str) -> str | None:
+        """That part of the statement; the whole of it, if it has none."""
+        text = _flat(plain(content)).strip(" *_").rstrip(" .。!")
+        return self._part(text) or _REASON.split(text, maxsplit=1)[0] or None
+
+    def is_bare(self, content: str) -> bool:
+        """Whether it is a few words."""
+        return bool(self._part(content)) or len(_PROSE.findall(content)) <= MAX_WORDS
+
+    def read_end(self, text: str) -> str | None:
+        """The last line; of times and ratios its last one, of yes and no its first word."""
+        lines = _lines(text)
+        last = _flat(plain(lines[-1][-MAX_PHRASE:])).strip(" *_") if lines else ""
+        return self._part(last) or last or None
+
+    def _part(self, text: str) -> str | None:
+        gold = self.gold.strip()
+        if gold.lower() in ("yes", "no"):
+            found = _YES_OR_NO.match(text)
+            return found[1].lower() if found else None
+        if _TIME.fullmatch(gold):
+            return next(iter(_TIME.findall(text)[::-1]), None)
+        asked = [number_of(part) for part in gold.split(";")]
+        if len(asked) > 1 and all(asked) and len(found := numbers_in(text)) == len(asked) and " or " not in text:
+            return "; ".join(found)
+        return None
+
+
+def text_reader(gold: str) -> Reader:
+    """The reader of an answer that may be one number, or text."""
+    return NumberReader() if number_of(gold) else TextReader(gold)

@@ -72,7 +72,9 @@ _MARK = re.compile(
 )
 _BRACE = re.compile(r"(?<!\\)[{}]|\\[{}]")
 _AROUND = " \t*_:：#>=\"'"
-_SENTENCE = re.compile(r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)[.!?](?=\s+[^a-z\s]|[\s*_\"')]*$)|[。！？]|\n")
+_SENTENCE = re.compile(
+    r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)[.!?](?=\s+[^a-z\s]|[\s*_\"')]*$)|[。！？]|\n"
+)
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\])")
 _PLACEHOLDER = re.compile(
     r"[\s.…?_*$-]*|(?:the |your |my |final |correct |numeric(?:al)? |exact |insert |some |a |an )*(?:answer|result|value|number|solution|expression|ans|integer|choice|option|letter)s?"
@@ -92,7 +94,10 @@ _TAKEN_BACK = re.compile(
     r"|等等|等一下|不对|错了|有误|更正|纠正|修正|抱歉|应该是|应为|其实是",
     re.IGNORECASE,
 )
-_CONFIRMED = re.compile(r"\b(?:yes|correct|confirmed|confirms|indeed|checks out|matches|that works|is right|consistent|verified|as expected|so the answer stands|still)\b|没错|正确", re.IGNORECASE)
+_CONFIRMED = re.compile(
+    r"\b(?:yes|correct|confirmed|confirms|indeed|checks out|matches|that works|is right|consistent|verified|as expected|so the answer stands|still)\b|没错|正确",
+    re.IGNORECASE,
+)
 DENIED = re.compile(
     r"\?\s*$|\b(?:not sure|unsure|don't know|do not know|cannot|can't|unable|unclear|unknown|impossible to|not enough|insufficient|undetermined|no idea|give up|wrong|incorrect|mistake|isn't|is not|not the answer|no\b[.!]?$|never)\b|不是|不知道|无法|不确定",
     re.IGNORECASE,

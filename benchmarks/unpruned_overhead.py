@@ -2,7 +2,7 @@
 
     python benchmarks/unpruned_overhead.py [--rounds 5] [--threads 1]
 
-Variants: `hf`; `pruned-hf` without heads; with heads as hooks; with heads folded into the weights.
+Variants: `hf`; `pruned-hf` without heads; with heads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def main() -> None:
         "hf": HFLM(folder, **shared),
         "pruned-hf": PrunedHFLM(folder, **shared),
         "pruned-hf hook": PrunedHFLM(folder, heads=HEADS, **shared),
-        "pruned-hf weights": PrunedHFLM(folder, heads=HEADS, mask_method="weights", **shared),
     }
     settings = {"until": [], "max_gen_toks": 48, "do_sample": False, "min_new_tokens": 48}
 
@@ -66,11 +65,7 @@ def main() -> None:
 
     answers = {name: run(model)[:2] for name, model in models.items()}  # warm-up and check in one
     assert answers["hf"] == answers["pruned-hf"], "unpruned pruned-hf must give hf's answers to the bit"
-    same = sum(a == b for a, b in zip(answers["pruned-hf hook"][0], answers["pruned-hf weights"][0], strict=True))
-    worst = max(
-        abs(a[0] - b[0]) for a, b in zip(answers["pruned-hf hook"][1], answers["pruned-hf weights"][1], strict=True)
-    )
-    assert worst < 1e-3 and answers["pruned-hf hook"] != answers["hf"]
+    assert answers["pruned-hf hook"] != answers["hf"]
 
     times: dict[str, dict[str, list[float]]] = {name: {"generate_until": [], "loglikelihood": []} for name in models}
     for number in range(options.rounds):
@@ -105,11 +100,7 @@ def main() -> None:
             **about,
             "model": "SmolLM2-135M-Instruct, float32",
             "work": "24 generations of 48 tokens and 96 likelihoods, batch size 8; ratios are medians over rounds",
-            "checks": {
-                "hf_equals_unpruned_to_the_bit": True,
-                "hook_and_weights_same_texts": f"{same} of {len(words)}",
-                "hook_and_weights_largest_loglikelihood_difference": worst,
-            },
+            "checks": {"hf_equals_unpruned_to_the_bit": True},
             "results": table,
         },
     )

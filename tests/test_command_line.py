@@ -251,7 +251,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     python = str(folder / "env" / "bin" / "python")
     (site,) = (folder / "env" / "lib").glob("python3*/site-packages")
     (site / "zz_others.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True, capture_output=True)
+    install = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--ignore-installed",
+        str(wheel),
+    ]  # zz_others may hold us
+    subprocess.run(install, check=True, capture_output=True)
     return python, wheel
 
 

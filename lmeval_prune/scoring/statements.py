@@ -9,7 +9,6 @@ number follows it. If no statement counts, the end of the response does: its las
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -60,46 +59,70 @@ class Statement:
 
 
 _MARK = re.compile(
-    r"(?P<box>\\(?:boxed|fbox)\s*(?:\{|(?=\S)))"
+    r"(?P<box>\\?\b(?:boxed|framebox|fbox)\s*\{|\\(?:boxed|fbox)\s*(?=[^{\s]))"
     r"|(?P<hashes>^[ \t>*-]{0,4}#{4,6}(?=[ \t]|\S)|#{4})"
     r"|<(?P<tag>final_answer|finalanswer|answer|ans|result)>|\[(?P<bracket>answer|ans)\]"
-    r"|(?P<phrase>\b(?:answers?|ans)\b(?P<between>[^.\n\d=:：？?;]{0,60}?)"
+    r"|\b(?P<call>finish\[[^\[\]\n]{1,100}\]|print\([^()\n]{1,100}\)$)"
+    r"|(?P<phrase>[\"'](?:\w{1,20}[ _])?(?:answer|result|solution|value|output|答案)[\"']\s*:"
+    r"|\b(?:answers?|ans)\b(?P<between>[^.\n\d=:：？?;]{0,60}?)"
     r"(?:(?P<is>\b(?:is|are|equals|was|would be|should be|must be|will be|comes to|comes out to|turns out to be|becomes|works out to)\b"
-    r"(?:\s+(?:therefore|thus|hence|then|simply|indeed|clearly|just|equal to|still|actually|definitely|exactly))*\s*[:：]?)|[\"'”)*_\]]{0,4}\s?[:：=→]+|[\"'*_ ]{0,4}\s(?:[-–—]>?|=>)(?=\s))"
+    r"(?:\s+(?:therefore|thus|hence|then|simply|indeed|clearly|just|equal to|still|actually|definitely|exactly))*\s*[:：]?)"
+    r"|[\"'”)*_\]]{0,4}\s?[:：=→]+|[\"'*_ ]{0,4}\s(?:[-–—]>?|=>)(?=\s))"
     r"|\bfinal answer\b[*_ \t]{0,4}(?=\n)"
-    r"|(?:最终|正确|最后|所以)?的?(?:答案|结果)[*_ \t]{0,4}(?:(?:应该|应当|应|就|即|则)?(?P<shi>[是为])(?!不)|等于|[:：=])|答\s?[:：]|(?<=[\n。，,])答(?=[^案题对错应]))",
+    r"|(?:最终|正确|最后|所以)?的?(?:答案|结果)(?:[(（][^()（）\n]{0,12}[)）])?[*_ \t]{0,4}"
+    r"(?:(?:应该|应当|应|就|即|则)?(?P<shi>[是为])(?!不)|等于|[】\]]?[*_ \t]{0,4}[:：=]|[】\]])"
+    r"|答\s?[:：]|(?<=[\n。，,])答(?=[^案题对错应]))",
     re.IGNORECASE | re.MULTILINE,
 )
-_BRACE = re.compile(r"(?<!\\)[{}]|\\[{}]")
-_AROUND = " \t*_:：#>=\"'"
+_BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
+_AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=\s+[^\s\d])|[-–—•]\s+)*")
 _SENTENCE = re.compile(
-    r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)[.!?](?=\s+[^a-z\s]|[\s*_\"')]*$)|[。！？]|\n"
+    r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)[.!?](?=\s+[^a-z\s]|[\s*_\"')]*$)|(?<=[吗呢])\?|[。！？]|\n"
 )
-_DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\])")
+_DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 _PLACEHOLDER = re.compile(
-    r"[\s.…?_*$-]*|(?:the |your |my |final |correct |numeric(?:al)? |exact |insert |some |a |an )*(?:answer|result|value|number|solution|expression|ans|integer|choice|option|letter)s?"
-    r"(?: here| goes here)?|x{3,}|n/?a|tbd|todo|\[.*\]|<.*>|\.\.\.",
+    r"[\s.…?_*$-]*|(?:the |your |my |final |correct |numeric(?:al)? |exact |insert |some |a |an )*(?:answer|result|value|number"
+    r"|solution|expression|ans|integer|choice|option|letter)s?(?: here| goes here)?|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>"
+    r"|.*\\?boxed\s*\{\s*\}.*",
     re.IGNORECASE,
 )
+_WRONG = r"(?:wrong|incorrect|not right|not correct|false|invalid|impossible|off|too (?:big|small|large|high|low))"
 _ASSUMED = re.compile(
-    r"\b(?:(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend|say|let's say|had|were|thought|guess(?:ed)?|hoped|not that|instead of)"
-    r"|(?:[Ss]ome|[Ss]omeone|people|they|students?|one|many|others?|he|she|who|you|classmate|friend|[A-Z][a-z]+) (?:might |may |could |would |will |often )?(?:say|says|said|think|thinks|claim|claims|claimed|believe|believes|argue|argues|guess|guesses|guessed|answer|answers|answered|thought|got|get|gets)"
-    r"|(?i:wrong|incorrect|naive|tempting|initial|first|previous|earlier|old|original|common|mistaken|false|other|textbook|book's|book|given|his|her|their|your|student's|claimed|stated|suggested|approximate|preliminary|tentative)\s*(?:final\s*)?)\s*(?:that\s+|the\s+)*$"
-    r"|\b(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend)\b[^,;.\n]*$|(?:如果|假设|假如|若|是否)[^，。；\n]*$",
+    r"\b(?:(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend|say|let's say|had|were|thought|guess(?:ed)?"
+    r"|hoped|not that|instead of)"
+    r"|(?:[Ss]ome|[Ss]omeone|people|they|students?|one|many|others?|he|she|who|you|classmate|friend|[A-Z][a-z]+)"
+    r" (?:might |may |could |would |will |often )?(?:say|says|said|think|thinks|claim|claims|claimed|believe|believes|argue|argues"
+    r"|guess|guesses|guessed|answer|answers|answered|thought|got|get|gets)"
+    r"|(?i:wrong|incorrect|naive|tempting|initial|first|previous|earlier|old|original|common|mistaken|false|other|textbook|book's"
+    r"|book|given|his|her|their|your|student's|claimed|stated|suggested|approximate|preliminary|tentative)\s*(?:final\s*)?)"
+    r"\s*(?:that\s+|the\s+)*$"
+    r"|\b(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend)\b[^,;.\n]*$|^\s*Had\b"
+    r"|(?:如果|假设|假如|若|是否|有人|以为)[^，。；\n]*$",
 )
 _TAKEN_BACK = re.compile(
-    r"\b(?:wait|hold on|hmm|scratch that|correction|oops|whoops|sorry|apolog(?:y|ies|ize)|my mistake|my bad|mistake|mistaken|miscalculat\w+|misread|i was wrong|on second thought|let me (?:fix|correct|redo|try again|reconsider|recompute|recalculate|rethink)"
-    r"|(?:that|this|it|which|answer|[\d.]+)(?:'s| is| was| isn't| is not| can't be| cannot be| seems| must be| looks| doesn't| does not)(?: (?:clearly|obviously|also|actually|not|be))* (?:wrong|incorrect|not right|not correct|right[:;,] no|false|invalid|impossible|off|too (?:big|small|large|high|low)|make sense|work|right|correct)(?<! is right)(?<! is correct)(?<!'s right)(?<!'s correct)(?<!was right)(?<!was correct)"
-    r"|is (?:wrong|incorrect|not right|not correct)|no,|nope|not quite|not correct|not right|not \d|incorrect|rather|i mean|make that|actually,? (?:no|it|that|the|we|i|let)|actually\b(?=[^.\n]{0,20}\d)|should (?:actually |really |instead )?(?:be|have been)|revis\w+|updat\w+|corrected|instead)\b"
-    r"|等等|等一下|不对|错了|有误|更正|纠正|修正|抱歉|应该是|应为|其实是",
+    r"\b(?:wait|hold on|hmm|(?:scratch|strike) that|correction|update|oops|whoops|sorry|apolog(?:y|ies|ize)|my mistake|my bad|mistake"
+    r"|mistaken|miscalculat\w+|misread|i was wrong|on second thought|let me (?:fix|correct|redo|try again|recheck|reconsider|recompute"
+    r"|recalculate|rethink)"
+    r"|(?:that|this|it|which|answer|[\d.]+)(?:'s| is| was| can't be| cannot be| seems| must be| looks)"
+    rf"(?: (?:clearly|obviously|also|actually|just))* {_WRONG}"
+    r"|(?:that|this|it|which|answer|[\d.]+) (?:isn't|is not|doesn't|does not) (?:right|correct|make sense|work|possible)"
+    r"|no(?=[,.;:!])|nope|not quite|not correct|not right|incorrect|rather(?! than)|i mean|make that"
+    r"|actually,? (?:no|it|that|the|we|i|let)|actually(?=[^.\n]{0,20}\d)|should (?:actually |really |instead )?(?:be|have been)"
+    r"|revis\w+|updat\w+|corrected)(?!\w)"
+    r"|等等|等一下|不对|错了|有误|更正|纠正|修正|抱歉|应该是|应为|其实是|不(?=[，,])",
     re.IGNORECASE,
 )
 _CONFIRMED = re.compile(
-    r"\b(?:yes|correct|confirmed|confirms|indeed|checks out|matches|that works|is right|consistent|verified|as expected|so the answer stands|still)\b|没错|正确",
+    r"(?<!not )(?<!n't )\b(?:yes|correct|confirmed|confirms|indeed|checks out|matches|that works|(?<!\d )is right|consistent|verified"
+    r"|as expected|so the answer stands)\b|没错|正确",
     re.IGNORECASE,
 )
+_NOT_BUT = re.compile(r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE)
+CONSENT = re.compile(r",?\s*(?:right|correct|ok(?:ay)?|yes)\s*[?？][\s\"')*]*$", re.IGNORECASE)
 DENIED = re.compile(
-    r"\?\s*$|\b(?:not sure|unsure|don't know|do not know|cannot|can't|unable|unclear|unknown|impossible to|not enough|insufficient|undetermined|no idea|give up|wrong|incorrect|mistake|isn't|is not|not the answer|no\b[.!]?$|never)\b|不是|不知道|无法|不确定",
+    r"\?\s*$|\b(?:not sure|unsure|don't know|do not know|cannot|can't|unable|unclear|unknown|impossible to|not enough|insufficient"
+    r"|undetermined|no idea|give up|wrong|incorrect|mistake|isn't|is not|not the answer|no\b[.!]?$|never|might|maybe|perhaps|could be"
+    r"|contradiction|fails|does not say|no answer|not able to)\b|不是|不知道|无法|不确定|矛盾|可能",
     re.IGNORECASE,
 )
 
@@ -111,27 +134,24 @@ def statements(text: str) -> list[Statement]:
     for mark in _MARK.finditer(text):
         if found and mark.start() < found[-1].end and found[-1].how == "boxed":
             continue  # in a box
-        kind = mark.lastgroup if mark["phrase"] is None else "phrase"
         if mark["box"]:
             if mark["box"].endswith("{"):
                 end = pairs.get(mark.end() - 1)
-                if end is None:
-                    continue
-                found.append(Statement("boxed", mark.start(), end + 1, text[mark.end() : end]))
-            else:
-                word = re.match(r"\s*(\$?-?[\w.,/]+)", text[mark.end() : mark.end() + 40])
-                if word:
-                    found.append(Statement("boxed", mark.start(), mark.end() + word.end(), word[1]))
+                if end is not None:
+                    found.append(Statement("boxed", mark.start(), end + 1, text[mark.end() : end]))
+            elif word := re.match(r"\$?-?[\w.,/]+", text[mark.end() : mark.end() + 40]):
+                found.append(Statement("boxed", mark.start(), mark.end() + word.end(), word[0]))
         elif name := mark["tag"] or mark["bracket"]:
             closing = f"</{name}>" if mark["tag"] else f"[/{name}]"
             end = text.lower().find(closing.lower(), mark.end(), mark.end() + 5 * MAX_PHRASE)
-            stop = end if end >= 0 else len(text)
-            found.append(Statement("phrase", mark.start(), stop, text[mark.end() : stop][:MAX_PHRASE]))
+            stop = end if end >= 0 else mark.end() + len(text[mark.end() :].lstrip().partition("\n")[0]) + 1
+            found.append(Statement("phrase", mark.start(), stop, text[mark.end() : stop][:MAX_PHRASE].strip()))
+        elif mark["call"]:
+            found.append(Statement("phrase", mark.start(), mark.end(), re.split(r"[\[(]", mark["call"], maxsplit=1)[1][:-1]))
         else:
             how = "hashes" if mark["hashes"] is not None else "phrase"
-            start, content = _following(text, mark.end())
-            found.append(Statement(how, mark.start(), start + len(content), content, bool(mark["is"] or mark["shi"])))
-        del kind
+            end, content = _following(text, mark.end())
+            found.append(Statement(how, mark.start(), end, content, bool(mark["is"] or mark["shi"])))
     return found
 
 
@@ -148,13 +168,21 @@ def _pairs(text: str) -> dict[int, int]:
 
 
 def _following(text: str, place: int) -> tuple[int, str]:
-    """What stands after a mark: a displayed formula, else the rest of the line, or the next line that is not empty."""
+    """What stands after a mark, and its end: a displayed formula, else the rest of the line, or the next line that is not empty."""
     window = text[place : place + MAX_PHRASE]
-    body = window.lstrip(_AROUND + "\n")
-    start = place + len(window) - len(body)
-    if display := _DISPLAY.match(body):
-        return start, body[: display.end()]
-    return start, body.partition("\n")[0]
+    around = _AROUND.match(window)
+    start = around.end() if around else 0
+    body = window[start:]
+    display = _DISPLAY.match(body)
+    content = body[: display.end()] if display else body.partition("\n")[0]
+    end = place + start + len(content)
+    before = window[:start].rstrip()
+    if before.endswith(('"', "'")):  # quoted, or JSON
+        quoted = content.partition(before[-1])
+        content = quoted[0] if quoted[1] and not quoted[2].strip(" .,;!?}])`") else content
+    elif text[max(0, place - 2) : place].strip(": ") in ('"', "'"):
+        content = re.split(r"\s*[,}](?!\d)", content, maxsplit=1)[0]
+    return end, content
 
 
 def extract(response: str, reader: Reader) -> Extraction:
@@ -162,38 +190,46 @@ def extract(response: str, reader: Reader) -> Extraction:
     text = clean(response)
     found = statements(text)[-MAX_STATEMENTS:]
     for place in range(len(found) - 1, -1, -1):
+        is_last = place + 1 == len(found)
         statement = found[place]
-        following = text[statement.end : found[place + 1].start if place + 1 < len(found) else len(text)]
-        before = text[max(0, statement.start - 120) : statement.start]
-        clause = re.split(r"[.!?。！？\n]", before)[-1]
-        if _ASSUMED.search(clause) or _asks(statement, text):
+        clause = re.split(r"[.!?。！？\n]", text[max(0, statement.start - 120) : statement.start])[-1]
+        if _ASSUMED.search(clause):
             continue
-        content = statement.content
-        if statement.how != "boxed":
-            content = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
-        if _PLACEHOLDER.fullmatch(plain(content).strip(" .$")):
+        content, following = _said(statement, reader)
+        following += text[statement.end : len(text) if is_last else found[place + 1].start]
+        if _PLACEHOLDER.fullmatch(plain(content).strip(" .$")) or _PLACEHOLDER.fullmatch(content):
             continue
-        following = statement.content[len(content) :] + following if statement.how != "boxed" else following
-        answer = reader.read(content, statement.how)
+        asks = following.lstrip(" *_\"')").startswith(("?", "？"))
+        back = _TAKEN_BACK.search(following[:600])
+        if back and (asks or not _CONFIRMED.search(following[back.start() : back.start() + 300])):
+            later = reader.read_end(following[back.end() :])
+            if later is not None:
+                return Extraction(later, "end")
+            if is_last:
+                return Extraction("", "none")
+        answer = None if asks else reader.read(content, statement.how)
         if answer is None:
             continue
         begins = statement.how != "boxed" and not statement.is_sentence
         if begins and not reader.is_bare(_sentence(statement.content)) and re.search(r"\d", following):
             continue
-        back = _TAKEN_BACK.search(following[:600])
-        if back and not _CONFIRMED.search(following[back.start() : back.start() + 300]):
-            later = reader.read_end(following[back.start() :])
-            if later is not None:
-                return Extraction(later, "end")
-            if place + 1 == len(found):
-                return Extraction("", "none")
         return Extraction(answer, statement.how)
     end = reader.read_end(text)
     return Extraction(end, "end") if end else Extraction("", "none")
 
 
-def _asks(statement: Statement, text: str) -> bool:
-    return statement.how == "phrase" and statement.content.rstrip(" *_\"')").endswith("?")
+def _said(statement: Statement, reader: Reader) -> tuple[str, str]:
+    """What a statement says, up to the end of its sentence or to where it is taken back; and the rest of it."""
+    content = statement.content
+    if statement.how == "boxed":
+        return content, ""
+    content = content[_NOT_BUT.match(content).end() :] if _NOT_BUT.match(content) else content
+    content = CONSENT.sub("", content)
+    said = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
+    back = _TAKEN_BACK.search(said)
+    if back and reader.is_bare(said[: back.start()].rstrip(" ,，;—–-….")):
+        said = said[: back.start()].rstrip(" ,，;—–-….")
+    return said, content[len(said) :]
 
 
 def _sentence(content: str) -> str:
@@ -205,11 +241,12 @@ def _sentence(content: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences at the end of a text."""
+    """The sentences at the end of a text; of a row of a table, its last cell."""
     tail = text[-MAX_END:]
     found, start = [], 0
     for end in _SENTENCE.finditer(tail):
         found.append(tail[start : end.end()])
         start = end.end()
-    found = [*found, tail[start:]]
-    return [part for sentence in found for part in re.split(r"[;；]", sentence) if part.strip()]
+    parts = [part.strip() for sentence in [*found, tail[start:]] for part in re.split(r"(?<!\\)[;；]", sentence)]
+    rows = [part.strip("| \t").rpartition("|")[2] if part.startswith("|") else part for part in parts]
+    return [row for row in rows if re.search(r"\w|[¼-¾]", row)]

@@ -38,8 +38,9 @@ def _mixed(found: re.Match[str]) -> str:
 _LATEX = [
     (re.compile(r"[$;]"), " "),
     (re.compile(r"\((?:[\u4e00-\u9fff/]{1,9}|(?!pi\b)[A-Za-z]{2,}[A-Za-z ]{0,30})\)"), " "),  # units
-    (re.compile(r"^[\sA-Za-z\u4e00-\u9fff]*(?::|[为是]|\bis\b)"), ""),  # the answer is
+    (re.compile(r"^[\sA-Za-z\u4e00-\u9fff]*(?::|[为是]|\b(?:is|have|get|gives|equals|obtain)\b)"), ""),  # the answer is
     (re.compile(r"\\pi(?![A-Za-z])|π|\bpi\b"), "(3.14)"),
+    (re.compile(r"(?<![A-Za-z])n_\{?(\d+)\}?"), r"n\1"),
     (re.compile(r"\\times|\\cdot|\\ast"), "*"),
     (re.compile(r"\\div"), "/"),
     (re.compile(r"\{\s*([-+*/])\s*\}"), r"\1"),

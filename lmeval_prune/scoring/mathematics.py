@@ -19,35 +19,45 @@ MAX_LENGTH = 2000  # characters; longer answers are no answers
 MAX_PARTS = 40  # of a list or a matrix; more are compared in order only
 
 _SPACES = re.compile(
-    r"\\[,!;: ]|\\(?:quad|qquad|thinspace|medspace|hfill|displaystyle|limits|left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?|~|\s+|\$|\\[()\[\]](?!\s*$)|\u200b"
+    r"\\[,!;: ]|\\(?:thinspace|medspace|hfill|(?:display|text|script)style|limits|left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?"
+    r"|^\s*\\(?:therefore|implies|Rightarrow|because)(?![A-Za-z])|\\(?:text)?color\s*\{\w+\}|~|\s+|\$|\\[()\[\]]|\*\*|`"
 )
+_FONTS = "boxed|fbox|mathbf|mathrm|mathit|mathsf|boldsymbol|bm|underline|mathbb|operatorname|bf|rm"
+_TENS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
-    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "√": r"\sqrt ", "θ": r"\theta ", "°": r"^\circ ", "…": r"\ldots ", "∅": r"\emptyset ",
+    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "θ": r"\theta ", "°": r"^\circ ", "…": r"\ldots ", "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
 }  # fmt: skip
 _SAME = [
     (re.compile(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:leq|leqslant)(?![A-Za-z])"), r"\\le "), (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "), (re.compile(r"\\lt(?![A-Za-z])"), "<"), (re.compile(r"\\gt(?![A-Za-z])"), ">"),
-    (re.compile(r"\\(?:boxed|fbox|mathbf|mathrm|mathit|mathsf|boldsymbol|bm|underline|mathbb|operatorname|bf|rm|color\s*\{\w+\}|large|Large)(?![A-Za-z])"), ""),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|textnormal|mbox|hbox|emph)(?![A-Za-z])"), r"\\text"),
+    (re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}"), r" \1 "), (re.compile(rf"\\(?:{_FONTS}|large|Large)(?![A-Za-z])"), ""),
+    (re.compile(r"\\text\s*\{\s*(hundred|thousand|million|billion|trillion)s?\s*\}"), lambda found: rf" \cdot 10^{{{_TENS[found[1]]}}} "),
+    (re.compile(r"\\text\s*\{\s*([:\d.]*)\s*\}|\{\s*(:)\s*\}|\\(colon)(?![A-Za-z])"), lambda f: f[1] or (":" if f[2] or f[3] else "")),
+    (re.compile(r"\\varnothing|\\\{\s*\\\}"), r"\\emptyset "), (re.compile(r"\\log\s*_\s*\{?\s*e\s*\}?"), r"\\ln "),
+    (re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(-?[\d.]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z]))"), r"\1\\frac{\2\\pi}{180}"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|\\text\s*\{\s*degrees?\s*\}|\bdegrees?\b"), ""),
+    (re.compile(r"\\q?quad(?![A-Za-z])"), " , "),
     (re.compile(r"\\(?=[$%#])|\{,\}(?=\d{3})"), ""),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"), (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
-    (re.compile(r"\\sqrt\s*(\w)"), r"\\sqrt{\1}"), (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"√\s*(\d+|\w)"), r"\\sqrt{\1}"), (re.compile(r"√"), r"\\sqrt"), (re.compile(r"\\sqrt\s*(\w)"), r"\\sqrt{\1}"), (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"), (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
     (re.compile(r"(?<![A-Za-z\\])(pi|infty|infinity)(?![A-Za-z])"), lambda found: r"\infty " if found[1][0] == "i" else r"\pi "),
     (re.compile(r"\*\*"), "^"), (re.compile(r"\*"), r"\\cdot "), (re.compile(r"(?<=\d)!\s*(?=\d)"), ""),
+    (re.compile(r"(?<![\w.}^_{])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}"), lambda f: f"({f[0]})".replace("\\", "+\\", 1) if int(f[2]) < int(f[3]) else f[0]),
+    (re.compile(r"(?<![\w}])\{\s*(\w+)\s*\}(?=\s*_)"), r"\1"),
 ]  # fmt: skip
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _UNIT = re.compile(
     r"(?<=[\w})\]])\s*(?:\\text\s*\{[^{}]*\}|\\(?:text)?(?:cm|km|mm|m|kg|g|ft|in|s)(?![A-Za-z]))(?:\s*\^\s*\{?\s*\d\s*\}?)?\s*$"
 )
-_NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([A-Za-z,\s]*\)|'*)?|\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*|m\s*\\angle[^=<>]*|\[[A-Z]{3,}\]|\|[A-Za-z]+\||[A-Z]{2,}|S_\{[^{}]*\}+)"
+_NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([^()=]*\)|'*)?|\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)+\s*\)|\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*|m\s*\\angle[^=<>]*|\[[A-Z]{3,}\]|\|[A-Za-z]+\||[A-Z]{2,}|S_\{[^{}]*\}+)"
 _ASSIGNED = re.compile(rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*{_NAME}\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)")
-_BASE = re.compile(
-    r"^\(?\s*([0-9A-Za-z]+)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\s*\{)?\s*(\w+)\s*\}*|\\text\s*\{\s*(?:in )?base[ -](\w+)\s*\}|\s*(?:in )?base[ -](\w+))$"
-)
+_BASE = re.compile(r"\(?\s*(\d[0-9A-Za-z]*)\s*\)?\s*(?:_\s*[({\s]*(\w+)[)}\s]*|\s*(?:in )?base[ -](\w+))")
+_RATIO = re.compile(r"(\d+(?:\s*(?::|\bto\b)\s*\d+)+)\s*(?:([ap])\.?\s?m\.?)?")  # or a time
+_SCALED = re.compile(r"(-|[^&\x01=,]{1,60}?)\s*(?:\\cdot|\\times)?\s*(\\begin\{[pb]matrix\}[\s\S]*\\end\{[pb]matrix\})")
 _BASES = dict(
     zip(
         ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
@@ -71,7 +81,7 @@ _FUNCTIONS = frozenset(
     ]
 )  # fmt: skip
 _NO_EXPRESSION = re.compile(
-    r"[&;→⇒\\]{2}|&|;|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text)(?![A-Za-z])|\.\.\.|['′″\"]|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\|\\(?:approx|sim)(?![A-Za-z])"
+    r"[&;→⇒\x01]|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text)(?![A-Za-z])|\.\.\.|['′″\"]|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\|\\(?:approx|sim)(?![A-Za-z])"
 )
 
 
@@ -104,11 +114,14 @@ def form_of(text: str) -> Form | str:
     text = re.sub(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\])", "", tidy(text))
     if len(text) > MAX_LENGTH:
         return text
-    if base := _BASE.match(text):
-        name = next(group for group in base.groups()[1:] if group)
+    flat = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
+    if base := _BASE.fullmatch(re.sub(r"(?<=\d) (?=[A-Z]\s*_)|\s*(?=_)", "", flat)):
+        name = base[2] or base[3]
         number = _BASES.get(name.lower(), name)
-        if number.isdigit() and base[1][:1].isdigit():
+        if number.isdigit():
             return Form("base", (base[1].upper(),), (number,))
+    if ratio := _RATIO.fullmatch(flat.lower()):
+        return Form("ratio", tuple(re.findall(r"\d+", ratio[1])), (ratio[2] or "",))
     if matrix := _MATRIX.match(text):
         rows = [row for row in matrix[2].split("\x01") if row.strip()]
         cells = [_split(row, "&") for row in rows]
@@ -118,6 +131,12 @@ def form_of(text: str) -> Form | str:
             tuple(form_of(cell) for row in cells for cell in row),
             (str(len(rows)), str(len(cells[0]) if cells else 0)),
         )
+    if (scaled := _SCALED.fullmatch(text)) and isinstance(matrix := form_of(scaled[2]), Form):
+        factor = "-1" if scaled[1] == "-" else scaled[1]
+        return Form(matrix.kind, tuple(f"({factor}) \\cdot ({part})" for part in matrix.parts), matrix.rest)
+    sides = [side.strip() for side in _split(text, "=")]
+    if len(sides) == 2 and re.search(r"[(]", sides[0]) and _ASSIGNED.match(f"{sides[0]}=0"):
+        return Form("equation", tuple(sides))
     union = _split(text, "\\cup")
     if len(union) > 1:
         return Form("list", tuple(map(form_of, union)), ("union",))
@@ -136,13 +155,11 @@ def form_of(text: str) -> Form | str:
             if opening in ("\\{", "\\lbrace"):
                 if re.search(r"(?<!\|)\|(?!\|)|\\mid|:", inner):
                     return _interval(re.split(r"\||\\mid|:", inner, maxsplit=1)[1]) or Form("words", (text,))
-                return Form("list", tuple(map(form_of, items)), ("set",))
+                return Form("list", tuple(map(form_of, items)), ("set",)) if "\\emptyset" not in inner else Form("words", (text,))
             if len(items) > 1:
-                return Form(
-                    "tuple",
-                    tuple(map(form_of, items)),
-                    (opening.replace("\\langle", "("), closing.replace("\\rangle", ")")),
-                )
+                return Form("tuple", tuple(map(form_of, items)), (opening, closing))
+            if opening in "([" and closing in ")]" and inner.strip().startswith("\\begin"):
+                return form_of(inner)
     items = _split(
         text, ",", ";", "\\text{ and }", "\\text{and}", "\\text{ or }", "\\text{or}", " and ", " or ", "\\lor", "\\vee"
     )
@@ -164,7 +181,7 @@ def form_of(text: str) -> Form | str:
         return Form("equation", tuple(part.strip() for part in text.split("=")))
     if words := _words(text):
         return Form("words", (words,))
-    return text
+    return re.sub(r"(?<=\d),\s?(?=\d{3}(?!\d))", "", text)
 
 
 def _encloses(text: str, opening: str, closing: str = "") -> bool:
@@ -246,7 +263,7 @@ Leaf = Callable[[str, str], "bool | None"]  # None: not known yet
 _NEUTRAL = frozenset(
     [
     "the", "a", "an", "is", "it", "are", "of", "due", "function", "number", "point", "graph", "choice", "option",
-    "answer", "line", "side", "value", "only", "exactly"
+    "answer", "line", "side", "value", "only", "exactly", "on", "in", "at", "by", "to"
     ]
 )  # fmt: skip
 
@@ -257,10 +274,14 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
         return leaf(answer, gold)
     a = answer if isinstance(answer, Form) else Form("single", (answer,))
     g = gold if isinstance(gold, Form) else Form("single", (gold,))
+    if "\\langle" in (*a.rest, *g.rest):  # a vector is written as a tuple or a column, too
+        a, g = (Form("tuple", form.parts, ("(", ")")) if _is_vector(form) else form for form in (a, g))
+    if "ratio" in (a.kind, g.kind):
+        return a.kind == g.kind and a.parts == g.parts and (a.rest == g.rest or ("",) in (a.rest, g.rest))
     if a.kind == "equation" and g.kind != "equation":  # x = 5 for 5
         value = _value_of(a)
         return (
-            None if value is None and False else (compare(form_of(value), gold, leaf) if value is not None else False)
+            compare(form_of(value), gold, leaf) if value is not None else False
         )
     if g.kind == "equation" and a.kind != "equation":
         value = _value_of(g)
@@ -288,6 +309,10 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
     return _every(compare(x, y, leaf) for x, y in zip(a.parts, g.parts, strict=True))
 
 
+def _is_vector(form: Form) -> bool:
+    return form.rest[:1] in (("\\langle",), ("(",)) or (form.kind == "matrix" and "1" in form.rest)
+
+
 def _value_of(form: Form) -> str | None:
     """The right side of an assignment to a name, or the last of a chain of equal things; None of another equation."""
     parts = [str(part) for part in form.parts]
@@ -313,6 +338,8 @@ def _same_words(answer: str, gold: str) -> bool:
     )
     golds = [word for word in golds if word]
     if len(golds) == 1 and re.fullmatch(r"[a-k]", golds[0]):  # (C) 12
+        if any(re.fullmatch(r"[b-k]", word) and word != golds[0] for word in words):
+            return False
         return (
             bool(words)
             and next((w for w in words if w and (w not in _NEUTRAL or w == golds[0])), "") == golds[0]
@@ -414,7 +441,7 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
 
     numbers = number_of(answer), number_of(gold)
     if numbers[0] and numbers[1]:
-        return "equal" if same_number(numbers[0], numbers[1]) else "different"
+        return "equal" if same_number(numbers[0], numbers[1], exact=True) else "different"
     same = compare(forms[answer], forms[gold], leaf)
     if same:
         return "equal"
@@ -423,13 +450,14 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
 
 def _easy(answer: str, gold: str) -> bool | None:
     """What can be said of two expressions without a worker."""
-    keys = [re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\cdot|\\times", "", text) for text in (answer, gold)]
+    keys = [re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])", "", text) for text in (answer, gold)]
     if keys[0] == keys[1]:
         return bool(keys[0])
     numbers = number_of(answer), number_of(gold)
     if numbers[0] and numbers[1]:
-        return same_number(numbers[0], numbers[1])
-    if any(_NO_EXPRESSION.search(text) or not text.strip() for text in (answer, gold)):
+        return same_number(numbers[0], numbers[1], exact=True)
+    commands = {command for text in (answer, gold) for command in re.findall(r"\\([A-Za-z]+)", text)}
+    if not commands <= _FUNCTIONS or any(_NO_EXPRESSION.search(text) or not text.strip() for text in (answer, gold)):
         return False
     return None
 

@@ -12,7 +12,7 @@ from lmeval_prune.scoring.statements import CONSENT, DENIED, MAX_END, MAX_PHRASE
 
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
 _FORMULA = re.compile(
-    r"\$\$([^$]+)\$\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
+    r"\$\$([^$]+)\$\$|\$\s*(\\begin[^$]+)\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
     r"|\\begin\{(?:align|equation|gather)\*?\}((?:[^\\]|\\(?!end\{(?:align|equation|gather))[\s\S])+)\\end\{"
 )
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")
@@ -21,10 +21,12 @@ _CONDITION = re.compile(r"\b(?:for|where|since|because|when|if|with|let|of)\b[\w
 _REASON = re.compile(
     r"[,;，；]?\s(?:because|since|which|where|as|so|i\.e\.|given|after|but|not)\b|[,;，；]?(?:因为|所以)", re.IGNORECASE
 )
+_NAME = re.compile(r"\s*(?:[A-Za-z]|\\(?!emptyset|infty|varnothing|pi)[A-Za-z]+)\s*")
 _ROWS = re.compile(r"\\(?:begin|end)\{(?:align|aligned|equation|gather|gathered|split)\*?\}|&")
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
 _SAYING = re.compile(
-    r"^(?:[\w\s]|\\text\s*\{[^{}]*)*?\b(?:answer|value|result|solution)s?(?: \w+){0,3}? (?:is|are|:)\s*\}?\s*",
+    r"^(?:[\w\s]|\\text\s*\{[^{}]*)*?\b(?:answer|value|result|solution)s?(?: \w+){0,3}?\s?(?:is|are|:)\s*\}?\s*"
+    r"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{[^{}]*\b(?:area|length|volume|perimeter|measure|value|is|are|equals|equal to|of)\s*\}\s*",
     re.IGNORECASE,
 )
 _PROSE = re.compile(
@@ -33,7 +35,10 @@ _PROSE = re.compile(
 _UNITS = re.compile(r"(?<=[\d})\]])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}){1,3}$")
 _MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]]|^\W*\w\W*$")
 _TIME = re.compile(r"\d+(?::\d+)+(?:\s?[ap]\.?\s?m\.?)?", re.IGNORECASE)  # or a ratio
+_UNSAID = re.compile(r"\b(?:not|between|never|before|after|if|is the answer|\w+n't)\b", re.IGNORECASE)
 _YES_OR_NO = re.compile(r"(?:(?:so|thus|hence|therefore)\b,?\s+)?(yes|no)\b", re.IGNORECASE)
+# What makes a number in mathematics another one.
+_ALGEBRA = r"(?:[A-Za-z](?![A-Za-z])|\s?!\s*$|\s*…|°?\s*(?:and\s*)?(?:\d+\s*)?['′″]|\s*radians?\b|\s*;|\s+\d)"
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 _COURTESY = re.compile(
     r"\W*(?:let me know|feel free|would you|does that|does this|do you|shall|should we|hope|i hope|please|if you|any questions|thank|is there"
@@ -97,9 +102,7 @@ class NumberReader:
 
     def _number(self, text: str, last: bool = False) -> str | None:
         found = read_number(text, last)
-        if found is None or (
-            self.algebra and re.search(re.escape(found[0]) + r"(?:[A-Za-z](?![A-Za-z])|\s?!\s*$)", text)
-        ):
+        if found is None or (self.algebra and re.search(re.escape(found[0]) + _ALGEBRA, text)):
             return None
         return found[0]
 
@@ -144,13 +147,14 @@ class FormulaReader:
         if len(lines) == 1 and self.is_bare(lines[0]):
             return self.read(lines[0], "end")
         if self.words:
-            return (
-                self.read(lines[-1], "end")
-                if lines and self.is_bare(lines[-1]) and not DENIED.search(lines[-1])
-                else None
-            )
+            if not lines or DENIED.search(lines[-1]):
+                return None
+            said = list(_FORMULA.finditer(lines[-1]))
+            if said and not _PROSE.search(lines[-1][said[-1].end() :]):
+                return _result(_content(said[-1]))
+            return self.read(lines[-1], "end") if self.is_bare(lines[-1]) else None
         tail = text[-MAX_END:]
-        spans = [span for span in _FORMULA.finditer(tail) if not re.fullmatch(r"\s*\\?[A-Za-z]+\s*", _content(span))]
+        spans = [span for span in _FORMULA.finditer(tail) if not _NAME.fullmatch(_content(span))]
         meant = [
             span for span in spans if not _CONDITION.search(tail[max(0, span.start() - 40) : span.start()])
         ] or spans
@@ -191,7 +195,7 @@ class MathematicsReader:
 
     @property
     def _readers(self) -> list[Reader]:
-        if number_of(self.gold):
+        if number_of(self.gold) and "=" not in self.gold:
             return [NumberReader(algebra=True), FormulaReader()]
         form = form_of(self.gold)
         return [FormulaReader(words=isinstance(form, Form) and form.kind == "words")]
@@ -249,14 +253,16 @@ class TextReader:
 
     def _part(self, text: str) -> str | None:
         gold = self.gold.strip()
+        stated = _REASON.split(text, maxsplit=1)[0]
         if gold.lower() in ("yes", "no"):
             found = _YES_OR_NO.match(text)
             return found[1].lower() if found else None
         if _TIME.fullmatch(gold):
-            return next(iter(_TIME.findall(text)[::-1]), None)
+            found_times = list(_TIME.finditer(stated))
+            return found_times[-1].group() if found_times and not _UNSAID.search(stated[: found_times[-1].start()]) else None
         asked = [number_of(part) for part in gold.split(";")]
-        if len(asked) > 1 and all(asked) and len(found := numbers_in(text)) == len(asked) and " or " not in text:
-            return "; ".join(found)
+        if len(asked) > 1 and all(asked) and len(found_numbers := numbers_in(text)) == len(asked):
+            return None if _UNSAID.search(text) or " or " in text else "; ".join(found_numbers)
         return None
 
 

@@ -71,7 +71,7 @@ _MARK = re.compile(
     r"|\bfinal answer\b[*_ \t]{0,4}(?=\n)"
     r"|(?:最终|正确|最后|所以)?的?(?:答案|结果)(?:[(（][^()（）\n]{0,12}[)）])?[*_ \t]{0,4}"
     r"(?:(?:应该|应当|应|就|即|则)?(?P<shi>[是为])(?!不)|等于|[】\]]?[*_ \t]{0,4}[:：=]|[】\]])"
-    r"|答\s?[:：]|(?<=[\n。，,])答(?=[^案题对错应]))",
+    r"|^A:(?=\s)|答\s?[:：]|(?<=[\n。，,])答(?=[^案题对错应]))",
     re.IGNORECASE | re.MULTILINE,
 )
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
@@ -227,8 +227,9 @@ def _said(statement: Statement, reader: Reader) -> tuple[str, str]:
     content = CONSENT.sub("", content)
     said = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
     back = _TAKEN_BACK.search(said)
-    if back and reader.is_bare(said[: back.start()].rstrip(" ,，;—–-….")):
-        said = said[: back.start()].rstrip(" ,，;—–-….")
+    first = said[: back.start()].rstrip(" ,，;—–-….") if back else ""
+    if first and reader.is_bare(first):
+        said = first
     return said, content[len(said) :]
 
 

@@ -26,7 +26,7 @@ _FONTS = "boxed|fbox|mathbf|mathrm|mathit|mathsf|boldsymbol|bm|underline|mathbb|
 _TENS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
-    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "θ": r"\theta ", "°": r"^\circ ", "…": r"\ldots ", "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "θ": r"\theta ", "°": r"^\circ ", "…": r"\ldots ", "∅": r"\emptyset ", "∣": "|", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
 }  # fmt: skip
 _SAME = [
     (re.compile(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])"), r"\\frac"),
@@ -36,7 +36,7 @@ _SAME = [
     (re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}"), r" \1 "), (re.compile(rf"\\(?:{_FONTS}|large|Large)(?![A-Za-z])"), ""),
     (re.compile(r"\\text\s*\{\s*(hundred|thousand|million|billion|trillion)s?\s*\}"), lambda found: rf" \cdot 10^{{{_TENS[found[1]]}}} "),
     (re.compile(r"\\text\s*\{\s*([:\d.]*)\s*\}|\{\s*(:)\s*\}|\\(colon)(?![A-Za-z])"), lambda f: f[1] or (":" if f[2] or f[3] else "")),
-    (re.compile(r"\\varnothing|\\\{\s*\\\}"), r"\\emptyset "), (re.compile(r"\\log\s*_\s*\{?\s*e\s*\}?"), r"\\ln "),
+    (re.compile(r"\\[lr]?vert(?![A-Za-z])"), "|"), (re.compile(r"\\varnothing|\\\{\s*\\\}"), r"\\emptyset "), (re.compile(r"\\log\s*_\s*\{?\s*e\s*\}?"), r"\\ln "),
     (re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(-?[\d.]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z]))"), r"\1\\frac{\2\\pi}{180}"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|\\text\s*\{\s*degrees?\s*\}|\bdegrees?\b"), ""),
     (re.compile(r"\\q?quad(?![A-Za-z])"), " , "),
@@ -51,7 +51,7 @@ _SAME = [
 ]  # fmt: skip
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _UNIT = re.compile(
-    r"(?<=[\w})\]])\s*(?:\\text\s*\{[^{}]*\}|\\(?:text)?(?:cm|km|mm|m|kg|g|ft|in|s)(?![A-Za-z]))(?:\s*\^\s*\{?\s*\d\s*\}?)?\s*$"
+    r"(?<=[\w})\]])\s*(?:\\text\s*\{(?![^{}]*(?:radian|[ap]\.?\s?m\b))[^{}]*\}|\\(?:text)?(?:cm|km|mm|m|kg|g|ft|in|s)(?![A-Za-z]))(?:\s*\^\s*\{?\s*\d\s*\}?)?\s*$"
 )
 _NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([^()=]*\)|'*)?|\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)+\s*\)|\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*|m\s*\\angle[^=<>]*|\[[A-Z]{3,}\]|\|[A-Za-z]+\||[A-Z]{2,}|S_\{[^{}]*\}+)"
 _ASSIGNED = re.compile(rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*{_NAME}\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)")
@@ -278,24 +278,14 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
         a, g = (Form("tuple", form.parts, ("(", ")")) if _is_vector(form) else form for form in (a, g))
     if "ratio" in (a.kind, g.kind):
         return a.kind == g.kind and a.parts == g.parts and (a.rest == g.rest or ("",) in (a.rest, g.rest))
-    if a.kind == "equation" and g.kind != "equation":  # x = 5 for 5
-        value = _value_of(a)
-        return (
-            compare(form_of(value), gold, leaf) if value is not None else False
-        )
-    if g.kind == "equation" and a.kind != "equation":
-        value = _value_of(g)
-        return compare(answer, form_of(value), leaf) if value is not None else False
-    if a.kind == g.kind == "equation":
-        values = _value_of(a), _value_of(g)
-        if values[0] is not None and values[1] is not None:
-            same_names = a.parts[0] == g.parts[0] or min(len(str(a.parts[0])), len(str(g.parts[0]))) > 1
-            return (
-                compare(form_of(values[0]), form_of(values[1]), leaf)
-                if same_names or "(" in f"{a.parts[0]}{g.parts[0]}"
-                else False
-            )
-        return leaf("=".join(map(str, a.parts)), "=".join(map(str, g.parts)))
+    if "equation" in (a.kind, g.kind):
+        named = [_named(form) if form.kind == "equation" else ("", form) for form in (a, g)]
+        if None in named:
+            return leaf(*("=".join(map(str, form.parts)) for form in (a, g))) if a.kind == g.kind else False
+        (name, value), (gold_name, gold_value) = ((str(pair[0]), pair[1]) for pair in named if pair)
+        if len(name) == len(gold_name) == 1 and name != gold_name:  # x = 5 is not y = 5
+            return False
+        return compare(value, gold_value, leaf)
     if "list" in (a.kind, g.kind):
         return _same_lists(a, g, leaf)
     if "base" in (a.kind, g.kind):
@@ -313,13 +303,13 @@ def _is_vector(form: Form) -> bool:
     return form.rest[:1] in (("\\langle",), ("(",)) or (form.kind == "matrix" and "1" in form.rest)
 
 
-def _value_of(form: Form) -> str | None:
-    """The right side of an assignment to a name, or the last of a chain of equal things; None of another equation."""
+def _named(form: Form) -> tuple[str, Form | str] | None:
+    """The name and the value of an assignment, or the last of a chain of equal things; None of another equation."""
     parts = [str(part) for part in form.parts]
     if len(parts) > 2 or _ASSIGNED.match(f"{parts[0]}=0"):
-        return parts[-1]
-    if _ASSIGNED.match(f"{parts[-1]}=0") and len(parts) == 2:
-        return parts[0]
+        return parts[0], form_of(parts[-1])
+    if _ASSIGNED.match(f"{parts[-1]}=0"):
+        return parts[-1], form_of(parts[0])
     return None
 
 
@@ -393,8 +383,8 @@ def _unpacked(parts: Sequence[Form | str]) -> list[Form | str]:
     """`x = 1, x = 2` as 1, 2; lists in a list (of ±) as their members."""
     found: list[Form | str] = []
     for part in parts:
-        if isinstance(part, Form) and part.kind == "equation" and (value := _value_of(part)) is not None:
-            part = form_of(value)
+        if isinstance(part, Form) and part.kind == "equation" and (named := _named(part)):
+            part = named[1]
         found += _unpacked(part.parts) if isinstance(part, Form) and part.kind == "list" else [part]
     return found
 
@@ -439,8 +429,13 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
             failed.append(known)
         return known == "equal"
 
+    if "pi" in gold:
+        answer = re.sub(r"\\text\s*\{\s*rad(?:ians?)?\s*\}|\bradians?\b", "", answer)
+    if "pi" in gold and "pi" not in answer and re.search(r"\\circ|°|degree", answer):  # in radians
+        answer = f"\\frac{{\\pi}}{{180}} ({tidy(answer)})"
+    forms = forms | {answer: form_of(answer)} if answer not in forms else forms
     numbers = number_of(answer), number_of(gold)
-    if numbers[0] and numbers[1]:
+    if numbers[0] and numbers[1] and not ("=" in answer and "=" in gold):
         return "equal" if same_number(numbers[0], numbers[1], exact=True) else "different"
     same = compare(forms[answer], forms[gold], leaf)
     if same:

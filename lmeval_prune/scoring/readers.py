@@ -26,7 +26,7 @@ _ROWS = re.compile(r"\\(?:begin|end)\{(?:align|aligned|equation|gather|gathered|
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")
 _SAYING = re.compile(
     r"^(?:[\w\s]|\\text\s*\{[^{}]*)*?\b(?:answer|value|result|solution)s?(?: \w+){0,3}?\s?(?:is|are|:)\s*\}?\s*"
-    r"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{[^{}]*\b(?:area|length|volume|perimeter|measure|value|is|are|equals|equal to|of)\s*\}\s*",
+    r"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{[^{}]*\b(?:area|length|volume|perimeter|measure|value|is|are|equals|equal to)\s*\}\s*=?\s*",
     re.IGNORECASE,
 )
 _PROSE = re.compile(

@@ -1,9 +1,8 @@
 r"""Reading one number as people and models write it, and comparing two.
 
-Two numbers are the same if their values are, up to the noise of a float. A gold number with two decimals or more is also equalled
-by one that is given to more digits and rounds to it (33.33 by 100/3, 0.67 by 0.6667), and one that has no end (1/3) by its
-rounding to two decimals or more. A percentage is read both ways, `80%` as 80 and as 0.8, since gold answers write it either way;
-`5 million` is 5,000,000.
+Two numbers are the same if their values are, up to the noise of a float. Only a gold number without end (1/3, 66.666666) is also
+equalled by its rounding to three significant digits or more. A percentage is read both ways, `80%` as 80 and as 0.8, since gold
+answers write it either way; `5 million` is 5,000,000.
 """
 
 from __future__ import annotations
@@ -276,18 +275,13 @@ def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
 def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: int | None) -> bool:
     if abs(answer - gold) <= NOISE * min(1, abs(gold)):
         return True
-    if gold.denominator == 1:
+    if digits is None or (_ends(gold) and (gold_digits is None or not _is_cut(gold, gold_digits))):
         return False
-    if _ends(gold) and gold_digits is not None and not _is_cut(gold, gold_digits):  # 33.33: given to more digits
-        if gold_digits < 2 or (digits is not None and digits <= gold_digits):
-            return False
-        return abs(answer - gold) <= Fraction(1, 2 * 10**gold_digits)
-    if _ends(gold) and gold_digits is None:  # 3/8
+    written = abs(answer) * 10**digits  # without end: the answer's own rounding of it, up or down
+    if answer * gold <= 0 or digits < 2 or written < 100:
         return False
-    if digits is None or digits < 2:  # no end: the answer's own rounding of it, up or down
-        return False
-    shifted, written = abs(gold) * 10**digits, abs(answer) * 10**digits
-    return answer * gold > 0 and (abs(shifted - written) <= Fraction(1, 2) or written == shifted.__floor__())
+    exact = abs(gold) * 10**digits
+    return abs(exact - written) <= Fraction(1, 2) or written == exact.__floor__()
 
 
 def _is_cut(value: Fraction, digits: int) -> bool:

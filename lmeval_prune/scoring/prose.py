@@ -391,7 +391,7 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
             return None
         written = text[prose.found[number.first].start : prose.found[number.last].end]
         negated = has_kind(prose.found, number.first - 1, "chinese") and prose.found[number.first - 1].text.endswith("负")
-        return f"-{written}" if negated else re.sub(r"^-\s+", "-", written), number
+        return f"-{written}" if negated else re.sub(r"[$€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$", r"\1", written).strip(), number
     return None
 
 
@@ -409,6 +409,9 @@ def is_bare_number(text: str) -> bool:
     if any(token.kind not in ("word", "chinese", "open", "minus", "stop", "money") for token in before[named:]):
         return False
     if any(token.kind in ("equals", "arrow", "command", "relation") for token in after):
+        return False
+    brackets = [token.kind for token in prose.found]
+    if brackets.count("open") != brackets.count("close") or text.lstrip().startswith("--"):
         return False
     units = [token.text for token in after if token.kind == "word"]
     if any(len(unit) == 1 and unit not in _UNITS and unit != "a" for unit in units):

@@ -82,7 +82,7 @@ _SENTENCE = re.compile(
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 _PLACEHOLDER = re.compile(
     r"[\s.…?_*$-]*|(?:the |your |my |final |correct |numeric(?:al)? |exact |insert |some |a |an )*(?:answer|result|value|number"
-    r"|solution|expression|ans|integer|choice|option|letter)s?(?: here| goes here)?|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>"
+    r"|solution|expression|ans|integer|choice|option|letter)s?(?: here| goes here)?|correct|right|clear|as follows|(?:shown |given )?(?:above|below|here)|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>"
     r"|.*\\?boxed\s*\{\s*\}.*",
     re.IGNORECASE,
 )
@@ -118,6 +118,7 @@ _CONFIRMED = re.compile(
     re.IGNORECASE,
 )
 _NOT_BUT = re.compile(r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE)
+_FIRST_STEP = re.compile(r"\A\s*\n(?!\W*(?:check|verif|explanation|note|proof|since|because|reason|let|we can|to see))[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
 CONSENT = re.compile(r",?\s*(?:right|correct|ok(?:ay)?|yes)\s*[?？][\s\"')*]*$", re.IGNORECASE)
 DENIED = re.compile(
     r"\?\s*$|\b(?:not sure|unsure|don't know|do not know|cannot|can't|unable|unclear|unknown|impossible to|not enough|insufficient"
@@ -211,7 +212,8 @@ def extract(response: str, reader: Reader) -> Extraction:
         if answer is None:
             continue
         begins = statement.how != "boxed" and not statement.is_sentence
-        if begins and not reader.is_bare(_sentence(statement.content)) and re.search(r"\d", following):
+        goes_on = re.search(r"\d", following) if not reader.is_bare(_sentence(statement.content)) else _FIRST_STEP.search(following)
+        if begins and goes_on and ("=" in statement.content or not reader.is_bare(_sentence(statement.content))):
             continue
         return Extraction(answer, statement.how)
     end = reader.read_end(text)

@@ -36,7 +36,9 @@ _SAME = [
     (re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}"), r" \1 "), (re.compile(rf"\\(?:{_FONTS}|large|Large)(?![A-Za-z])"), ""),
     (re.compile(r"\\text\s*\{\s*(hundred|thousand|million|billion|trillion)s?\s*\}"), lambda found: rf" \cdot 10^{{{_TENS[found[1]]}}} "),
     (re.compile(r"\\text\s*\{\s*([:\d.]*)\s*\}|\{\s*(:)\s*\}|\\(colon)(?![A-Za-z])"), lambda f: f[1] or (":" if f[2] or f[3] else "")),
-    (re.compile(r"\\[lr]?vert(?![A-Za-z])"), "|"), (re.compile(r"\\varnothing|\\\{\s*\\\}"), r"\\emptyset "), (re.compile(r"\\log\s*_\s*\{?\s*e\s*\}?"), r"\\ln "),
+    (re.compile(r"\\[lr]?vert(?![A-Za-z])"), "|"), (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"), (re.compile(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"\\bigcup(?![A-Za-z])"), r"\\cup"), (re.compile(r"(?<=[^\s])\s*(?:\\approx|≈)[^,;]*$"), ""),
+    (re.compile(r"_\s*\\text\s*\{\s*(\w+)\s*\}"), r"_{\1}"), (re.compile(r"\\varnothing|\\\{\s*\\\}"), r"\\emptyset "), (re.compile(r"\\log\s*_\s*\{?\s*e\s*\}?"), r"\\ln "),
     (re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(-?[\d.]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z]))"), r"\1\\frac{\2\\pi}{180}"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|\\text\s*\{\s*degrees?\s*\}|\bdegrees?\b"), ""),
     (re.compile(r"\\q?quad(?![A-Za-z])"), " , "),
@@ -306,7 +308,7 @@ def _is_vector(form: Form) -> bool:
 def _named(form: Form) -> tuple[str, Form | str] | None:
     """The name and the value of an assignment, or the last of a chain of equal things; None of another equation."""
     parts = [str(part) for part in form.parts]
-    if len(parts) > 2 or _ASSIGNED.match(f"{parts[0]}=0"):
+    if len(parts) > 2 or _ASSIGNED.match(f"{parts[0]}=0") or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", "".join(parts)):
         return parts[0], form_of(parts[-1])
     if _ASSIGNED.match(f"{parts[-1]}=0"):
         return parts[-1], form_of(parts[0])

@@ -46,11 +46,13 @@ def clean(response: str) -> str:
 
 _WORDS = r"text(?:bf|rm|it|sf|tt|normal|up)?|math(?:bf|rm|it|sf|tt|bb|cal|normal)?|mbox|hbox|boldsymbol|bm|pmb|underline|emph|operatorname|boxed|fbox|bar|ensuremath|small|large"
 _WRAPPER = re.compile(
-    rf"\\(?:{_WORDS})\s*\{{([^{{}}]*)\}}|\\(?:text)?color\s*\{{[^{{}}]*\}}(?:\s*\{{([^{{}}]*)\}})?|\\[hv]space\*?\s*\{{[^{{}}]*\}}"
+    rf"\\(?:{_WORDS})\s*\{{([^{{}}]*)\}}|\\(?:text)?color\s*\{{[^{{}}]*\}}(?:\s*\{{([^{{}}]*)\}})?|\\(?:[hv]space\*?|tag|label)\s*\{{[^{{}}]*\}}"
 )
 _SWITCH = re.compile(
-    r"\\(?:displaystyle|textstyle|scriptstyle|normalsize|small|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt|bfseries|boldmath|left|right|[bB]igg?[lrm]?|limits|nolimits|phantom|tag|label|notag|nonumber)(?![A-Za-z])[.]?(?<!\\left\.)"
+    r"\\(?:displaystyle|textstyle|scriptstyle|normalsize|small|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt|bfseries|boldmath|left|right|[bB]igg?[lrm]?|limits|nolimits|phantom|notag|nonumber|checkmark|blacksquare|square|Box|qed|qedhere)(?![A-Za-z])[.]?(?<!\\left\.)"
 )
+_UNITS = re.compile(r"\\[dt]?frac\s*\{\s*([A-Za-z ]+?)\s*\}\s*\{\s*([A-Za-z ]+?)\s*\}")
+_QUOTED = re.compile(r"(?<![\w'])'([^'\n]{1,40})'(?!\w)")
 _OVER = re.compile(r"\{\s*(-?[\d.]+)\s*\\over\s*([\d.]+)\s*\}")
 _CYCLE = re.compile(r"(\d*\.\d*)\\(?:overline|dot|bar)\s*(?:\{\s*(\d{1,9})\s*\}|(\d))")
 _STRUCK = re.compile(r"~~[^~\n]*~~|\\(?:cancel|sout|st)\s*\{[^{}]*\}")
@@ -59,9 +61,9 @@ _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-\d.,\s]+?)\s*\}|(\d))\s*(?:\{
 _SYMBOLS = {
     r"\\(?:times|ast)(?![A-Za-z])": "×", r"\\cdot(?![A-Za-z])": "·", r"\\div(?![A-Za-z])": "÷", r"\\pm(?![A-Za-z])": "±",
     r"\\(?:approx|simeq|approxeq)(?![A-Za-z])": "≈", r"\\(?:leq?|leqslant)(?![A-Za-z])": "≤", r"\\(?:geq?|geqslant)(?![A-Za-z])": "≥",
-    r"\\neq?(?![A-Za-z])": "≠", r"\\lt(?![A-Za-z])": "<", r"\\gt(?![A-Za-z])": ">", r"\\(?:to|rightarrow|longrightarrow)(?![A-Za-z])": "→",
+    r"\\neq?(?![A-Za-z])|!=": "≠", r"∴": "⇒", r"<{1,2}(\s*-?[\d.,/]+\s*)>{1,2}": r" \1 ", r"\((-?\d+)\)/\((\d+)\)": r"(\1/\2)", r"\\lt(?![A-Za-z])": "<", r"\\gt(?![A-Za-z])": ">", r"\\(?:to|rightarrow|longrightarrow)(?![A-Za-z])": "→",
     r"\\(?:implies|Rightarrow|therefore)(?![A-Za-z])": "⇒", r"\\[lcd]?dots[a-z]?(?![A-Za-z])": "…",
-    r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])": "°", r"\\(?=[%$#&_])": "", r"\{,\}|(?<=\d)\\[,;:](?=\d{3}(?!\d))|,\\!": ",",
+    r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])": "°", r"\\(?=[%$#&_])": "", r"(?<=\d)\\[,;:](?=\d{3}(?!\d))|,\\!": ",",
     r"\\\\(?:\[[^\]]*\])?|\\q?quad(?![A-Za-z])|\\newline(?![A-Za-z])": " ; ", r"\\[,!;: ]|~": " ", r"&\s*(?==)": "", r"\{\s*([-+])\s*\}": r"\1",
     r"(?<![A-Za-z\\])(?!(?:pi|sin|cos|tan|log|ln)\b)([A-Za-z]{2,}|[ms])(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|\s*[²³])": r"\1",
     r"(?<=[cdkm]m)[23](?!\w)|(?<=[\d\s]m)[23](?!\w)|(?<=ft)[23](?!\w)|(?<=\d)/-": "", r"\\(?:pounds|euro|textdollar|texteuro)(?![A-Za-z])": "$",
@@ -73,6 +75,7 @@ _SYMBOLS_COMPILED = [(re.compile(pattern), replacement) for pattern, replacement
 
 def plain(text: str) -> str:
     r"""LaTeX, HTML and Markdown as plain text: words out of their wrappers, fractions, signs, degrees; units without exponents."""
+    text = re.sub(r"\{,\}", ",", text)
     text = _NOTE.sub("", _STRUCK.sub(" ", text.replace("\\left.", " ").replace("\\right.", " ")))
     text = _OVER.sub(r"(\1/\2)", _CYCLE.sub(lambda found: f"{found[1]}({found[2] or found[3]})", _SWITCH.sub("", text)))
     for _ in range(6):  # from the inside out
@@ -80,6 +83,8 @@ def plain(text: str) -> str:
         text, more = _FRACTION.subn(lambda f: f"({f[1] or f[2]}/{f[3] or f[4]})", text)
         if not count + more:
             break
+    text = re.sub(r"(?m)[ \t]*(?:<-+(?=[ a-z])|←)[^\n]*$", "", text)
+    text = _QUOTED.sub(r" \1 ", _UNITS.sub(r" \1/\2", text))
     for pattern, replacement in _SYMBOLS_COMPILED:
         text = pattern.sub(replacement, text)
     return text

@@ -42,11 +42,11 @@ _CHANGED_BEFORE = re.compile(
     r"|# (?:to|by|of|times|plus|minus|or|and)"
     r")$"
     r"|(?:不是|不等于|不可能是|并非|大于|小于|多于|少于|超过|不到|不足|比|(?<![得达分找拿收买做看付要])到|至|根号|第|步骤|除以|乘以|加上|减去"
-    r"|的[一二三四五六七八九十]倍)$"
+    r"|的[一二三四五六七八九十]倍|# 的)$"
 )
 # … or one of these after it.
 _CHANGED_AFTER = re.compile(
-    r"(?:or|to(?! # (?:significant|decimal))|of|by|and|times|plus|minus|over|divided by|multiplied by|out of|x|r|remainder|choose) #"
+    r"(?:or|to(?! # (?:significant|decimal))|of|by|and|times|plus|minus|vs|versus|over(?! # [a-z])|divided by|multiplied by|out of|x|r|remainder|choose) #"
     r"|(?:[a-z]+ )?and #"
     r"|(?!(?:in|on|at|for|per|by|each|every|after|from|within|with|of|to|a|until|over|during|before|among|across)\b)"
     r"[a-z]+ # [a-z]+(?: *$| ?[.,;])"
@@ -56,14 +56,15 @@ _CHANGED_AFTER = re.compile(
     r"|(?:st|nd|rd|th) (?:of|one)\b|to the (?:power|\w+th|second|third)\b|half$|less$|[xyznk]\b(?! [a-z])|π"
     r"|[\u4e00-\u9fff]{0,3}?(?:的?(?:一半|平方(?!分?千?厘?毫?米|公里)|立方(?!分?千?厘?毫?米)|[一二三四五六七八九十]分之|几分之|开方|阶乘"
     r"|[一二三四五六七八九十两]倍)|分之|以上|以下|次方)|[\u4e00-\u9fff]?半|打(?![\u4e00-\u9fff])"
-    r"|[\u4e00-\u9fff]{1,3} ?#|(?:或|到|至|和|加|减|乘|除|比)|(?:[\u4e00-\u9fff]{0,2}吗|是错)"
+    r"|(?:小时|时|分钟?|秒|元|角|米|厘米|分米|千米|公里|吨|千克|公斤|斤|克|岁|天|年|个?月|周)零? ?#|(?:或|到|至|和|加|减|乘|除|比)|(?:[\u4e00-\u9fff]{0,2}吗|是错)"
 )
 # What governs a number: it is said of something else, where there is another one.
 _GOVERNED = re.compile(
     r"(?:^|\W)(?:in|on|at|for|from|after|by|every|within|per|until|during|before|since|with|among|into|of|the|these|those|all|both|than"
-    r"|his|her|their|its|each|another|first|last|next|other|remaining|original|days?|weeks?|months?|years?|hours?|step|level|room)$"
+    r"|his|her|their|its|each|another|first|last|next|other|remaining|original|days?|weeks?|months?|years?|hours?|step|level|room|compared to)$"
     r"|^(?:(?:so|then|thus|now|and|first|next|finally) )*[a-z]+ing(?: (?:the|these|those|all))?$"
     r"|(?:^|\W)(?:of|for|with|from|between|by) #(?: [a-z]+){1,2} and$"
+    r"|(?:^|\W)(?:after|before|by|without|from) [a-z]+ing(?: [a-z]+)?(?: \$)?$"
 )
 _VERBS = frozenset(
     ["is", "are", "was", "were", "be", "equals", "equal", "makes", "make", "gives", "give", "leaves", "leave", "yields", "costs", "cost",
@@ -79,8 +80,15 @@ _EXPLAINS = frozenset(
      "assuming", "provided", "hence", "thus", "therefore", "namely", "check", "note", "see", "not"]
 )  # fmt: skip
 _CONDITIONS = frozenset(
-    ["for", "when", "if", "with", "at", "given", "let", "where", "suppose", "assume", "using", "from"]
-)
+    ["for", "when", "if", "with", "at", "given", "let", "where", "suppose", "assume", "using", "from", "since", "because", "as", "after",
+     "before", "out", "every", "in", "setting"]
+)  # fmt: skip
+_REASONS = frozenset(
+    ["(", "because", "since", "as", "given", "if", "when", "where", "while", "though", "although", "assuming", "provided", "check", "see",
+     "not", "whereas"]
+)  # fmt: skip
+_SO = frozenset(["so", "thus", "hence", "therefore"])
+_SHARED = re.compile(r"(?:^|\W)(?:takes?|took|costs?|gives?|gave) # (?!(?:hours?|days?|weeks?|minutes?|feet|foot|dollars?|years?)\b)[a-z]+$")
 _SUPPOSED = re.compile(r"(?i:when|if|where|let|suppose|assume|given|had)\b|若|如果|假设|假如|设")
 _CURRENCIES = frozenset(["usd", "eur", "gbp", "rmb", "cny", "inr", "us", "rs", "rm", "hk", "aud", "cad", "nt", "sgd"])
 _UNITS = frozenset("mgslhcLJNWVKCFT")  # letters at the digits that are a unit
@@ -151,7 +159,7 @@ class _Prose:
                     ends = token.text.startswith(("因为", "所以", "即"))
             if ends:
                 cuts.append((start, i, opener))
-                start, opener, seen = i + 1, token.text, False
+                start, opener, seen = i + 1, token.text.lower() if i > start or opener == "" else opener, False
         cuts.append((start, len(found), opener))
         return [self._clause(a, b, before) for a, b, before in cuts if self.within(a, b)]
 
@@ -180,11 +188,11 @@ class _Prose:
     def _clause(self, start: int, stop: int, opener: str) -> _Clause:
         found = self.found
         places = [i for i in range(start, stop) if found[i].kind in ("equals", "arrow")]
-        equates = bool(places)
-        if not places:
-            verb = next((i for i in range(start, stop) if word_at(found, i) in _VERBS), None)
-            if verb is not None and self.within(start, verb) and _TO_THE_NUMBER.match(self.written(verb + 1, stop)):
-                places = [verb]
+        equates = any(found[i].kind == "equals" for i in places)
+        final = places[-1] + 1 if places else start
+        verb = next((i for i in range(final, stop) if word_at(found, i) in _VERBS), None)
+        if verb is not None and self.within(final, verb) and _TO_THE_NUMBER.match(self.written(verb + 1, stop)):
+            places, equates = [*places, verb], False
         sides = zip([start, *(i + 1 for i in places)], [*places, stop], strict=True)
         return _Clause(tuple((a, b) for a, b in sides if a < b), opener, equates)
 
@@ -198,29 +206,63 @@ class _Prose:
         if len(sides) > 1:
             if any(word_at(self.found, stop - 2) in ("or", "and") for _, stop in sides[1:-1]):  # x = 3 or y = 5
                 return None
+            is_named = any(stop - start == 1 and len(word_at(self.found, start)) == 1 for start, stop in sides)
+            if self._is_unsolved(sides[-2]) and not is_named:
+                return None
+            if has_kind(self.found, sides[0][1], "arrow") and self.lone(sides[0]) and self._is_bare(*sides[0]):  # 3 → 12
+                return None
             first, final = self.lone(sides[0]) if clause.equates else None, self.lone(sides[-1])
             if first and self._is_bare(*sides[0]) and not (final and same_number(first, final)):
-                return first
+                return None if self._is_unsolved(sides[-1]) else first
             return final or first
         own = self.within(*sides[0])
         free = [n for n in own if not _GOVERNED.search(self.written(sides[0][0], n.first))]
         if len(free) > 1 and free[0].first == sides[0][0] and self._counts_others(free[0], sides[0][0]):
             free = free[1:]
+        if len(free) > 1 and any(token.kind == "chinese" for token in self.found[sides[0][0] : sides[0][1]]):
+            free = self._of_chinese(free, *sides[0])
+        elif len(free) > 1 and _SHARED.search(self.written(sides[0][0], free[1].first)):
+            free = free[1:]
         for number in free or own:
-            return None if self.is_part(number, sides[0][0]) else number
+            return None if self.is_part(number, *sides[0]) else number
         return None
+
+    def _of_chinese(self, free: list[Number], start: int, stop: int) -> list[Number]:
+        """Of several numbers of a Chinese clause the last one, before 才 if there is one; all of 5小时30分."""
+        counted = [n for n in free if not self.written(start, n.first).endswith("第")] or free
+        if any(self.is_part(number, start, stop) for number in counted[:-1]):
+            return counted
+        before = [n for n in counted if "才" in self.written(n.last + 1, stop)]
+        return (before or counted)[-1:]
+
+    def has_free(self, clause: _Clause) -> bool:
+        """Whether a number of the clause's last side is governed by nothing."""
+        start, stop = clause.sides[-1]
+        return any(not _GOVERNED.search(self.written(start, n.first)) for n in self.within(start, stop))
+
+    def _is_unsolved(self, side: tuple[int, int]) -> bool:
+        """Whether a side computes with a name: 2x, x^2, |x|, x + 15."""
+        for i in range(*side):
+            if len(word_at(self.found, i)) == 1 and self.found[i].text not in "aAI" and self.found[i].text not in _UNITS:
+                sides = [self.found[k].kind if side[0] <= k < side[1] else "" for k in (i - 2, i - 1, i + 1, i + 2)]
+                times = sides[1] == "digits" and sides[2] in ("digits", "minus") and self.found[i].spaced
+                signs = {"operator", "raised", "minus"}
+                computes = sides[1] in signs and sides[0] == "digits" or sides[2] in signs and sides[3] in ("digits", "")
+                if not times and ((sides[1] == "digits" and not self.found[i].spaced) or computes or sides[2] == "raised"):
+                    return not has_kind(self.found, i + 1, "operator") or self.found[i + 1].text != "_"
+        return False
 
     def _counts_others(self, number: Number, start: int) -> bool:
         """`1 of them costs 12`, 3个箱子装12个."""
         after = number.last + 1
         counted = has_kind(self.found, after, "chinese") and not self.found[after].text.startswith("的")
-        return (word_at(self.found, after) == "of" or counted) and not self.is_part(number, start)
+        return (word_at(self.found, after) == "of" or counted) and not self.is_part(number, start, len(self.found))
 
     def lone(self, side: tuple[int, int]) -> Number | None:
         """The number of a side that has just one which nothing governs, and computes nothing."""
         own = self.within(*side)
         free = [n for n in own if not _GOVERNED.search(self.written(side[0], n.first))] or own
-        if len(free) == 1 and not self.is_part(free[0], side[0]):
+        if len(free) == 1 and not self.is_part(free[0], *side):
             return free[0]
         return None
 
@@ -230,7 +272,7 @@ class _Prose:
         words = [token for token in self.found[start:first] if token.kind in ("word", "chinese")]
         return all(word.text.lower() in _ABOUT or _CHINESE_ABOUT.search(word.text) for word in words)
 
-    def is_part(self, number: Number, start: int) -> bool:
+    def is_part(self, number: Number, start: int, stop: int) -> bool:
         """Whether a number is part of something else: by the token at its side, or by words around it."""
         found, before, after = self.found, number.first - 1, number.last + 1
         while has_kind(found, before, "open") and has_kind(found, after, "close"):  # (12), {12}, but (1,100) is a pair
@@ -241,7 +283,7 @@ class _Prose:
             self._joined_before(before, number, start)
             or self._joined_after(after)
             or bool(_CHANGED_BEFORE.search(self.written(start, number.first)))
-            or self._changed_after(number, after)
+            or self._changed_after(number, after, stop)
         )
 
     def _joined_before(self, before: int, number: Number, start: int) -> bool:
@@ -301,22 +343,36 @@ class _Prose:
                 return tight and token.text in "π∞'′″"
         return False
 
-    def _changed_after(self, number: Number, after: int) -> bool:
-        rest = self.written(after, min(len(self.found), after + 7))
+    def _changed_after(self, number: Number, after: int, stop: int) -> bool:
+        rest = self.written(after, min(stop, after + 7))
         changed = _CHANGED_AFTER.match(rest)
         if not changed or changed.group() != "or #":
             return bool(changed)
         following = next((other for other in self.numbers if other.first > number.last), None)  # 0.5 or 1/2
         return not (following and same_number(following, number))
 
+    def is_listed(self, clause: _Clause) -> bool:
+        """Whether a clause is a number alone."""
+        return self.written(clause.sides[0][0], clause.sides[-1][1]) == "#"
+
+    def is_sentence(self, clause: _Clause) -> bool:
+        """Whether a verb stands before its number."""
+        start, stop = clause.sides[0]
+        first = self.within(start, stop)[0].first
+        return any(word_at(self.found, i) in _VERBS for i in range(start, first))
+
+    def _repeats(self, clause: _Clause, number: Number) -> bool:
+        own = self.within(clause.sides[0][0], clause.sides[-1][1])
+        return all(same_number(other, number) for other in own) and clause.opener in (",", "、")
+
     def goes_on(self, clause: _Clause, number: Number, rest: Sequence[_Clause]) -> bool:
         """Whether what follows makes the number one of several: a list, an alternative, or another name's value."""
         if not rest or rest[0].opener not in (",", ";", "、", "，", "；"):
             return False
-        following = rest[0]
+        following = next((c for c in rest if not self._repeats(c, number)), rest[-1])
         start, stop = following.sides[0][0], following.sides[-1][1]
         others = [n for n in self.within(start, stop) if not same_number(n, number)]
-        if others and len(following.sides) == 1 and not self.is_part(others[0], start):
+        if others and len(following.sides) == 1 and not self.is_part(others[0], start, stop):
             counts = word_at(self.found, others[0].last + 1) == "of"  # 12 eggs, 3 of which are bad
             if self.written(start, others[0].first) in ("", "and", "or") and not counts:
                 return True
@@ -374,8 +430,20 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
     if last or len(clauses) > 1:
         starts = [prose.found[clause.sides[0][0]] for clause in clauses]
         skipped = [bool(_SUPPOSED.match(s.text)) if last else s.text.lower() in _CONDITIONS for s in starts]
+        skipped = [skip and len(clause.sides) < 3 for skip, clause in zip(skipped, clauses, strict=True)]
         kept = [clause for clause, skip in zip(clauses, skipped, strict=True) if not skip]
         clauses = kept if last else kept or clauses
+    if last:
+        given = [c for c in clauses if {c.opener, word_at(prose.found, c.sides[0][0])}.isdisjoint(_REASONS)]
+        clauses = [c for c in given if prose.has_free(c)] or given or clauses
+        adjacent = len(clauses) > 1 and clauses[-2].sides[-1][1] + 1 == clauses[-1].sides[0][0] and clauses[-1].opener == ","
+        if adjacent and all(prose.is_listed(clause) for clause in clauses[-2:]):  # 15, 12
+            return None
+    elif len(clauses) > 1:
+        clauses = clauses if prose.has_free(clauses[0]) else [c for c in clauses if prose.has_free(c)] or clauses
+        later = [c for c in clauses[1:] if {c.opener, word_at(prose.found, c.sides[0][0])} & _SO]
+        if later and not prose.is_listed(clauses[0]) and len(clauses[0].sides) == 1 and prose.is_sentence(clauses[0]):
+            clauses = later
     for place, clause in reversed(list(enumerate(clauses))) if last else enumerate(clauses):
         number = prose.of_clause(clause)
         if number is None:
@@ -391,7 +459,9 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
             return None
         written = text[prose.found[number.first].start : prose.found[number.last].end]
         negated = has_kind(prose.found, number.first - 1, "chinese") and prose.found[number.first - 1].text.endswith("负")
-        return f"-{written}" if negated else re.sub(r"[$€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$", r"\1", written).strip(), number
+        if written.endswith(("K", "M", "B")):
+            return written, number
+        return f"-{written}" if negated else re.sub(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$", r"\1", written).strip(), number
     return None
 
 

@@ -38,19 +38,25 @@ _TIME = re.compile(r"\d+(?::\d+)+(?:\s?[ap]\.?\s?m\.?)?", re.IGNORECASE)  # or a
 _UNSAID = re.compile(r"\b(?:not|between|never|before|after|if|is the answer|\w+n't)\b", re.IGNORECASE)
 _YES_OR_NO = re.compile(r"(?:(?:so|thus|hence|therefore)\b,?\s+)?(yes|no)\b", re.IGNORECASE)
 # What makes a number in mathematics another one.
-_ALGEBRA = r"(?:[A-Za-z](?![A-Za-z])|\s?!\s*$|\s*…|°?\s*(?:and\s*)?(?:\d+\s*)?['′″]|\s*radians?\b|\s*;|\s+\d)"
+_ALGEBRA = r"(?:[A-Za-z](?![A-Za-z])|\s?!\s*$|\s*…|°?\s*(?:and\s*)?(?:\d+\s*)?['′″]|\s*radians?\b|\s*;\s*-?\d+\s*(?:$|[;,=])|\s+\d+(?![-\w]))"
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 _COURTESY = re.compile(
     r"\W*(?:let me know|feel free|would you|does that|does this|do you|shall|should we|hope|i hope|please|if you|any questions|thank|is there"
     r"|good luck)\b", re.IGNORECASE,
 )  # fmt: skip
-_PLANS = re.compile(r"\b(?:need|have|want|going|asked|try) to (?:find|know|solve|determine|calculate|compute|figure)\b", re.IGNORECASE)
+_PLANS = re.compile(r"\b(?:need|have|want|going|asked|try) to (?:find|know|solve|determine|calculate|compute|figure)\b"
+    r"|^\W*(?:to (?:solve|find|answer)\b|(?:next|first|then|now),? (?:we )?(?:add|subtract|multiply|divide|take|look)\b)", re.IGNORECASE)
+_NOTHING = re.compile(r"\W*(?:unknown|zero|none|nothing|undefined|null|n/a|no solution)\b", re.IGNORECASE)
 _GIVES_UP = re.compile(
     r"\b(?:(?:do not|don't|cannot|can't|not able to|unable to) (?:know|solve|determine|answer|say|find|tell)|(?:cannot|can't) be (?:determined|solved"
-    r"|found|known|answered)|not enough information|insufficient|(?:is|are) (?:unknown|undetermined)|^unknown|no answer|impossible to (?:say|tell"
+    r"|found|known|answered)|not enough information|insufficient|(?:is|are) (?:unknown|undetermined)|no answer|(?:can't|cannot) help|more information|impossible to (?:say|tell"
     r"|know|determine))\b|无法|不知道|不能确定|没有答案", re.IGNORECASE,
 )  # fmt: skip
-_CUT_OFF = re.compile(r"\b(?:to|and|or|then(?: \w+)?|of|by|we|the|a|an|is|are|with|in|for|as|that|so|because|from|at)\s*$")
+_NOT_BUT = re.compile(
+    r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}[,;]\s*(?:it is|it's|but|rather)\s+|^.{0,30}?不是(?:[^，,]|,(?=\d)){1,30}[，,](?:而是|是)"
+)
+_UNFINISHED = re.compile(r"[.!?。\n]\s*(?:Next|First|Now|Then)\b[^.!?。\d]*[^.!?。\d\s*)]\s*$")
+_CUT_OFF = re.compile(r"\b(?:to|and|or|and then(?: \w+)?|of|by|we|the|a|an|is|are|with|in|for|as|that|so|because|from|at)\s*$")
 MAX_WORDS = 4  # of a bare answer in words
 
 
@@ -76,7 +82,7 @@ class NumberReader:
         """The number; of what is no number alone, the whole text; None where nothing is said of a number."""
         text = plain(content[:MAX_PHRASE]).strip()
         text = _flat(text) if how == "boxed" else text
-        if _GIVES_UP.search(text):
+        if _GIVES_UP.search(text) or _NOTHING.match(text):
             return text
         if found := self._number(text):
             return found
@@ -84,16 +90,17 @@ class NumberReader:
 
     def is_bare(self, content: str) -> bool:
         """Whether it is a number with its unit."""
-        return is_bare_number(plain(content).strip(" .!。"))
+        text = plain(content).strip(" .!。")
+        return is_bare_number(text) or bool(_NOTHING.match(text))
 
     def read_end(self, text: str) -> str | None:
         """The number of the last sentence that has one, unless doubts follow it."""
-        if _CUT_OFF.search(text[-100:]) or _GIVES_UP.search(text[-300:]):
+        if _CUT_OFF.search(text[-100:]) or _UNFINISHED.search(text[-300:]) or _GIVES_UP.search(text[-300:]):
             return None
         for sentence in reversed(sentences(text)):
             if _COURTESY.match(sentence) and not _DIGIT.search(sentence):
                 continue
-            sentence = plain(CONSENT.sub("", sentence))
+            sentence = _NOT_BUT.sub("", plain(CONSENT.sub("", sentence)))
             if DENIED.search(sentence) or (_PLANS.search(sentence) and "=" not in sentence):
                 return None
             if _DIGIT.search(sentence):

@@ -59,15 +59,15 @@ class Statement:
 
 
 _MARK = re.compile(
-    r"(?P<box>\\?\b(?:boxed|framebox|fbox)\s*\{|\\(?:boxed|fbox)\s*(?=[^{\s]))"
+    r"(?P<box>(?:\\?\b(?:boxed|framebox|fbox)|(?<![A-Za-z])oxed|\\(?:answer|ans))\s*\{|\\(?:boxed|fbox)\s*(?=[^{\s]))"
     r"|(?P<hashes>^[ \t>*-]{0,4}#{4,6}(?=[ \t]|\S)|#{4})"
     r"|<(?P<tag>final_answer|finalanswer|answer|ans|result)>|\[(?P<bracket>answer|ans)\]"
-    r"|\b(?P<call>finish\[[^\[\]\n]{1,100}\]|print\([^()\n]{1,100}\)$)"
+    r"|\b(?P<call>(?:finish|final_?answer|answer)\[[^\[\]\n]{1,100}\]|(?:final_?answer|answer)\([^()\n]{1,100}\)|print\([^()\n]{1,100}\)$)"
     r"|(?P<phrase>[\"'](?:\w{1,20}[ _])?(?:answer|result|solution|value|output|答案)[\"']\s*:"
     r"|\b(?:answers?|ans)\b(?P<between>[^.\n\d=:：？?;]{0,60}?)"
     r"(?:(?P<is>\b(?:is|are|equals|was|would be|should be|must be|will be|comes to|comes out to|turns out to be|becomes|works out to)\b"
     r"(?:\s+(?:therefore|thus|hence|then|simply|indeed|clearly|just|equal to|still|actually|definitely|exactly))*\s*[:：]?)"
-    r"|[\"'”)*_\]]{0,4}\s?[:：=→]+|[\"'*_ ]{0,4}\s(?:[-–—]>?|=>)(?=\s))"
+    r"|[\"'”)*_\]]{0,4}\s?(?:[:：→|]|=(?!>))+|[\"'*_ ]{0,4}\s(?:[-–—]>?|=>)(?=\s))"
     r"|\bfinal answer\b[*_ \t]{0,4}(?=\n)"
     r"|(?:最终|正确|最后|所以)?的?(?:答案|结果)(?:[(（][^()（）\n]{0,12}[)）])?[*_ \t]{0,4}"
     r"(?:(?:应该|应当|应|就|即|则)?(?P<shi>[是为])(?!不)|等于|[】\]]?[*_ \t]{0,4}[:：=]|[】\]])"
@@ -82,8 +82,17 @@ _SENTENCE = re.compile(
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 _PLACEHOLDER = re.compile(
     r"[\s.…?_*$-]*|(?:the |your |my |final |correct |numeric(?:al)? |exact |insert |some |a |an )*(?:answer|result|value|number"
-    r"|solution|expression|ans|integer|choice|option|letter)s?(?: here| goes here)?|correct|right|clear|as follows|(?:shown |given )?(?:above|below|here)|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>"
+    r"|solution|expression|ans|integer|choice|option|letter)s?(?: here| goes here)?|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>"
     r"|.*\\?boxed\s*\{\s*\}.*",
+    re.IGNORECASE,
+)
+_REMARK = re.compile(r"(?:correct|right|clear|as follows|(?:shown |given )?(?:above|below|here))[\s.!]*", re.IGNORECASE)
+_NEXT_QUESTION = re.compile(
+    r"(?:^|(?<=[.!?。\s]))(?:Q|Question|Problem|Human|User|问题|题目)\s*\d{0,3}\s*[:：]", re.MULTILINE
+)
+_EXPLAINED = re.compile(
+    r"\s*(\W*\d[^\n]{0,80})\n+(?=(?:\S+\s+){3})(?![\s\S]*(?:=|\b(?:so|thus|hence|therefore|total|finally)\b|所以|因此))"
+    r"|\s*([^\n]{1,80})\n+\W*(?:explanation|reasoning|solution|here'?s (?:why|how)|justification|because|the \w+ is found|解释|解析|说明|理由)",
     re.IGNORECASE,
 )
 _WRONG = r"(?:wrong|incorrect|not right|not correct|false|invalid|impossible|off|too (?:big|small|large|high|low))"
@@ -96,11 +105,11 @@ _ASSUMED = re.compile(
     r"|(?i:wrong|incorrect|naive|tempting|initial|first|previous|earlier|old|original|common|mistaken|false|other|textbook|book's"
     r"|book|given|his|her|their|your|student's|claimed|stated|suggested|approximate|preliminary|tentative)\s*(?:final\s*)?)"
     r"\s*(?:that\s+|the\s+)*$"
-    r"|\b(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend)\b[^,;.\n]*$|^\s*Had\b"
+    r"|\b(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend)\b[^,;.\n]*$|^\s*(?:Had|Without)\b"
     r"|(?:如果|假设|假如|若|是否|有人|以为)[^，。；\n]*$",
 )
 _TAKEN_BACK = re.compile(
-    r"\b(?:wait|hold on|hmm|(?:scratch|strike) that|correction|update|oops|whoops|sorry|apolog(?:y|ies|ize)|my mistake|my bad|mistake"
+    r"\b(?:wait|hold on|hmm|(?:scratch|strike) that|correction|update|upon (?:review|reflection)|we forgot|at first, but|oops|whoops|sorry|apolog(?:y|ies|ize)|my mistake|my bad|mistake"
     r"|mistaken|miscalculat\w+|misread|i was wrong|on second thought|let me (?:fix|correct|redo|try again|recheck|reconsider|recompute"
     r"|recalculate|rethink)"
     r"|(?:that|this|it|which|answer|[\d.]+)(?:'s| is| was| can't be| cannot be| seems| must be| looks)"
@@ -108,12 +117,12 @@ _TAKEN_BACK = re.compile(
     r"|(?:that|this|it|which|answer|[\d.]+) (?:isn't|is not|doesn't|does not) (?:right|correct|make sense|work|possible)"
     r"|no(?=[,.;:!])|nope|not quite|not correct|not right|incorrect|rather(?! than)|i mean|make that"
     r"|actually,? (?:no|it|that|the|we|i|let)|actually(?=[^.\n]{0,20}\d)|should (?:actually |really |instead )?(?:be|have been)"
-    r"|revis\w+|updat\w+|corrected)(?!\w)"
-    r"|等等|等一下|不对|错了|有误|更正|纠正|修正|抱歉|应该是|应为|其实是|不(?=[，,])",
+    r"|revis\w+|updat\w+|corrected(?!\s?[)\]]))(?!\w)"
+    r"|\A[\s$.]*(?:\\text\s*\{)?\s*(?:is|was) (?:wrong|incorrect|not)\b|等等|等一下|不对|错了|有误|更正|纠正|修正|抱歉|应该是|应为|其实是|不(?=[，,])",
     re.IGNORECASE,
 )
 _CONFIRMED = re.compile(
-    r"(?<!not )(?<!n't )\b(?:yes|correct|confirmed|confirms|indeed|checks out|matches|that works|(?<!\d )is right|consistent|verified"
+    r"(?<!not )(?<!n't )(?<!the )\b(?:yes|correct|confirmed|confirms|indeed|checks out|matches|that works|(?<!\d )is right|consistent|verified"
     r"|as expected|so the answer stands)\b|没错|正确",
     re.IGNORECASE,
 )
@@ -175,21 +184,26 @@ def _following(text: str, place: int) -> tuple[int, str]:
     start = around.end() if around else 0
     body = window[start:]
     display = _DISPLAY.match(body)
-    content = body[: display.end()] if display else body.partition("\n")[0]
+    content = body[: display.end()] if display else body.partition("\n")[0].rstrip(" |\t")
     end = place + start + len(content)
     before = window[:start].rstrip()
     if before.endswith(('"', "'")):  # quoted, or JSON
         quoted = content.partition(before[-1])
         content = quoted[0] if quoted[1] and not quoted[2].strip(" .,;!?}])`") else content
     elif text[max(0, place - 2) : place].strip(": ") in ('"', "'"):
-        content = re.split(r"\s*[,}](?!\d)", content, maxsplit=1)[0]
+        content = re.split(r"\](?=\s*[,}])" if content.startswith("[") else r"\s*[,}](?!\d)", content, maxsplit=1)[0]
     return end, content
 
 
 def extract(response: str, reader: Reader) -> Extraction:
     """Find the final answer, by the rule stated above."""
     text = clean(response)
-    found = statements(text)[-MAX_STATEMENTS:]
+    found = statements(text)
+    another = next((q.start() for q in _NEXT_QUESTION.finditer(text) if found and found[0].start < q.start()), None)
+    if another:
+        text = text[:another]
+        found = statements(text)
+    found = found[-MAX_STATEMENTS:]
     for place in range(len(found) - 1, -1, -1):
         is_last = place + 1 == len(found)
         statement = found[place]
@@ -198,11 +212,11 @@ def extract(response: str, reader: Reader) -> Extraction:
             continue
         content, following = _said(statement, reader)
         following += text[statement.end : len(text) if is_last else found[place + 1].start]
-        if _PLACEHOLDER.fullmatch(plain(content).strip(" .$")) or _PLACEHOLDER.fullmatch(content):
+        if _PLACEHOLDER.fullmatch(plain(content).strip(" .$")) or _PLACEHOLDER.fullmatch(content) or _REMARK.fullmatch(content):
             continue
         asks = following.lstrip(" *_\"')").startswith(("?", "？"))
         back = _TAKEN_BACK.search(following[:600])
-        if back and (asks or not _CONFIRMED.search(following[back.start() : back.start() + 300])):
+        if back and (asks or not _CONFIRMED.search(following[back.end() : back.end() + 300])):
             later = reader.read_end(following[back.end() :])
             if later is not None:
                 return Extraction(later, "end")
@@ -216,7 +230,9 @@ def extract(response: str, reader: Reader) -> Extraction:
         if begins and goes_on and ("=" in statement.content or not reader.is_bare(_sentence(statement.content))):
             continue
         return Extraction(answer, statement.how)
-    end = reader.read_end(text)
+    first = _EXPLAINED.match(text)
+    alone = (first[1] or first[2]) if first and not _TAKEN_BACK.search(text) else ""
+    end = reader.read(alone, "end") if alone and reader.is_bare(alone) else reader.read_end(text)
     return Extraction(end, "end") if end else Extraction("", "none")
 
 
@@ -229,7 +245,7 @@ def _said(statement: Statement, reader: Reader) -> tuple[str, str]:
     content = CONSENT.sub("", content)
     said = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
     back = _TAKEN_BACK.search(said)
-    first = said[: back.start()].rstrip(" ,，;—–-….") if back else ""
+    first = said[: back.start()].rstrip(" ,，;—–-….(") if back else ""
     if first and reader.is_bare(first):
         said = first
     return said, content[len(said) :]

@@ -30,6 +30,8 @@ COMMANDS = {
     "report sprint": "lmeval_prune.sprint.commands:report",
 }
 
+WITH_LM_EVAL = ("run", "sweep")  # run lm-eval, which is to know us, with the bridge or without
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; a user's mistake prints one line and returns 2."""
@@ -43,14 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         name = _command(words)
         function, rest = resolve_name(COMMANDS[name]), words[len(name.split()) :]
-        if inspect.getfullargspec(function).varargs:
-            return int(function(*rest))
-        return int(function(**read(name, function, rest)))
+        plain = bool(inspect.getfullargspec(function).varargs)
+        options = {} if plain else read(name, function, rest, COMMANDS)
+        if name in WITH_LM_EVAL:
+            from lmeval_prune.plugin import registration
+
+            registration.register()
+        return int(function(*(rest if plain else ()), **options))
     except BrokenPipeError:  # `lmeval-prune … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (InputError, OSError) as error:
-        print(f"lmeval-prune: error: {error}", file=sys.stderr)
+        print(f"lmeval-prune: error: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return 2
 
 

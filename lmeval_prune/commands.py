@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 
 
 def run(*words: str) -> int:
     """Run lm-eval's own command line with us registered; needs no bridge."""
-    from lmeval_prune.plugin import registration
-
-    registration.register()
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *words]
@@ -77,14 +74,17 @@ def mask(pretrained: str, heads: str, output: str, revision: str | None = None, 
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.skeleton import skeleton_of
+    from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
     from lmeval_prune.interventions import HeadMask
 
     wanted = HeadMask(heads, allow_empty_layer=allow_empty_layer)
     bare = skeleton_of(pretrained, revision)
     pruned = wanted.heads_of(map_model(bare))
     check_writable(output)
-    model = type(bare).from_pretrained(embedded.resolve(pretrained), revision=revision, dtype="auto")
+    try:
+        model = type(bare).from_pretrained(embedded.resolve(pretrained), revision=revision, dtype="auto")
+    except UNREADABLE as error:
+        raise InputError(f"the weights of {pretrained} cannot be loaded ({first_line(error)})") from error
     model_map = map_model(model)
     wanted.save(output, model_map)
     print(f"{output}: {len(pruned)} of {model_map.total_heads} heads of {model_map.name}")

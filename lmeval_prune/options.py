@@ -37,13 +37,16 @@ def either(*names: str) -> Callable[[Any], Any]:
     return declare
 
 
-def read(command: str, function: Callable[..., int], words: Sequence[str]) -> dict[str, Any]:
+def read(
+    command: str, function: Callable[..., int], words: Sequence[str], commands: Iterable[str] = ()
+) -> dict[str, Any]:
     """Read the options of a command; `--help` prints them and ends the program.
 
     Args:
         command: its name; the first word of it is its section in a recipe.
         function: which declares the options.
         words: of the command line, after the command; a first one that is no option is the option `name`.
+        commands: names of all commands, which may have sections in a recipe, too.
 
     Returns:
         Arguments of the function.
@@ -60,7 +63,7 @@ def read(command: str, function: Callable[..., int], words: Sequence[str]) -> di
         words = ["--name", *words]
     try:
         if not {"-h", "--help"} & set(words):
-            words = _with_recipe(parser, command, words, getattr(function, "either", ()))
+            words = _with_recipe(parser, command, words, getattr(function, "either", ()), [command, *commands])
         found = parser.parse_args(words).as_dict()
     except argparse.ArgumentError as error:
         raise InputError(_one_line(parser, str(error))) from None
@@ -106,6 +109,8 @@ class Parser(ArgumentParser):
         elif origin is dict:
             self.kinds[name] = PAIRS
             settings |= {"action": None, "type": _pairs, "metavar": "NAME=VALUE,…"}
+        elif hint is str or set(items) == {str, type(None)}:
+            settings |= {"action": None, "type": _text, "metavar": settings.get("metavar") or name.upper()}
         elif origin is Sequence:
             self.repeated.add(name)
             settings |= {"action": "append", "type": items[0], "default": []}
@@ -118,12 +123,15 @@ class Parser(ArgumentParser):
         return super().add_argument(*(n for n in names if n[:2] != "--"), f"--{name}", **settings)
 
 
-def _with_recipe(parser: Parser, command: str, words: Sequence[str], either: Sequence[str]) -> list[str]:
+def _with_recipe(
+    parser: Parser, command: str, words: Sequence[str], either: Sequence[str], commands: Sequence[str]
+) -> list[str]:
     """The recipe's options that the command line leaves open, and the command line; all known, none missing."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
     options, rest = first.parse_known_args([_underscored(word) for word in words])
-    recipe = _section(Path(options.config), command.split()[0]) if options.config else {}
+    sections = list(dict.fromkeys(name.split()[0] for name in commands))
+    recipe = _section(Path(options.config), sections) if options.config else {}
     given = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     for source, found in ((f"{options.config}: ", recipe), ("", given)):
         for name in found:
@@ -145,17 +153,23 @@ def _underscored(word: str) -> str:
     return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
 
 
-def _section(path: Path, name: str) -> dict[str, Any]:
-    """A section of a recipe; empty if there is none of this name."""
+def _section(path: Path, known: Sequence[str]) -> dict[str, Any]:
+    """The section of a recipe that has the first of the known names."""
     import yaml
 
     if not path.is_file():
         raise InputError(f"no such file: {path}")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
-    section = recipe.get(name, {}) if isinstance(recipe, dict) else None
+    name = known[0]
+    for other in recipe if isinstance(recipe, dict) else ():
+        if other not in known:
+            raise InputError(
+                f"{path} has a section {other!r}, and there is no such command{nearest(str(other), known)}"
+            )
+    section = recipe.get(name) if isinstance(recipe, dict) else None
     if not isinstance(section, dict):
         raise InputError(f"{path} must have sections, one of them `{name}:` with options")
     return section
@@ -167,6 +181,11 @@ def _spelled(name: str, value: Any, repeated: set[str]) -> list[str]:
         value = [f"{key}={item}" for key, item in value.items()]
     values = value if name in repeated and isinstance(value, list) else [value]
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}" for value in values]
+
+
+def _text(value: Any) -> str:
+    """As it was typed; `str` itself would be read as YAML where None is allowed."""
+    return str(value)
 
 
 def _listed(kind: type, value: Any) -> tuple[Any, ...]:

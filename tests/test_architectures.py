@@ -215,11 +215,6 @@ def test_zeroing_channels_is_deleting_them(variant: str) -> None:
                 _keep(smaller.gate, kept, axis=0)
         _keep(smaller.down, kept, axis=1)
         widths[block.label] = len(kept)
-
-        rows = block.rows_by_module(torch.tensor(kept))
-        assert list(rows) == list(dict.fromkeys(block.parts.values()))
-        for (module, numbers), left in zip(rows.items(), dict.fromkeys(smaller.parts.values()), strict=True):
-            assert torch.equal(_weight(module)[numbers], _weight(left))
     zeroed, deleted = output(model, tokens()), output(cut, tokens())
     torch.testing.assert_close(zeroed, deleted)
     assert (zeroed - dense).abs().max() > 1e-6

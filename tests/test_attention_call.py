@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +162,38 @@ def test_what_does_not_say_that_it_treats_each_token_by_itself_is_left_to_genera
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, eos_token_id=None)
         assert answer == out[0, 3:].tolist()
     assert engine.unsupported is None
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_another_model_of_the_same_configuration_is_left_alone(attention: str) -> None:
+    """Be it built from the same configuration object, or copied inside the block."""
+    model, inputs = tiny("llama", attention), tokens(2, 5)
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[0, :2] = 0
+
+    def out(model: Any) -> torch.Tensor:
+        return output(model, inputs, attention_mask=mask).nan_to_num()
+
+    other = type(model)(model.config).to(torch.float64).eval()
+    expected, plain = out(other), out(model)
+
+    def double(call: AttentionCall, attend: Attend) -> Any:
+        return attend(call)[0] * 2, None
+
+    with ExitStack() as stack:
+        put_in_front(map_model(model), double, stack)
+        doubled = out(model)
+        assert torch.equal(out(other), expected)
+        with pytest.raises(InputError, match="build this one with a copy of the configuration"):
+            put_in_front(map_model(other), double, stack)
+        copied = copy.deepcopy(model)
+        assert torch.equal(out(copied), plain)
+        assert torch.equal(out(model), doubled)
+    for each, own in ((model, plain), (other, expected), (copied, plain)):
+        assert torch.equal(out(each), own)
+    assert torch.equal(through(copied, double, inputs, attention_mask=mask).nan_to_num(), doubled)
+    assert torch.equal(out(copied), plain)
+    assert not torch.equal(doubled, plain)
 
 
 def test_other_implementations_are_refused() -> None:

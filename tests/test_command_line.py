@@ -57,6 +57,16 @@ def test_built_in_models_still_work_and_agree_with_no_heads(tiny_folder: Path, t
     assert dense[1] is None and pruning["heads"] == []
 
 
+def test_several_fields_of_a_method_are_given_as_json(tiny_folder: Path, tmp_path: Path) -> None:
+    arguments = {"pretrained": str(tiny_folder), "heads": {"heads": "L0H*", "allow_empty_layer": True}}
+    command = ["-m", "lm_eval", "--model", "pruned-hf", "--model_args", json.dumps(arguments), "--limit", "1"]
+    command += ["--tasks", "prune_tiny_choice", "--device", "cpu", "--output_path", str(tmp_path)]
+    done = call(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = tmp_path.rglob("results_*.json")
+    assert json.loads(path.read_text())["config"]["pruning"]["heads"] == ["L0H0", "L0H1", "L0H2", "L0H3"]
+
+
 def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
@@ -195,7 +205,7 @@ def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None
     )
     assert "2 of 8 heads of tiny-llama" in done.stdout
     content = json.loads(path.read_text())
-    assert content["heads"] == ["L0H1", "L0H2"] and content["schema"] == "lmeval-prune/head-mask"
+    assert content["settings"] == {"heads": ["L0H1", "L0H2"]} and content["schema"] == "lmeval-prune/head-mask"
     assert len(content["model"].pop("weights")) == 4  # as they are, and as the smaller types
     assert content["model"] == {
         "name": "tiny-llama",

@@ -723,6 +723,14 @@ def test_mistakes(make: Any, message: str) -> None:
         make(model_of("llama"))
 
 
+def test_what_a_mask_allows_counts_for_it_alone_whatever_the_order() -> None:
+    engine, masks = Engine(tiny("llama")), [HeadMask("L0H*", allow_empty_layer=True), HeadMask("L0H*")]
+    for pair in (masks, masks[::-1]):
+        with pytest.raises(InputError, match="allow_empty_layer=true"):
+            list(engine.decode([Request((5, 6), mask, SamplingParams(3, ())) for mask in pair]))
+    assert len(list(engine.decode([Request((5, 6), masks[0], SamplingParams(3, ()))]))) == 1
+
+
 def test_the_context_ends_an_answer() -> None:
     model = model_of("llama")
     request = Request(tuple([5, 6] * 60), None, SamplingParams(50))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on, load_intervention
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.settings import types_of
 from tests.methods import ROWS, Row
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import output, tiny, tokens
@@ -57,7 +59,8 @@ def test_nothing_stays(row: Row, family: str) -> None:
     model, inputs = tiny(family), tokens()
     dense, weights, state = output(model, inputs), copy.deepcopy(model.state_dict()), state_of(model)
     with applied(row, model):
-        assert (output(model, inputs) - dense).abs().max() > 1e-4 and interventions_on(model)
+        assert (output(model, inputs) - dense).abs().max() > 1e-4, f"the method changes nothing on {family}"
+        assert interventions_on(model)
     with pytest.raises(RuntimeError, match="inside"), applied(row, model):
         output(model, inputs)
         raise RuntimeError("inside")
@@ -119,8 +122,23 @@ def test_its_identity_is_what_it_does(row: Row) -> None:
     own = made(row).identity(model_map)
     assert own["method"] == row.name and json.loads(json.dumps(own)) == own
     assert all(made(row, value).identity(model_map) == own for value in (row.value, *row.same))
+    assert all(
+        json.dumps(made(row, value).identity(model_map)) == json.dumps(own) for value in row.same
+    )  # not 1 and 1.0
     others = [json.dumps(made(row, value).identity(model_map)) for value in row.others]
     assert len({json.dumps(own), *others}) == 1 + len(others)
+    assert hash(made(row)) == hash(made(row))
+
+
+@pytest.mark.parametrize("row", ARGUMENTS, ids=str)
+def test_the_types_of_its_fields_are_checked(row: Row) -> None:
+    hints = types_of(type(made(row)))
+    first = next(one.name for one in fields(made(row)) if one.name != "origin")
+    value = row.value if isinstance(row.value, dict) else {first: row.value}
+    for one in fields(made(row)):
+        if one.init and {bool, int, float} & {hints[one.name], *get_args(hints[one.name])}:
+            with pytest.raises(InputError, match=f"{one.name}='nonsense' is (not|neither)"):
+                made(row, {**value, one.name: "nonsense"})
 
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
@@ -180,6 +198,11 @@ def test_it_survives_its_file(row: Row, tmp_path: Path) -> None:
     for kind in (torch.float32, torch.bfloat16, torch.float16):  # the same weights, in a smaller type
         rounded = map_model(copy.deepcopy(model).to(kind))
         assert rounded.weights != model_map.weights and load_intervention(tmp_path / "one.json").fit_to(rounded)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    half.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1.1e-6  # float16 rounds it
+    one.save(tmp_path / "half.json", map_model(half))
+    for kind in (torch.float16, torch.float32, torch.float64):
+        assert load_intervention(tmp_path / "half.json").fit_to(map_model(copy.deepcopy(half).to(kind)))
 
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)

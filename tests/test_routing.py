@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_each_try_is_the_greedy_answer_under_its_head(tiny_folder: Path, router:
             return_tensors="pt",
         )
         for head, text in zip(heads, texts, strict=True):
-            with (HeadMask() if head == DENSE else HeadMask(head)).applied_to(plain):
+            with nullcontext() if head == DENSE else HeadMask(head).applied_to(plain):
                 out = plain.generate(**prompt, max_new_tokens=8, do_sample=False)
             assert text == tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     info = results["config"]["pruning"]["router"]
@@ -151,13 +152,21 @@ def test_what_cannot_be_routed_is_refused(tiny_folder: Path, router: Path, store
     other.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "other")
     for arguments in ({"router": str(router)}, {"router": "best", "router_store": str(store)}):
-        with pytest.raises(InputError, match="weights or heads differ"):
+        with pytest.raises(InputError, match="was made for other weights"):
             PrunedHFLM(str(tmp_path / "other"), dtype="float64", device="cpu", **arguments)
     PrunedHFLM(str(tmp_path / "other"), dtype="float64", device="cpu", router=str(router), allow_other_model=True)
     with pytest.raises(InputError, match="does not hold the question"):
         PrunedHFLM(
             str(tiny_folder), dtype="float64", device="cpu", router="oracle", router_store=str(store)
         ).given.tries.policy.order(["never asked"])
+
+
+def test_a_router_fits_its_model_in_a_smaller_type_too(tiny_folder: Path, router: Path, store: Path) -> None:
+    for arguments in ({"router": str(router)}, {"router": "best", "router_store": str(store)}):
+        for dtype in ("float32", "bfloat16", "float16"):
+            PrunedHFLM(str(tiny_folder), dtype=dtype, device="cpu", **arguments)
+        with pytest.raises(InputError, match="with other heads pruned"):
+            PrunedHFLM(str(tiny_folder), dtype="bfloat16", device="cpu", heads="L1H0", **arguments)
 
 
 def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,6 +351,11 @@ def test_a_store_refuses_what_does_not_belong_to_it(tmp_path: Path) -> None:
     running.close()
 
 
+def edited(folder: Path, **changes: Any) -> None:
+    about = json.loads((folder / "store.json").read_text())
+    (folder / "store.json").write_text(json.dumps({**about, **changes}))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -357,6 +364,14 @@ def test_a_store_refuses_what_does_not_belong_to_it(tmp_path: Path) -> None:
         (lambda f: filled(f, []), "no outcomes yet"),
         (lambda f: (filled(f, CELLS), (f / "cells.parquet").write_bytes(b"PAR1")), "damaged"),
         (lambda f: (filled(f, CELLS), (f / "store.json").write_text("{}")), "not a lmeval-prune/outcomes"),
+        (lambda f: (filled(f, CELLS), (f / "questions.parquet").unlink()), "is empty"),
+        (lambda f: (filled(f, CELLS), shutil.copy(f / "answers.parquet", f / "cells.parquet")), "damaged"),
+        (lambda f: (filled(f, CELLS), edited(f, pool=["dense"])), "do not fit together"),
+        (lambda f: (filled(f, CELLS), edited(f, pool=[["dense"]])), "do not fit together"),
+        (
+            lambda f: (filled(f, CELLS), OutcomeStore(f).add([{**row(7), "head": "dense", "outcome": True}])),
+            "do not fit",
+        ),
     ],
 )
 def test_a_store_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, make, message: str) -> None:

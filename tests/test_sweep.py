@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,7 @@ def test_every_cell_is_generate_alone_with_that_head_pruned(tiny_folder: Path, w
         doc = task.eval_docs[cell["doc_id"]]
         assert rows[cell["doc_id"]]["question"] == doc["question"]
         prompt = tokenizer(task.doc_to_text(doc), return_tensors="pt")
-        mask = HeadMask() if cell["head"] == "dense" else HeadMask(cell["head"])
-        with mask.applied_to(plain):
+        with nullcontext() if cell["head"] == "dense" else HeadMask(cell["head"]).applied_to(plain):
             out = plain.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         assert cell["tokens"] == out.tolist()
         assert cell["outcome"] == bool(task.process_results(doc, [cell["text"]])["exact_match"])
@@ -144,6 +144,25 @@ def test_it_is_extended_without_running_anything_twice(
     assert len(run) == len(set(run)) == 30
     sweep(tiny_folder, tmp_path / "s")
     assert len(run) == 30
+
+
+@pytest.mark.parametrize("method", ["OutcomeStore.add", "AnswerStore.compact"])
+def test_nobody_else_may_write_before_it_has_ended(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    kind, name = {"OutcomeStore": OutcomeStore, "AnswerStore": AnswerStore}[method.split(".")[0]], method.split(".")[1]
+    ended, tried = getattr(kind, name), []
+
+    def other_run(self: Any, *args: Any) -> None:
+        with pytest.raises(InputError, match="another run is writing"):
+            AnswerStore(tmp_path / "s")
+        tried.append(1)
+        ended(self, *args)
+
+    monkeypatch.setattr(kind, name, other_run)
+    sweep(tiny_folder, tmp_path / "s", heads="L0H0", limit=1)
+    assert tried
+    AnswerStore(tmp_path / "s").close()
 
 
 def test_two_ranks_leave_what_one_leaves(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
@@ -234,9 +253,15 @@ def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole
         ({"metric": "exact_match,strict"}, "no filter 'strict'"),
         ({"heads": "L9H0"}, "no attention in layer 9"),
         ({"model_args": {"responses": "x"}}, "does not take the model argument"),
+        ({"model_args": {"pretrained": "nobody/nothing"}}, "^the model nobody/nothing cannot be loaded [^\n]*$"),
+        ({"model_args": {"pretrained": "{empty}"}}, "cannot be loaded [^\n]*$"),
     ],
 )
 def test_senseless_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
+    arguments = options.get("model_args", {})
+    if arguments.get("pretrained") == "{empty}":
+        (tmp_path / "empty").mkdir()
+        options = {"model_args": {"pretrained": str(tmp_path / "empty")}}
     with pytest.raises(InputError, match=message):
         sweep(tiny_folder, tmp_path / "s", **options)
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,49 @@ HANGING = ("x+1", "(x+1)^{100000000}+1000000000!")
 
 
 def workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "pebble_pool_worker" in child.cmdline()]
+    """Of this process, those that live."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            if "pebble_pool_worker" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def seconds_of(process: psutil.Process) -> float:
+    """Processor time that it has used."""
+    return sum(process.cpu_times()[:2])
+
+
+def wait_until_one_compares(processes: list[psutil.Process]) -> None:
+    """Until one of these, which were idle, is in the middle of a long comparison, however slow the machine is."""
+    before = {process: seconds_of(process) for process in processes}
+    while not any(seconds_of(process) > used + 0.2 for process, used in before.items()):
+        time.sleep(0.02)
+
+
+def waits(thread: int) -> bool:
+    """Whether a thread of this process is waiting for something."""
+    frame, functions = sys._current_frames().get(thread), []
+    while frame:
+        functions.append(frame.f_code)
+        frame = frame.f_back
+    return threading.Condition.wait.__code__ in functions
+
+
+def meanwhile(action: Callable[[], object]) -> threading.Thread:
+    """Do something in the middle of the comparison that this thread, the main one, is about to ask the worker for."""
+    main, idle = threading.main_thread().ident, workers()
+
+    def act() -> None:
+        wait_until_one_compares(idle)
+        while not waits(main):
+            time.sleep(0.02)
+        action()
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
 
 
 @pytest.fixture
@@ -41,8 +84,9 @@ def test_nothing_is_started_before_it_is_needed(verifier: Verifier) -> None:
 def test_a_hanging_comparison_is_stopped_and_the_pool_goes_on(verifier: Verifier) -> None:
     assert verifier.verify("x^2-1", "(x-1)(x+1)") == "equal"
     (before,) = workers()
-    verifier.seconds = 1.0
+    verifier.seconds = 5.0  # enough for the one that ends, on a machine that is busy
     assert verifier.verify_many([HANGING, ("2x", "x+x"), HANGING]) == ["timeout", "equal", "timeout"]
+    verifier.seconds = 20.0
     assert verifier.verify("2x", "x+y") == "different" and not before.is_running()
 
 
@@ -50,8 +94,9 @@ def test_a_worker_that_dies_is_replaced(verifier: Verifier) -> None:
     """In the middle of a comparison, which is lost; and while it waits, when nothing is."""
     assert verifier.verify("2x", "x+x") == "equal"
     (worker,) = workers()
-    threading.Timer(0.5, worker.kill).start()
+    killer = meanwhile(worker.kill)
     assert verifier.verify_many([HANGING, ("2x", "x+x")]) == ["crash", "equal"]
+    killer.join()
     workers()[0].kill()
     assert verifier.verify("2x", "x+x") == "equal"
 
@@ -64,8 +109,8 @@ def test_many_comparisons_keep_their_order() -> None:
 def test_an_interrupted_comparison_does_not_shift_the_verdicts(verifier: Verifier) -> None:
     assert verifier.verify("2x", "x+x") == "equal"
     main = threading.main_thread().ident
-    threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
+        meanwhile(lambda: signal.pthread_kill(main, signal.SIGINT))
         verifier.verify_many([HANGING, *[("x+1", "1+x")] * 2000])
     assert workers() == []
     assert verifier.verify("x", "y") == "different"
@@ -144,13 +189,13 @@ def test_a_program_without_a_guard_runs_once_and_leaves_nothing(way: str, tmp_pa
 def test_a_program_that_is_killed_leaves_nothing(number: int, tmp_path: Path) -> None:
     """One worker waits; the other's comparison would go on for ever."""
     (tmp_path / "program.py").write_text(
-        PROGRAM.format(verifier="Verifier(2, seconds=3.0)", then=f"verifier.verify(*{HANGING})")
+        PROGRAM.format(verifier="Verifier(2, seconds=8.0)", then=f"verifier.verify(*{HANGING})")
     )
     program = subprocess.Popen(
         [sys.executable, "program.py"], stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
     )
     _, _, pids = (program.stdout.readline() for _ in range(3))
-    time.sleep(0.5)  # for the comparison to begin
+    wait_until_one_compares([psutil.Process(pid) for pid in map(int, pids.split())])
     if number == signal.SIGINT:
         os.killpg(program.pid, number)  # as the terminal does
     else:

@@ -143,6 +143,9 @@ def tiny(
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2)
     return model
 
 

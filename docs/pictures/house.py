@@ -6,9 +6,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 FLOORS = [
-    [("cli · demo", "the commands")],
+    [("cli · demo", "the commands"), ("plugin", "how lm-eval finds us")],
     [("sprint", "outcomes, sweep, router, report")],
-    [("models", "pruned-hf and the store of answers"), ("plugin", "how lm-eval finds us")],
+    [("models", "pruned-hf and the store of answers")],
     [("decoding", "the engine: scheduler, KV cache, layer skipping")],
     [("interventions", "head masks, row masks, the attention call; kernels/")],
     [("checkpoints", "embedded models, models without weights")],

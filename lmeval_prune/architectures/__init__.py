@@ -2,11 +2,11 @@
 
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows
 from lmeval_prune.architectures.heads import Head, head_names
-from lmeval_prune.architectures.identity import weights_fingerprint
+from lmeval_prune.architectures.identity import adapters_of, loadable_fingerprints, weights_fingerprint
 from lmeval_prune.architectures.model_map import ModelMap, map_model
 from lmeval_prune.architectures.table import FAMILIES, Family
 
 __all__ = [
     "FAMILIES", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
-    "head_names", "map_model", "weights_fingerprint",
+    "adapters_of", "head_names", "loadable_fingerprints", "map_model", "weights_fingerprint",
 ]  # fmt: skip

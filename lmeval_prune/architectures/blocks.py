@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures.table import Family
@@ -127,20 +126,6 @@ class FeedForward(Block):
         if channel is None:
             return Rows(self.parts[part], start, start + self.channels)
         return Rows(self.parts[part], start + channel, start + channel + 1)
-
-    def rows_by_module(self, channels: Tensor) -> dict[nn.Module, Tensor]:
-        """Rows of every projection that compute `channels`: what is left of it if only these are kept.
-
-        Args:
-            channels: numbers of channels, shape (n,).
-
-        Returns:
-            Row numbers in the order of `channels`: shape (n,), or (2n,) for a projection that computes gate and up,
-            the gate's rows first, as it has them itself.
-        """
-        if self.gate is self.up:
-            return {self.up: torch.cat([channels, channels + self.channels])}
-        return dict.fromkeys(self.parts.values(), channels)
 
 
 def find_in(module: nn.Module, path: str) -> tuple[str, nn.Module] | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which weights may be loaded
 
 
 def model_name(name_or_path: str) -> str:
@@ -51,6 +54,33 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
             sums[1] += int((values * (places * 2654435761 + number)).sum())
         state.update(f"{name}{tuple(tensor.shape)}{sums[0] % 2**64},{sums[1] % 2**64};".encode())
     return state.hexdigest()[:16]
+
+
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """What of PEFT's adapters is in no weight: by module, which are active or merged, and by what they are scaled."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        active = getattr(module, "active_adapters", None)
+        if isinstance(active, list | tuple) and hasattr(module, "base_layer"):
+            scaling = getattr(module, "scaling", None) or {}
+            merged, disabled = getattr(module, "merged_adapters", []), getattr(module, "disable_adapters", False)
+            scales = [[one, str(scaling.get(one))] for one in active]
+            found[name] = [scales, list(merged), bool(disabled)]
+    return found
+
+
+def loadable_fingerprints(model: nn.Module, own: str | None) -> list[str]:
+    """The fingerprints that a model has in its own type and when it is loaded in another one.
+
+    Args:
+        model: the model.
+        own: its `weights_fingerprint`.
+    """
+    kinds = {x.dtype for x in model.parameters() if x.is_floating_point()} if own else set()
+    largest = max((kind.itemsize for kind in kinds), default=0)  # a larger type keeps the values
+    others = [kind for kind in _TYPES if kind.itemsize <= largest and {kind} != kinds]
+    found = [own, *(weights_fingerprint(model, kind) for kind in others)]
+    return list(dict.fromkeys(fingerprint for fingerprint in found if fingerprint))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

@@ -6,10 +6,13 @@ import copy
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
+
+UNREADABLE = (OSError, ValueError, SafetensorError)  # what transformers raises for a model that it cannot load
 
 
 def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> Any:

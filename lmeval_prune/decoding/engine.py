@@ -107,7 +107,8 @@ class Engine:
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
-        for mask in {request.mask for request in requests if request.mask}:
+        # by identity: of two that are equal one may be allowed what the other is not
+        for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
             mask.fit_to(self.model_map)
         if not requests:
             return

@@ -1,8 +1,17 @@
 """Interventions change how a model computes for as long as they are applied; nothing stays behind."""
 
-from lmeval_prune.interventions.base import Intervention, Origin, interventions_on, load_intervention
+from lmeval_prune.interventions.base import Intervention, Origin, combined, interventions_on, load_intervention
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.row_masks import RowMasks
 from lmeval_prune.interventions.table import METHODS
 
-__all__ = ["METHODS", "HeadMask", "Intervention", "Origin", "RowMasks", "interventions_on", "load_intervention"]
+__all__ = [
+    "METHODS",
+    "HeadMask",
+    "Intervention",
+    "Origin",
+    "RowMasks",
+    "combined",
+    "interventions_on",
+    "load_intervention",
+]

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -71,8 +72,8 @@ class _Wiring:
         return self.originals[0][1]
 
 
-# Of the modules that call us: what they were wired to, and which layer they belong to.
-_WIRED: WeakKeyDictionary[nn.Module, tuple[_Wiring, AttentionLayer]] = WeakKeyDictionary()
+# Of all modules of a model: what they were wired to, and which attention layer they belong to, if to any.
+_WIRED: WeakKeyDictionary[nn.Module, tuple[_Wiring, AttentionLayer | None]] = WeakKeyDictionary()
 
 
 def put_in_front(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
@@ -115,12 +116,25 @@ def check_attention_calls(model_map: ModelMap) -> None:
 
 
 def _wiring_of(model_map: ModelMap) -> _Wiring:
-    """What the model is wired to already, or a new wiring of all modules in its attention layers."""
+    """What the model is wired to already, or a new wiring of all its modules.
+
+    Raises:
+        InputError: another model with the same configuration object is wired.
+    """
     if found := _WIRED.get(model_map.attention[0].module):
         return found[0]
     configs = {id(module.config): module.config for module in model_map.model.modules() if hasattr(module, "config")}
     named = [config for config in configs.values() if hasattr(config, "_attn_implementation")]
-    wiring = _Wiring([(config, config._attn_implementation) for config in named])
+    for other, _ in list(_WIRED.values()):
+        if any(config is mine for config, _ in other.originals for mine in named):
+            raise InputError(
+                "another model with the same configuration object has its attention handled at the moment; build this "
+                "one with a copy of the configuration (copy.deepcopy)"
+            )
+    # one copied inside such a block was copied with our name
+    wiring = _Wiring([(config, config._attn_implementation.removeprefix(f"{NAME}_")) for config in named])
+    for module in model_map.model.modules():
+        _WIRED[module] = (wiring, None)
     for layer in model_map.attention:
         for module in layer.module.modules():  # in some families a part of it calls
             _WIRED[module] = (wiring, layer)
@@ -132,9 +146,8 @@ def _take_out(model_map: ModelMap, wiring: _Wiring, where: list[Any], one: Any) 
     if wiring.handlers or wiring.stores:
         _name_implementation(wiring)
         return
-    for layer in model_map.attention:
-        for module in layer.module.modules():
-            _WIRED.pop(module, None)
+    for module in [module for module, (wired, _) in _WIRED.items() if wired is wiring]:
+        del _WIRED[module]
     for config, implementation in wiring.originals:
         config._attn_implementation = implementation
 
@@ -149,6 +162,7 @@ def _name_implementation(wiring: _Wiring) -> None:
 
 
 def _attend(
+    implementation: str | None,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -156,11 +170,13 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> Attended:
-    """What transformers calls."""
+    """What transformers calls; `implementation` is the model's own, if the name says it."""
     found = _WIRED.get(module)
-    if found is None:
+    if found is None and implementation:  # another model, whose configuration is the same or a copy
+        return _own(implementation, module)(module, query, key, value, attention_mask, **options)
+    wiring, layer = found or (None, None)
+    if wiring is None or layer is None:
         raise UnsupportedAttention("its attention is computed by modules that are not known")
-    wiring, layer = found
     attend: Attend = wiring.stores[-1] if wiring.stores else _original
     for handler in wiring.handlers:
         attend = _after(handler, attend)
@@ -173,14 +189,18 @@ def _after(handler: Handler, attend: Attend) -> Attend:
 
 def _original(call: AttentionCall) -> Attended:
     """The model's own attention."""
-    family: Any = sys.modules[type(call.module).__module__]
+    function = _own(_WIRED[call.module][0].original, call.module)
+    return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
+
+
+def _own(implementation: str, module: nn.Module) -> Callable[..., Attended]:
+    family: Any = sys.modules[type(module).__module__]
     eager: Any = getattr(family, "eager_attention_forward", None)
-    function: Any = AttentionInterface().get_interface(_WIRED[call.module][0].original, eager)
-    attended: Attended = function(call.module, call.query, call.key, call.value, call.mask, **call.options)
-    return attended
+    function: Callable[..., Attended] = AttentionInterface().get_interface(implementation, eager)
+    return function
 
 
-AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(NAME, partial(_attend, None))
 for _implementation in IN_FRONT:
-    AttentionInterface.register(_in_front(_implementation), _attend)
+    AttentionInterface.register(_in_front(_implementation), partial(_attend, _implementation))
     AttentionMaskInterface.register(_in_front(_implementation), AttentionMaskInterface()[_implementation])

@@ -10,22 +10,22 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
+from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
+from lmeval_prune.settings import as_json, frozen, typed, types_of
 
-SCHEMA_VERSION = 2  # 1: without weights
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which weights may be loaded
+SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
 
 
 @dataclass(frozen=True)
@@ -60,26 +60,41 @@ class Origin:
             raise InputError(f"{made} a {family} model, this one is {model_map.model_type}; {fix}")
         if model_map.signature() != {key: self.model[key] for key in ("model_type", "heads")}:
             raise InputError(f"{made} {name}, whose layers or heads differ from this model's; {fix}")
-        known = self.model.get("weights") or []
-        if known and all(parameter.is_meta for parameter in model_map.model.parameters()):
-            return  # not loaded yet
-        if known and model_map.weights and not getattr(model_map.model, "is_quantized", False):
-            if model_map.weights not in known:
-                raise InputError(f"{made} other weights ({name}) than this model's ({model_map.name}); {fix}")
-            return
-        if name and model_map.name and name.lower() != model_map.name.lower():
-            raise InputError(f"{made} {name}, this model is {model_map.name}; {fix}")
-        there, here = self.model["revision"], model_map.revision
-        if there and here and there != here:
-            raise InputError(f"{made} revision {there[:12]}, this one is {here[:12]}; {fix}")
+        check_weights(self.model.get("weights") or [], name, self.model["revision"], model_map, made, fix)
+
+
+def check_weights(known: list[str], name: str, revision: str, model_map: ModelMap, made: str, fix: str) -> None:
+    """Refuse a model that something was not made for: by its weights where they are known, else by its name.
+
+    Args:
+        known: fingerprints of the weights that it was made for, as they are and rounded to smaller types.
+        name, revision: of that model.
+        model_map: of the model at hand.
+        made, fix: beginning and end of the message.
+
+    Raises:
+        InputError: naming what differs.
+    """
+    if known and all(parameter.is_meta for parameter in model_map.model.parameters()):
+        return  # not loaded yet
+    if known and model_map.weights and not getattr(model_map.model, "is_quantized", False):
+        if model_map.weights not in known:
+            raise InputError(f"{made} other weights ({name}) than this model's ({model_map.name}); {fix}")
+        return
+    if name and model_map.name and name.lower() != model_map.name.lower():
+        raise InputError(f"{made} {name}, this model is {model_map.name}; {fix}")
+    if revision and model_map.revision and revision != model_map.revision:
+        raise InputError(f"{made} revision {revision[:12]}, this one is {model_map.revision[:12]}; {fix}")
 
 
 @dataclass(frozen=True)
 class Intervention(ABC):
     """A change to a model's computation.
 
-    A subclass is a frozen dataclass. A field declared with `compare=False` says how an intervention is checked or
-    carried out, not what it computes, and is no part of its identity.
+    A subclass is a frozen dataclass. Its fields are numbers, texts, truths, None, or lists and dictionaries of these.
+    What is given for a `bool`, `int`, `float` or `str` (or one of them `| None`) is read as such or refused. A field
+    declared with `compare=False` says how an intervention is checked or carried out, not what it computes, and is no
+    part of its identity. A subclass with a `__post_init__` of its own calls this one.
 
     Attributes:
         tokenwise: (of the class) what it does to a token depends on that token alone. Then rows of different requests
@@ -89,6 +104,13 @@ class Intervention(ABC):
 
     tokenwise: ClassVar[bool] = False
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        hints = types_of(type(self))
+        for one in fields(self):
+            name = f"{method_name(type(self))}.{one.name}"
+            value = typed(name, getattr(self, one.name), hints.get(one.name, Any))
+            object.__setattr__(self, one.name, frozen(name, value) if one.compare else value)
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Fill in what the fields leave open for this model (ranges, defaults), and refuse what does not fit it.
@@ -133,20 +155,23 @@ class Intervention(ABC):
             The model's map.
 
         Raises:
-            InputError: the intervention does not fit the model; the model is then unchanged.
+            InputError: the intervention does not fit the model, alone or with what is applied already; the model is
+                then unchanged.
         """
         model_map = model_map or map_model(model)
         resolved = self.fit_to(model_map)
+        for one in combined([*interventions_on(model), resolved]):
+            one.fit_to(model_map)
         with ExitStack() as stack:
             resolved.attach(model_map, stack)
-            applied = _APPLIED.setdefault(model, [])
+            applied = _APPLIED.setdefault(model_map.attention[0].module, [])
             applied.append(resolved)
             stack.callback(_forget, applied, resolved)
             yield model_map
 
     def settings(self) -> dict[str, Any]:
         """The fields that make up its identity, as JSON values."""
-        return {one.name: _plain(getattr(self, one.name)) for one in fields(self) if one.compare}
+        return {one.name: as_json(one.name, getattr(self, one.name)) for one in fields(self) if one.compare}
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
         """JSON value that determines what it does to this model."""
@@ -172,12 +197,9 @@ class Intervention(ABC):
             InputError: it does not fit the model, or the file cannot be written.
         """
         settings = self.fit_to(model_map).settings()
-        sizes = [x.element_size() for x in model_map.model.parameters() if x.is_floating_point()]
-        smaller = [kind for kind in _TYPES if kind.itemsize < max(sizes, default=0)]
-        rounded = (weights_fingerprint(model_map.model, kind) for kind in smaller)
-        weights = [fingerprint for fingerprint in (model_map.weights, *rounded) if fingerprint]
-        about = {"name": model_map.name, "revision": model_map.revision, "weights": list(dict.fromkeys(weights))}
-        content = {**settings, "model": {**about, **model_map.signature()}}
+        weights = loadable_fingerprints(model_map.model, model_map.weights)
+        about = {"name": model_map.name, "revision": model_map.revision, "weights": weights}
+        content = {"settings": settings, "model": {**about, **model_map.signature()}}
         write_artefact(path, self.schema(), SCHEMA_VERSION, content)
 
     @classmethod
@@ -187,18 +209,32 @@ class Intervention(ABC):
         Raises:
             InputError: the file is missing, broken, a pickle, or another kind of artefact.
         """
-        content, sha256 = read_artefact(path, cls.schema(), SCHEMA_VERSION)
-        model = content.get("model")
+        return cls._of(path, *read_artefact(path, cls.schema(), SCHEMA_VERSION), allow_other_model)
+
+    @classmethod
+    def _of(cls, path: str | os.PathLike[str], content: dict[str, Any], sha256: str, allow_other_model: bool) -> Self:
+        """What an artefact's content says; fields that it lacks have their defaults."""
+        own = {one.name: one for one in fields(cls) if one.compare}
+        settings, model = content.get("settings"), content.get("model")
+        if content["schema_version"] < 3:  # they stood beside the envelope
+            settings = {name: content[name] for name in own if name in content}
         needed = {"name": str, "revision": str, "model_type": str, "heads": dict}
-        settings = [one.name for one in fields(cls) if one.compare]
+        required = [key for key, one in own.items() if one.default is MISSING and one.default_factory is MISSING]
         if (
-            any(name not in content for name in settings)
+            not isinstance(settings, dict)
+            or any(key not in settings for key in required)
             or not isinstance(model, dict)
             or not all(isinstance(model.get(key), kind) for key, kind in needed.items())
         ):
             raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact, or they are of another type")
-        origin = Origin(str(path), sha256, model, allow_other_model)
-        return cls(**{name: frozen(content[name]) for name in settings}, origin=origin)
+        if unknown := [key for key in settings if key not in own]:
+            raise InputError(
+                f"{path} has settings that this lmeval-prune does not know: {', '.join(unknown)}; upgrade it"
+            )
+        try:
+            return cls(**settings, origin=Origin(str(path), sha256, model, allow_other_model))
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
 
 
 def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
@@ -208,36 +244,37 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
         InputError: the file is missing, broken, a pickle, or no intervention.
     """
     kinds = {kind.schema(): kind for kind in map(method_class, METHODS)}
-    schema = read_artefact(path, tuple(kinds), SCHEMA_VERSION)[0]["schema"]
-    loaded: Intervention = kinds[schema].load(path, allow_other_model)
+    content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
+    loaded: Intervention = kinds[content["schema"]]._of(path, content, sha256, allow_other_model)
     return loaded
 
 
+# By a model's first attention module, which every wrapper of the model shares.
 _APPLIED: WeakKeyDictionary[nn.Module, list[Intervention]] = WeakKeyDictionary()
 
 
 def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
-    """What is applied to a model at the moment, in the order in which it was applied."""
-    return tuple(_APPLIED.get(model, ()))
+    """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
+    applied = (_APPLIED[module] for module in model.modules() if module in _APPLIED) if _APPLIED else ()
+    return tuple(next(iter(applied), ()))
+
+
+def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
+    """Interventions in order, those of one kind as one where they can be (head masks: their union)."""
+    found: list[Intervention] = []
+    for one in interventions:
+        for place, before in enumerate(found):
+            if (both := before.joined(one)) is not None:
+                found[place] = both
+                break
+        else:
+            found.append(one)
+    return tuple(found)
 
 
 def _forget(applied: list[Intervention], one: Intervention) -> None:
     place = next(i for i in reversed(range(len(applied))) if applied[i] is one)
     del applied[place]
-
-
-def _plain(value: Any) -> Any:
-    """As JSON knows it."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def frozen(value: Any) -> Any:
-    """A JSON value with tuples for lists."""
-    return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:
@@ -247,3 +284,12 @@ def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tenso
         return (change(inputs[0]), *inputs[1:])
 
     stack.callback(module.register_forward_pre_hook(hook).remove)
+
+
+def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:
+    """Pass the output of `module` (the first, if it has several) through `change` until `stack` closes."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    stack.callback(module.register_forward_hook(hook).remove)

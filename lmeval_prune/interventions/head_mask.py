@@ -34,12 +34,12 @@ class HeadMask(Intervention):
     """
 
     tokenwise = True
-    heads: Any = ()  # a tuple of names, once it is made
+    heads: Any  # a tuple of names, once it is made
     allow_empty_layer: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.heads != ():
-            object.__setattr__(self, "heads", head_names(self.heads))
+        object.__setattr__(self, "heads", head_names(self.heads))
+        super().__post_init__()
 
     def __str__(self) -> str:
         return "+".join(self.heads)
@@ -63,7 +63,7 @@ class HeadMask(Intervention):
         """
         if self.origin:
             self.origin.check(model_map)
-        heads = Head.parse(self.heads, model_map) if self.heads else ()
+        heads = Head.parse(self.heads, model_map)
         for layer in model_map.attention:
             lost = sum((head.stack, head.layer) == (layer.stack, layer.index) for head in heads)
             if lost == layer.heads and not self.allow_empty_layer:

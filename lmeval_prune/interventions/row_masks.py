@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -86,6 +87,10 @@ class RowMasks(Intervention):
         stack.callback(setattr, self._state, "model_map", None)
         for layer in model_map.attention:
             change_input(layer.o_proj, _RowDrop(self._state, layer), stack)
+
+    def identity(self, model_map: ModelMap) -> dict[str, Any]:
+        """Refuse to name what may be another thing in every block; see the base class."""
+        raise InputError("answers under RowMasks cannot be kept: masks change from block to block; use a HeadMask")
 
     def table(self, masks: Sequence[HeadMask | None]) -> MaskTable:
         """Resolve masks against the model once, for many `using` blocks.

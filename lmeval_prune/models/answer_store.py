@@ -18,6 +18,7 @@ import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,12 @@ import pyarrow.parquet as parquet
 from filelock import FileLock, Timeout
 
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/answers"
 SCHEMA_VERSION = 1
 FILES = ("answers.", "rank-")  # ours begin so
-BESIDE = ("store.json", "questions.parquet", "cells.parquet")  # an outcome store's, in the same folder
 Answered = Callable[[str, tuple[Any, ...], Any], None]
 
 _TABLE = pa.schema(
@@ -67,11 +67,11 @@ class AnswerStore:
         self.folder = Path(folder)
         about = self.folder / "answers.json"
         self.path = self.folder / f"rank-{rank}.jsonl"
-        self._lock = FileLock(self.folder / f".rank-{rank}.lock")
+        self._lock = _lock_of(self.path)
         self._file: Any = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES, *BESIDE))]
+            foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
             if foreign and not about.exists():
                 raise InputError(f"{folder} holds {foreign[0]} and is not an answer store; give a new folder")
             if about.exists():
@@ -85,7 +85,11 @@ class AnswerStore:
             raise InputError(
                 f"responses={folder} cannot be used ({error}); give a folder that can be written"
             ) from error
-        self.known: dict[str, Any] = {record["key"]: record["response"] for record in read_answers(self.folder)}
+        try:
+            self.known: dict[str, Any] = {record["key"]: record["response"] for record in read_answers(self.folder)}
+        except BaseException:
+            self._lock.release()
+            raise
 
     def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
         """Write one answer; it is with the operating system when this returns."""
@@ -99,23 +103,39 @@ class AnswerStore:
 
     def close(self) -> None:
         """Close the file and let other runs write."""
+        self._close_file()
+        self._lock.release()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._lock.release()
 
     def compact(self) -> None:
-        """Move all processes' lines into `answers.parquet`, by key; only while no other process writes."""
-        if not any(self.folder.glob("rank-*.jsonl")):
-            return
-        records = {record["key"]: record for record in read_answers(self.folder)}
-        rows = [
-            {**records[key], "response": json.dumps(records[key]["response"], ensure_ascii=False)}
-            for key in sorted(records)
-        ]
-        write_table(self.folder / "answers.parquet", pa.Table.from_pylist(rows, _TABLE))
-        for path in self.folder.glob("rank-*.jsonl"):
-            path.unlink()
+        """Move the lines of all processes but those that still write into `answers.parquet`, by key."""
+        with ExitStack() as stack:
+            paths = []
+            for path in self.folder.glob("rank-*.jsonl"):
+                lock = self._lock if path == self.path else _lock_of(path)
+                with suppress(Timeout):
+                    stack.enter_context(lock.acquire(timeout=0))
+                    paths.append(path)
+            if not paths:
+                return
+            self._close_file()
+            records = {record["key"]: record for record in read_answers(self.folder)}
+            rows = [
+                {**records[key], "response": json.dumps(records[key]["response"], ensure_ascii=False)}
+                for key in sorted(records)
+            ]
+            write_table(self.folder / "answers.parquet", pa.Table.from_pylist(rows, _TABLE))
+            for path in paths:
+                path.unlink()
+
+
+def _lock_of(path: Path) -> FileLock:
+    """Held by the process that writes `rank-N.jsonl`."""
+    return FileLock(path.with_name(f".{path.stem}.lock"))
 
 
 def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
@@ -124,8 +144,12 @@ def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         InputError: a file is damaged.
     """
-    for row in read_table(folder / "answers.parquet", _TABLE).to_pylist():
-        yield {**row, "response": json.loads(row["response"])}
+    table = folder / "answers.parquet"
+    for row in read_table(table, _TABLE).to_pylist():
+        try:
+            yield {**row, "response": json.loads(row["response"])}
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{table} holds an answer that cannot be read ({error}); the store is damaged") from None
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -144,11 +168,12 @@ def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) 
         InputError: it is damaged.
     """
     try:
-        return parquet.read_table(path, columns=columns)
+        columns = columns or schema.names
+        return parquet.read_table(path).select(columns).cast(pa.schema([schema.field(name) for name in columns]))
     except FileNotFoundError:
         return schema.empty_table()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise InputError(f"{path} cannot be read ({error}); the store is damaged") from None
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); the store is damaged") from None
 
 
 def write_table(path: Path, table: pa.Table) -> None:

@@ -11,9 +11,9 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
+from lmeval_prune.interventions import Intervention, combined, interventions_on
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, Missing, Recorder, answer, occurrences
-from lmeval_prune.models.arguments import joined
 from lmeval_prune.models.tries import DENSE
 
 
@@ -33,14 +33,18 @@ class Answering:
     def __init__(self, lm: Any) -> None:
         self._lm = ref(lm)  # no circle: the model ends, and what it applied, when nobody else holds it
         self.tries = lm.given.tries
+        self._live: tuple[Intervention, ...] = ()
         self._identities: dict[str, list[Any]] = {}
+        self._busy = False
         self._model = ""
         if self.tries:
             self.tries.fit_to(lm.model_map, lm.weights, self.interventions())
+            for head in self.tries.masks:
+                self.interventions(head)  # refuses what does not fit together
         folder = lm.given.responses
+        if folder:
+            digest(lm.identity)  # refuses what cannot be told apart, before anything is computed
         self.store = AnswerStore(folder, lm.rank) if folder else None
-        if self.store:
-            self._model = digest(lm.identity)  # refuses what cannot be told apart, before anything is computed
 
     @property
     def lm(self) -> Any:
@@ -58,25 +62,38 @@ class Answering:
         Raises:
             InputError: tries are to score given texts, or a setting cannot be used.
         """
-        if self.tries is None:
-            return self._answer(kind, requests, disable_tqdm)[0]
-        if kind != "generate_until":
-            raise InputError("router= answers generative tasks only; leave out tasks that score given texts")
-        self.tries.prepare(requests)
-        responses, keys = self._answer(kind, requests, disable_tqdm)
-        self._record(requests, keys)
+        if self.tries:
+            if kind != "generate_until":
+                raise InputError("router= answers generative tasks only; leave out tasks that score given texts")
+            self.tries.prepare(requests)
+        self._look()
+        self._model = digest(self.lm.identity) if self.store else ""
+        self._busy = True
+        try:
+            responses, keys = self._answer(kind, requests, disable_tqdm)
+        finally:
+            self._busy = False
+        if self.tries:
+            self._record(requests, keys)
         return responses
 
     # ------------------------------------------------------------------ what an answer depends on
 
     def interventions(self, head: str = DENSE) -> list[Any]:
-        """Identities of what is applied to the model in a try under a head, and of the layers that it names."""
+        """Identities of what is applied to the model now, of a try's head, and of the layers that they name."""
+        self._look()
         if head not in self._identities:
             mask = self.tries.masks[head] if self.tries and head != DENSE else None
-            everything = joined([*self.lm.given.interventions, *([mask] if mask else [])])
+            everything = combined([*self._live, *([mask] if mask else [])])
             found: list[Any] = [one.identity(self.lm.model_map) for one in everything]
             self._identities[head] = [*found, digest(self.lm.model_map.signature())] if found else []
         return self._identities[head]
+
+    def _look(self) -> None:
+        """See what is applied to the model; while it answers, an engine's own masks are, too."""
+        live = self._live if self._busy else interventions_on(self.lm.model)
+        if list(map(id, live)) != list(map(id, self._live)):
+            self._live, self._identities = live, {}
 
     def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         """JSON value of everything that an answer depends on; and the head of the try."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
+import re
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions import METHODS, Intervention, load_intervention
-from lmeval_prune.interventions.base import frozen
+from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
 from lmeval_prune.interventions.table import method_class
+from lmeval_prune.models.routers import RouterOptions
 from lmeval_prune.models.tries import Tries
-
-ROUTING = "lmeval_prune.sprint.routing:Routing"  # whose fields are the model_args of a router
+from lmeval_prune.settings import typed, types_of
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.engine not in (None, "generate", "batched"):
             raise InputError(f"engine={self.engine!r} is not known; use generate or batched")
-        if self.engine_rows is not None and (not isinstance(self.engine_rows, int) or self.engine_rows < 1):
+        if self.engine_rows is not None and self.engine_rows < 1:
             raise InputError(f"engine_rows must be a whole number above 0, not {self.engine_rows!r}")
-        if self.deterministic is not None:
-            object.__setattr__(self, "deterministic", true_or_false("deterministic", self.deterministic))
 
     def completed(self, routed: bool) -> EngineOptions:
         """With the defaults filled in.
@@ -67,6 +63,26 @@ class Description:
     attention_path: str | None = None
     attention_output: str | None = None
     attention_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention_heads is not None and self.attention_heads < 1:
+            raise InputError(f"attention_heads must be a whole number above 0, not {self.attention_heads!r}")
+
+
+@dataclass(frozen=True)
+class Allowances:
+    """What is refused unless it is allowed."""
+
+    allow_empty_layer: bool = False
+    allow_other_model: bool = False
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is read and written beside the model: an artefact that is applied, a folder of answers."""
+
+    mask: str | None = None
+    responses: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,31 +112,20 @@ class Arguments:
         Raises:
             InputError: something cannot be used, as far as that is known without the model.
         """
-        left = dict(given)
-        allowed = {name: true_or_false(name, left.pop(name)) for name in _ALLOWANCES if name in left}
-        methods = [_method(name, left.pop(name), allowed) for name in (*METHODS, "mask") if _is_given(left, name)]
-        interventions = joined([one for one in methods if one is not None])
-        routing = {name: left.pop(name) for name in _routing_names() if name in left}
-        router = routing.get("router")
-        if router is None and {"router_store", "router_pool"} & {n for n, v in routing.items() if v is not None}:
-            raise InputError(
-                "router_store and router_pool belong to router=; add router=random, random_top, best or oracle"
-            )
-        engine = EngineOptions(**_fields_of(EngineOptions, left))
-        engine = engine.completed(routed=router is not None)
-        description = _fields_of(Description, left)
-        responses = left.pop("responses", None)
-        if interventions and left.get("tp_plan"):
-            raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU a process")
-        if engine.engine == "batched" and (left.get("mixed_precision_dtype") or left.get("tp_plan")):
-            raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
-        tries: Tries | None = None
-        if isinstance(router, Tries):
-            tries = router
-        elif router is not None:
-            other = allowed.get("allow_other_model", False)
-            tries = _routing_class()(**routing, allow_other_model=other)
-        return cls(interventions, tries, engine, description, responses, left)
+        ours = our_names()
+        left = {name: value for name, value in given.items() if value is not None or name not in ours}
+        allowed = _read(Allowances, left)
+        methods = {name: left.pop(name) for name in METHODS if name in left}
+        routing = _read(RouterOptions, left)
+        engine = EngineOptions(**_read(EngineOptions, left)).completed(routed="router" in routing)
+        description = vars(Description(**_read(Description, left)))
+        files = Files(**_read(Files, left))
+        interventions = [_method(name, value, allowed) for name, value in methods.items()]
+        if files.mask:
+            mask = load_intervention(files.mask, allowed.get("allow_other_model", False))
+            interventions.append(_with(mask, allowed))
+        _check_theirs(left, bool(interventions), engine)
+        return cls(combined(interventions), _tries(routing, allowed), engine, description, files.responses, left)
 
     def check_names(self, pretrained: str) -> None:
         """Find mistakes that loading would report late, or by a traceback.
@@ -135,80 +140,54 @@ class Arguments:
                 raise InputError(f"pretrained={pretrained} is not known; did you mean {close[0]}?")
             if pretrained.startswith(("/", "./", "../", "~")) or pretrained.count("/") > 1:
                 raise InputError(f"pretrained={pretrained}: there is no such folder")
-        dtype = self.others.get("dtype")
-        if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise InputError(f"dtype={dtype} is not a type of torch's; use auto, float32, bfloat16 or float16")
-        if self.responses:
-            if Path(self.responses).is_file():
-                raise InputError(f"responses={self.responses} is a file; name a folder")
-            try:
+        if self.responses and Path(self.responses).is_file():
+            raise InputError(f"responses={self.responses} is a file; name a folder")
+
+    def make_folder(self) -> None:
+        """Make the folder of answers; before the weights are loaded, after the model is known to exist.
+
+        Raises:
+            InputError: it cannot be made.
+        """
+        try:
+            if self.responses:
                 Path(self.responses).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InputError(
-                    f"responses={self.responses} cannot be made: {error.strerror}; name another folder"
-                ) from None
+        except OSError as error:
+            raise InputError(
+                f"responses={self.responses} cannot be made: {error.strerror}; name another folder"
+            ) from None
 
     def refuse_misspelt(self, theirs: set[str], config: Any) -> None:
         """An argument that is nobody's but close to ours is a slip: `from_pretrained` would swallow it.
 
         Args:
             theirs: names of `hf`'s arguments.
-            config: the model's configuration, whose attributes can be given, too.
+            config: the model's configuration, whose attributes can be given, too; None for a live model, to which
+                only `hf`'s own can be given.
 
         Raises:
             InputError: naming the argument that was probably meant.
         """
         for name in self.others:
             close = difflib.get_close_matches(name, our_names(), n=1, cutoff=0.75)
-            if name not in theirs and not hasattr(config, name) and close:
-                raise InputError(f"unknown model_arg {name!r}; did you mean {close[0]!r}?")
+            if name not in theirs and not hasattr(config, name) and (close or config is None):
+                raise unknown(name)
+
+
+def unknown(name: str) -> InputError:
+    """What to say of an argument that nobody knows."""
+    close = difflib.get_close_matches(name, our_names(), n=1, cutoff=0.75)
+    return InputError(f"unknown model_arg {name!r}" + (f"; did you mean {close[0]!r}?" if close else "; leave it out"))
 
 
 def our_names() -> list[str]:
     """Names of all our arguments."""
-    groups = [one.name for group in (EngineOptions, Description) for one in fields(group)]
-    return [*METHODS, "mask", *_ALLOWANCES, *groups, *_routing_names(), "responses"]
+    groups = (Allowances, EngineOptions, Description, Files, RouterOptions)
+    return [*METHODS, *(one.name for group in groups for one in fields(group))]
 
 
-def true_or_false(name: str, value: Any) -> bool:
-    """A flag as people write it.
-
-    Raises:
-        InputError: it is neither true nor false.
-    """
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False}
-    if str(value).lower() not in words:
-        raise InputError(f"{name}={value!r} is neither true nor false")
-    return words[str(value).lower()]
-
-
-def joined(interventions: list[Intervention]) -> tuple[Intervention, ...]:
-    """Interventions in order, those of one kind as one where they can be (head masks: their union)."""
-    found: list[Intervention] = []
-    for one in interventions:
-        for place, before in enumerate(found):
-            if (both := before.joined(one)) is not None:
-                found[place] = both
-                break
-        else:
-            found.append(one)
-    return tuple(found)
-
-
-_ALLOWANCES = ("allow_empty_layer", "allow_other_model")
-
-
-def _is_given(left: dict[str, Any], name: str) -> bool:
-    if left.get(name) is None:
-        left.pop(name, None)
-        return False
-    return True
-
-
-def _method(name: str, value: Any, allowed: dict[str, bool]) -> Intervention | None:
-    """An intervention from its argument: its first field's value, a dictionary of its fields, or (`mask`) a file."""
-    if name == "mask":
-        return _with(load_intervention(value, allowed.get("allow_other_model", False)), allowed)
+def _method(name: str, value: Any, allowed: dict[str, Any]) -> Intervention:
+    """An intervention from its argument: its first field's value, or a dictionary of its fields."""
     if value == "":
         raise InputError(f"{name}= is empty; leave it out for the unpruned model")
     kind = method_class(name)
@@ -221,26 +200,58 @@ def _method(name: str, value: Any, allowed: dict[str, bool]) -> Intervention | N
             raise InputError(f"{name} has no setting {key!r}{hint}")
     needed = [key for key, one in own.items() if one.default is MISSING and one.default_factory is MISSING]
     if missing := [key for key in needed if key not in given]:
-        raise InputError(f"{name} needs {', '.join(missing)}, e.g. {name}={{{', '.join(map(repr, missing))}: …}}")
-    return _with(kind(**{key: frozen(item) for key, item in given.items()}), allowed)
+        example = ", ".join(f'"{key}": …' for key in missing)
+        raise InputError(
+            f"{name} needs {', '.join(missing)}; on the command line several settings are given as JSON: "
+            f'--model_args \'{{"pretrained": "…", "{name}": {{{example}}}}}\''
+        )
+    return _with(kind(**given), allowed)
 
 
-def _with(one: Intervention, allowed: dict[str, bool]) -> Intervention:
+def _with(one: Intervention, allowed: dict[str, Any]) -> Intervention:
     """With the allowances that it knows."""
     names = {each.name for each in fields(one)}
     known: dict[str, Any] = {name: value for name, value in allowed.items() if name in names}
     return replace(one, **known)
 
 
-def _fields_of(kind: type, left: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of a dataclass out of the arguments."""
-    return {one.name: left.pop(one.name) for one in fields(kind) if one.name in left}
+def _tries(routing: dict[str, Any], allowed: dict[str, Any]) -> Tries | None:
+    """Who decides the heads of tries, from the arguments of a router."""
+    if "router" not in routing:
+        if routing:
+            raise InputError(
+                f"these belong to router=: {', '.join(routing)}; add router=random, random_top, best or oracle"
+            )
+        return None
+    if not isinstance(routing["router"], Tries):
+        typed("router", routing["router"], str)
+    tries = RouterOptions(**routing).tries(allowed.get("allow_other_model", False))
+    if tries:
+        tries.allow_empty_layer = allowed.get("allow_empty_layer", tries.allow_empty_layer)
+    return tries
 
 
-def _routing_class() -> Any:
-    module, _, name = ROUTING.partition(":")
-    return getattr(importlib.import_module(module), name)
+def _check_theirs(others: dict[str, Any], prunes: bool, engine: EngineOptions) -> None:
+    """Refuse values of `hf`'s arguments that it would refuse by a traceback, or that do not go with ours."""
+    if prunes and others.get("tp_plan"):
+        raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU a process")
+    if engine.engine == "batched" and (others.get("mixed_precision_dtype") or others.get("tp_plan")):
+        raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
+    dtype, size = others.get("dtype"), others.get("batch_size")
+    known = dtype == "auto" or isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype)
+    if dtype is not None and not known:
+        raise InputError(f"dtype={dtype} is not a type of torch's; use auto, float32, bfloat16 or float16")
+    if size is not None and not re.fullmatch(r"auto(:\d+(\.\d*)?)?|0*[1-9]\d*", str(size)):
+        raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto nor auto:N")
 
 
-def _routing_names() -> list[str]:
-    return [name for name in inspect.signature(_routing_class()).parameters if name != "allow_other_model"]
+def _read(kind: type, left: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of a dataclass out of the arguments, each read by its type."""
+    found: dict[str, Any] = {}
+    for one in fields(kind):
+        if one.name in left:
+            value = left.pop(one.name)
+            if value == "":
+                raise InputError(f"{one.name}= is empty; give it a value, or leave it out")
+            found[one.name] = typed(one.name, value, types_of(kind)[one.name])
+    return found

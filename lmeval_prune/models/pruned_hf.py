@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import os
+import re
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -13,23 +15,19 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
-from lmeval_prune.artefacts import CREATED_BY, digest
+from lmeval_prune.artefacts import CREATED_BY
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.skeleton import skeleton
 from lmeval_prune.decoding import Engine
-from lmeval_prune.errors import InputError, reported
-from lmeval_prune.models import generation
+from lmeval_prune.errors import InputError, first_line, reported
+from lmeval_prune.interventions import combined, interventions_on
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.arguments import Arguments, unknown
+from lmeval_prune.models.identity import identity_of, tokenizer_fingerprint
+from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 
 eval_logger = logging.getLogger(__name__)
-
-# Arguments that change where and how fast a response is computed, but not what it should be; the type of the weights
-# is taken from the model.
-_NOT_PART_OF_AN_ANSWER = {
-    *("batch_size", "max_batch_size", "device", "parallelize", "device_map", "max_memory_per_gpu", "max_cpu_memory"),
-    *("offload_folder", "dtype"),
-}
+_HF_ARGUMENTS = set(inspect.signature(HFLM.__init__).parameters)
 
 
 class PrunedHFLM(HFLM):
@@ -39,8 +37,8 @@ class PrunedHFLM(HFLM):
         pretrained: as for `hf`, or the name of an embedded model (`lmeval-prune models`).
         arguments: `hf`'s own; a method of the table by its name, e.g. `heads=L5H3+L15H0`, its value that of the
             method's first field or a dictionary of its fields; `mask=FILE`, an artefact; `allow_empty_layer`,
-            `allow_other_model`; `responses=FOLDER`, our answer store; the fields of `EngineOptions` and
-            `Description` (`models/arguments.py`) and of SPRINT's `Routing`.
+            `allow_other_model`; `responses=FOLDER`, our answer store; the fields of `EngineOptions`,
+            `Description` (`models/arguments.py`) and `RouterOptions` (`models/routers.py`).
 
     Raises:
         InputError: an argument cannot be used; before the weights are loaded wherever that can be known.
@@ -49,10 +47,13 @@ class PrunedHFLM(HFLM):
     @reported
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
         self.given = Arguments.of(arguments)
-        if pretrained is None:
-            raise InputError("name a model: --model_args pretrained=NAME_OR_FOLDER")
-        if isinstance(pretrained, str):
-            pretrained = embedded.resolve(pretrained)
+        if pretrained == "" or not isinstance(pretrained, str | os.PathLike | torch.nn.Module):
+            given = f", not {pretrained!r}" if pretrained else ""
+            raise InputError(f"name a model: --model_args pretrained=NAME_OR_FOLDER{given}")
+        if isinstance(pretrained, torch.nn.Module):
+            self.given.refuse_misspelt(_HF_ARGUMENTS, None)
+        else:
+            pretrained = embedded.resolve(str(pretrained))
             self.given.check_names(pretrained)
         others = dict(self.given.others)
         if others.get("device") is None and not torch.cuda.is_available():
@@ -60,11 +61,12 @@ class PrunedHFLM(HFLM):
         self.seed = torch.initial_seed()
         super().__init__(pretrained, **others)
         self._shard_over_cpu_ranks()
-        self._applied = ExitStack()
-        for one in self.given.interventions:
-            self._applied.enter_context(one.applied_to(self.model, self.model_map))
-        self.engine = self._engine() if self.given.engine.engine == "batched" else None
-        self.answering = Answering(self)
+        with ExitStack() as applied:  # on a live model nothing may stay when something below fails
+            for one in self.given.interventions:
+                applied.enter_context(one.applied_to(self.model, self.model_map))
+            self.engine = self._engine() if self.given.engine.engine == "batched" else None
+            self.answering = Answering(self)
+            self._applied = applied.pop_all()
 
     def close(self) -> None:
         """Undo what was applied and release the answer store. (The end of the object does so too.)"""
@@ -73,14 +75,27 @@ class PrunedHFLM(HFLM):
 
     # ------------------------------------------------------------------ loading
 
+    def _get_config(self, pretrained: str, **kwargs: Any) -> None:
+        try:
+            super()._get_config(pretrained, **kwargs)
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
+
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
-        self.given.refuse_misspelt(set(inspect.signature(HFLM.__init__).parameters), self.config)
+        self.given.refuse_misspelt(_HF_ARGUMENTS, self.config)
+        self.given.make_folder()
         self._check_before_loading(bool(kwargs.get("trust_remote_code")))
         if gguf_file:
             from transformers import GgufConfig
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
-        super()._create_model(*args, gguf_file=gguf_file, **kwargs)
+        try:
+            super()._create_model(*args, gguf_file=gguf_file, **kwargs)
+        except TypeError as error:  # transformers gives the model's class what nobody else knows
+            stray = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if stray and stray[1] in self.given.others:
+                raise unknown(stray[1]) from error
+            raise
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Resolve interventions on a model without weights, so that a mistake costs no minutes of loading."""
@@ -129,35 +144,20 @@ class PrunedHFLM(HFLM):
         return weights_fingerprint(self.model)
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
-        """JSON value of all of the model that an answer depends on, beside what is applied to it.
+    def tokenizer_fingerprint(self) -> str:
+        """Fingerprint of the tokenizer."""
+        return tokenizer_fingerprint(self.tokenizer)
 
-        Raises:
-            InputError: weights are offloaded, so that two models could not be told apart.
-        """
-        if self.weights is None:
-            raise InputError(
-                "stored answers need weights that can be read, and some are offloaded; leave out the cache"
-            )
-        made_by = getattr(self.model, "generation_config", None)
-        others = self.given.others.items()
-        return {
-            "weights": self.weights,
-            "config": _config_fingerprint(self.config),
-            "dtype": str(self.model.dtype),
-            "tokenizer": _tokenizer_fingerprint(self.tokenizer),
-            "generation_config": made_by.to_json_string() if made_by else "",
-            "arguments": {k: str(v) for k, v in sorted(others) if k not in _NOT_PART_OF_AN_ANSWER},
-        }
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON value of all of the model that an answer depends on, beside what is applied to it; see `identity_of`."""
+        return identity_of(self)
 
     # ------------------------------------------------------------------ answering
 
     @reported
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Keep what `--use_cache` stores apart by model, settings and what is applied.
-
-        lm-eval keys its cache by prompt and generation settings only. Each combination of the rest gets a
-        table of its own in the same file.
+        """Keep what `--use_cache` stores apart by model, settings and what is applied; see `keep_apart`.
 
         Raises:
             InputError: there is an answer store too, or the cache's tables cannot be told apart.
@@ -168,29 +168,14 @@ class PrunedHFLM(HFLM):
                 raise InputError("--use_cache and responses= both keep answers; give one of them")
             if self.given.tries:
                 raise InputError("--use_cache cannot keep the tries of a router apart; use responses=FOLDER instead")
-            if not hasattr(database, "tablename") or not hasattr(database, "conn"):
-                raise InputError(
-                    "this lm-eval's --use_cache would mix answers of differently pruned models; "
-                    "use --model_args responses=FOLDER instead"
-                )
-            table = f"lmeval_prune_{digest([self.identity, self.answering.interventions()])}"
-            database.conn.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key TEXT PRIMARY KEY, value BLOB)')
-            database.conn.commit()
-            database.tablename = table
+            keep_apart(database, self)
         super().set_cache_hook(cache_hook)
 
     @reported
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """As lm-eval's, through the answer store if there is one."""
         if getattr(self.cache_hook, "dbdict", None) is not None:
-            for request in requests:
-                if generation.samples(request.args[1]) and request.args[1].get("do_sample") is None:
-                    raise InputError(
-                        f"task {request.task_name} samples (temperature {request.args[1]['temperature']}) "
-                        f"without do_sample: true, "
-                        f"so --use_cache would give every repeat the same answer on the next run; add "
-                        f"do_sample=true to --gen_kwargs, or use --model_args responses=FOLDER"
-                    )
+            refuse_collapsed(requests)
         return self.answering.answer("generate_until", requests, disable_tqdm)
 
     @reported
@@ -216,9 +201,9 @@ class PrunedHFLM(HFLM):
         return {**super().get_model_info(), "pruning": self.pruning_info()}
 
     def pruning_info(self) -> dict[str, Any]:
-        """What was applied, for the results file."""
+        """What is applied, for the results file."""
         info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": self.weights, "heads": []}
-        for one in self.given.interventions:
+        for one in combined(interventions_on(self.model)):
             info |= one.report(self.model_map)
         if self.given.tries:
             info["router"] = self.given.tries.info
@@ -229,15 +214,3 @@ def _leave_group() -> None:
     """A process that ends with gloo's threads running may abort, and its launcher then kills the others."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _config_fingerprint(config: Any) -> str:
-    """Of what a configuration says of the model's computation, not of where and by what it was written."""
-    elsewhere = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
-    return digest({key: str(value) for key, value in config.to_dict().items() if key not in elsewhere})
-
-
-def _tokenizer_fingerprint(tokenizer: Any) -> str:
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
-    return digest([content, str(tokenizer.special_tokens_map)])

@@ -17,7 +17,10 @@ class Tries(ABC):
 
     Attributes:
         masks: of each name that an order may hold, its mask; filled by `fit_to`.
+        allow_empty_layer: whether a layer may lose all its heads.
     """
+
+    allow_empty_layer = False
 
     def __init__(self) -> None:
         self.masks: dict[str, HeadMask | None] = {DENSE: None}
@@ -35,7 +38,7 @@ class Tries(ABC):
         """
         for name in self.pool:
             if name != DENSE:
-                self.masks[name] = HeadMask(name).fit_to(model_map)
+                self.masks[name] = HeadMask(name, self.allow_empty_layer).fit_to(model_map)
 
     @property
     @abstractmethod

@@ -1,4 +1,7 @@
-"""Registers our model classes and task folder with lm-eval; safe to call any number of times."""
+"""Registers our model classes and task folder with lm-eval, and SPRINT's routing with our model classes.
+
+It knows every room by name and imports none. Safe to call any number of times.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 MODELS = {"pruned-hf": "lmeval_prune.models.pruned_hf:PrunedHFLM"}
+
+ROUTING = "lmeval_prune.sprint.routing:Routing"
 
 
 def task_folder() -> Path:
@@ -20,6 +25,9 @@ def register_models() -> None:
     """Add `MODELS` to lm-eval's registry, lazily; names already there (read from entry points) stay."""
     from lm_eval.api.registry import model_registry
 
+    from lmeval_prune.models import routers
+
+    routers.register(ROUTING)
     for name, target in MODELS.items():
         if name not in model_registry:
             model_registry.register(name, target=target)

@@ -18,9 +18,6 @@ from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 def sweep(**options: Any) -> int:
     """Sweep a task: the outcomes of its questions under every head of some layers."""
     wanted = SweepOptions(**options)
-    from lmeval_prune.plugin import registration
-
-    registration.register()
     from lmeval_prune.sprint.sweep import Sweep
 
     logging.basicConfig(format="%(message)s")

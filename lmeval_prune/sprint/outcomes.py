@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import read_artefact, write_artefact
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
 from lmeval_prune.models.tries import DENSE
 
@@ -167,11 +167,20 @@ class OutcomeStore:
         if not (self.folder / "cells.parquet").is_file():
             raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
         questions = self._table("questions", _QUESTIONS).to_pylist()
-        for row in questions:
-            row["attributes"] = json.loads(row["attributes"])
         cells = self._table("cells", _CELLS, [*Question._fields, "head", "outcome"])
         if not questions or not cells.num_rows:
             raise InputError(f"the outcome store {self.folder} is empty; run `lmeval-prune sweep` into it first")
+        try:
+            return self._outcomes(about, questions, cells)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{self.folder} is damaged: its files do not fit together ({first_line(error)}); give a new folder"
+            ) from None
+
+    def _outcomes(self, about: dict[str, Any], questions: list[dict[str, Any]], cells: pa.Table) -> Outcomes:
+        """The store's files as one matrix."""
+        for row in questions:
+            row["attributes"] = json.loads(row["attributes"])
         pool = about["pool"]
         z = np.full((len(questions), len(pool)), np.nan, np.float32)
         row_of, column_of = (
@@ -233,8 +242,9 @@ class OutcomeStore:
         known: list[dict[str, Any]] = []
         if self.about.exists():
             about = self.check()
-            _refuse_difference(self.folder, "model", *({**m, "name": ""} for m in (about["model"], model)))
-            model = about["model"]  # a folder may have been renamed
+            plain = {"name": "", "rounded": []}  # a folder may have been renamed; the weights determine their roundings
+            _refuse_difference(self.folder, "model", *({**each, **plain} for each in (about["model"], model)))
+            model = {**model, **about["model"]}
             for task in about["tasks"].keys() & tasks.keys():
                 _refuse_difference(self.folder, f"task {task}", about["tasks"][task], tasks[task])
             tasks, pool = {**about["tasks"], **tasks}, [*about["pool"], *pool]

@@ -8,6 +8,8 @@ from typing import Any
 
 from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.base import check_weights
+from lmeval_prune.models.routers import RouterOptions
 from lmeval_prune.models.tries import DENSE, Tries
 from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
 from lmeval_prune.sprint.policies import POLICIES, Best, Nearest, Oracle, Policy, Random, RandomTop
@@ -18,42 +20,26 @@ class Routing(Tries):
     """Orders a pool of heads for each question; the i-th try of a question takes the i-th.
 
     Args:
-        router: folder of a fitted router, or `random`, `random_top`, `best`, `oracle`.
-        router_store: outcome store: of training questions for `random_top` and `best` (and the pool of `random`), of
-            the questions that are asked for `oracle`.
-        router_pool: heads for `random` (as for `heads=`), `dense` among them if wanted.
-        router_seed: of the random ones.
-        router_size: of `random_top`'s shortlist.
-        question_field: field of a task's documents that holds the question; default the one that the router or the
-            store was made with.
-        allow_other_model: accept a router or store of another model, if it fits.
+        options: the router, and what it needs.
+        any_model: accept a router or store of another model, if it fits.
 
     Raises:
         InputError: something is missing, or does not belong together.
     """
 
-    def __init__(
-        self,
-        router: str,
-        router_store: str | None = None,
-        router_pool: str | None = None,
-        router_seed: int = 0,
-        router_size: int = 16,
-        question_field: str | None = None,
-        allow_other_model: bool = False,
-    ) -> None:
+    def __init__(self, options: RouterOptions, any_model: bool = False) -> None:
         super().__init__()
-        self.any_model, self.source = allow_other_model, router
+        self.any_model, self.source = any_model, str(options.router)
         self.orders: dict[str, list[str]] = {}
         self.model: dict[str, Any] = {}
         self._random: tuple[str, int] | None = None
-        self.policy, made_with = self._policy(router, router_store, router_pool, int(router_seed), int(router_size))
-        self.question_field = question_field or made_with or "question"
+        self.policy, made_with = self._policy(options)
+        self.question_field = options.question_field or made_with or "question"
 
-    def _policy(
-        self, router: str, store: str | None, pool: str | None, seed: int, size: int
-    ) -> tuple[Policy | None, str | None]:
+    def _policy(self, options: RouterOptions) -> tuple[Policy | None, str | None]:
         """The policy, and the field that its questions came from."""
+        router, store, pool = self.source, options.router_store, options.router_pool
+        seed, size = int(options.router_seed), int(options.router_size)
         if router not in POLICIES:
             if not Path(router).is_dir():
                 raise InputError(f"router={router} is not a folder; name a fitted router or {', '.join(POLICIES)}")
@@ -83,12 +69,14 @@ class Routing(Tries):
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         """Check that this is the model that the router or the outcomes are of; see the base class."""
-        made_for = (self.model.get("weights"), self.model.get("interventions", []))
-        if self.model and made_for != (weights, interventions) and not self.any_model:
-            raise InputError(
-                f"router={self.source} was made for {self.model.get('name', 'another model')}, and this model's "
-                f"weights or heads differ; fit one for this model, or give allow_other_model=true if it fits"
-            )
+        if self.model and not self.any_model:
+            made = f"router={self.source} was made for"
+            fix = "fit one for this model, or give allow_other_model=true if it fits"
+            name = str(self.model.get("name", ""))
+            known = [self.model.get("weights", ""), *self.model.get("rounded", [])]
+            check_weights(list(filter(None, known)), name, "", model_map, made, fix)
+            if self.model.get("interventions", []) != interventions:
+                raise InputError(f"{made} {name or 'a model'} with other heads pruned or with other layers; {fix}")
         if self._random:
             text, seed = self._random
             parts = text.split("+")

@@ -18,8 +18,9 @@ import lm_eval
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
-from lmeval_prune.architectures import Head, ModelMap
+from lmeval_prune.architectures import Head, ModelMap, loadable_fingerprints
 from lmeval_prune.artefacts import digest
+from lmeval_prune.checkpoints.skeleton import UNREADABLE
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -70,14 +71,16 @@ class Sweep(SweepOptions):
                 fewshot_as_multiturn=self.apply_chat_template,  # as lm-eval's command does
                 task_manager=self._manager(),
             )
+            if lm.rank:
+                lm.close()  # all is written
+            lm.any_rank(False)  # wait for the others
+            if lm.rank or results is None:
+                return None
+            store.add(self._cells(tasks, results["samples"]))
+            assert lm.answering.store
+            lm.answering.store.compact()  # before another run may write
         finally:
             lm.close()
-        lm.any_rank(False)  # wait for the others
-        if lm.rank or results is None:
-            return None
-        store.add(self._cells(tasks, results["samples"]))
-        assert lm.answering.store
-        lm.answering.store.compact()
         logger.info("%.1f seconds", time.perf_counter() - begin)
         return store.read()
 
@@ -219,13 +222,21 @@ class Sweep(SweepOptions):
             if name in self.model_args:
                 raise InputError(f"a sweep does not take the model argument {name}")
         # deterministic: near-ties are decided alone, so that a run that was interrupted ends as one that was not
-        return PrunedHFLM(**{"deterministic": True, **self.model_args, "responses": self.output, "router": pool})
+        arguments = {"deterministic": True, **self.model_args, "responses": self.output, "router": pool}
+        try:
+            return PrunedHFLM(**arguments)
+        except InputError:
+            raise
+        except UNREADABLE as error:
+            model = self.model_args.get("pretrained")
+            raise InputError(f"the model {model} cannot be loaded ({first_line(error)})") from error
 
     def _identity(self, lm: PrunedHFLM) -> dict[str, Any]:
         name = str(getattr(lm.config, "_name_or_path", ""))
         assert lm.engine is not None
         found = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
-        return {**json.loads(json.dumps(found)), "deterministic": lm.engine.deterministic}
+        _, *rounded = loadable_fingerprints(lm.model, lm.weights)
+        return {**json.loads(json.dumps(found)), "deterministic": lm.engine.deterministic, "rounded": rounded}
 
 
 class Pool(InTurn):

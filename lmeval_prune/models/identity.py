@@ -1,0 +1,50 @@
+"""What an answer depends on beside the request and what is applied: everything of the model, and of how it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmeval_prune.architectures import adapters_of
+from lmeval_prune.artefacts import digest
+from lmeval_prune.errors import InputError
+
+# Arguments that change where and how fast a response is computed, but not what it should be; the type of the weights
+# is taken from the model.
+_NOT_PART_OF_AN_ANSWER = {
+    *("batch_size", "max_batch_size", "device", "parallelize", "device_map", "max_memory_per_gpu", "max_cpu_memory"),
+    *("offload_folder", "dtype"),
+}
+
+
+def identity_of(lm: Any) -> dict[str, Any]:
+    """JSON value of all of a `PrunedHFLM` that an answer depends on, beside what is applied to its model.
+
+    Raises:
+        InputError: weights are offloaded, so that two models could not be told apart.
+    """
+    if lm.weights is None:
+        raise InputError("stored answers need weights that can be read, and some are offloaded; leave out the cache")
+    made_by, adapters = getattr(lm.model, "generation_config", None), adapters_of(lm.model)
+    others = lm.given.others.items()
+    return {
+        "weights": lm.weights,
+        "config": config_fingerprint(lm.config),
+        "dtype": str(lm.model.dtype),
+        "tokenizer": lm.tokenizer_fingerprint,
+        "generation_config": made_by.to_json_string() if made_by else "",
+        "arguments": {k: str(v) for k, v in sorted(others) if k not in _NOT_PART_OF_AN_ANSWER},
+        **({"adapters": digest(adapters)} if adapters else {}),
+    }
+
+
+def config_fingerprint(config: Any) -> str:
+    """Of what a configuration says of the model's computation, not of where and by what it was written."""
+    elsewhere = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+    return digest({key: str(value) for key, value in config.to_dict().items() if key not in elsewhere})
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Of how texts become tokens."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
+    return digest([content, str(tokenizer.special_tokens_map)])

@@ -1,0 +1,186 @@
+"""What a method need not think of: its fields are read by their types, frozen, told apart and kept in its artefact."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.interventions import METHODS, Intervention, interventions_on
+from lmeval_prune.interventions.base import change_input, change_output
+from lmeval_prune.models.arguments import Arguments
+from tests.tiny_models import output, tiny, tokens
+
+
+@dataclass(frozen=True)
+class Scale(Intervention):
+    tokenwise = True
+    factor: float = 0.5
+    every: int = 1
+    layers: int | None = None
+    rule: str = "all"
+    squared: bool = False
+    of: Any = None
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        for layer in model_map.attention:
+            change_input(layer.o_proj, lambda x: x * self.factor, stack)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "scale", f"{__name__}:Scale")
+
+
+def made(value: Any) -> Intervention:
+    (one,) = Arguments.of({"scale": value}).interventions
+    return one
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, Scale(1.0)),
+        ("0.25", Scale(0.25)),
+        ({"factor": "1e-1", "every": 2.0}, Scale(0.1, 2)),
+        ({"factor": 1, "layers": "3", "squared": "false"}, Scale(1.0, layers=3)),
+        ({"squared": "yes", "layers": None, "rule": "some"}, Scale(squared=True, rule="some")),
+        ({"of": {"L0": [1, "a"]}}, Scale(of={"L0": (1, "a")})),
+    ],
+)
+def test_fields_are_read_by_their_types(registered: None, value: Any, expected: Scale) -> None:
+    model_map = map_model(tiny("llama"))
+    assert made(value) == expected and hash(made(value)) == hash(expected)
+    assert json.dumps(made(value).identity(model_map)) == json.dumps(expected.identity(model_map))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("abc", "scale.factor='abc' is not a number"),
+        (True, "scale.factor=True is not a number"),
+        (float("nan"), "scale.factor=nan is not a number"),
+        ({"every": "2.5"}, "scale.every='2.5' is not a whole number"),
+        ({"every": 2.5}, "scale.every=2.5 is not a whole number"),
+        ({"every": True}, "scale.every=True is not a whole number"),
+        ({"every": None}, "scale.every=None is not a whole number"),
+        ({"layers": [1]}, r"scale.layers=\[1\] is not a whole number"),
+        ({"rule": 5}, "scale.rule=5 is not a text"),
+        ({"squared": "perhaps"}, "scale.squared='perhaps' is neither true nor false"),
+        ({"of": torch.ones(3)}, "scale.of holds a Tensor, which cannot be told from another one"),
+        ({"of": [object()]}, "scale.of holds a object"),
+        ({"of": {1: 2}}, "scale.of holds a dict"),
+    ],
+)
+def test_other_types_are_refused_in_one_line(registered: None, value: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        made(value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [[], (), {}, {"heads": []}, {"allow_empty_layer": True}])
+def test_no_heads_are_refused(value: Any) -> None:
+    with pytest.raises(InputError, match=r"names no head|heads needs heads"):
+        Arguments.of({"heads": value})
+
+
+def test_a_truth_in_words_is_no_permission() -> None:
+    mask = Arguments.of({"heads": {"heads": "L0H*", "allow_empty_layer": "false"}}).interventions[0]
+    with pytest.raises(InputError, match="would be pruned"):
+        mask.fit_to(map_model(tiny("llama")))
+
+
+def test_a_dictionary_goes_through_the_engine() -> None:
+    model = tiny("llama")
+    with Scale(of={"L0": 0.5}).applied_to(model):
+        engine = Engine(model)
+        assert len(list(engine.decode([Request((5, 6, 7), None, SamplingParams(3))]))) == 1
+        assert engine.unsupported is None
+
+
+def test_outputs_are_changed_alone_or_first_of_several() -> None:
+    """A bias of a projection is changed, too; attention modules also return weights."""
+    model, inputs = tiny("gpt2"), tokens()
+    expected = copy.deepcopy(model)
+    for layer in map_model(expected).attention:
+        layer.o_proj.weight.data *= 0.5
+        layer.o_proj.bias.data *= 0.5
+    for part in ("o_proj", "module"):
+        with ExitStack() as stack:
+            for layer in map_model(model).attention:
+                change_output(getattr(layer, part), lambda x: x * 0.5, stack)
+            torch.testing.assert_close(output(model, inputs), output(expected, inputs), rtol=0, atol=1e-11)
+    assert not torch.allclose(output(model, inputs), output(expected, inputs))
+
+
+def test_masks_are_checked_together() -> None:
+    model, inputs = tiny("llama"), tokens()
+    with HeadMask("L0H0-2").applied_to(model):
+        before = output(model, inputs)
+        with pytest.raises(InputError, match="all 4 heads of layer L0"), HeadMask("L0H3").applied_to(model):
+            pass
+        assert len(interventions_on(model)) == 1 and torch.equal(output(model, inputs), before)
+        with HeadMask("L0H3", allow_empty_layer=True).applied_to(model):
+            assert len(interventions_on(model)) == 2
+
+
+# --------------------------------------------------------------------------- artefacts
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_an_older_artefact_has_the_defaults_of_newer_fields_and_a_newer_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "scale.json"
+    Scale(0.7, 3).save(path, map_model(tiny("llama")))
+    assert Scale.load(edited(path, lambda content: content["settings"].pop("every"))) == Scale(0.7)
+    with pytest.raises(InputError, match="settings that this lmeval-prune does not know: shift; upgrade"):
+        Scale.load(edited(path, lambda content: content["settings"].update(shift=1)))
+
+
+def test_what_is_in_an_artefact_is_checked(tmp_path: Path) -> None:
+    path, model_map = tmp_path / "one.json", map_model(tiny("llama"))
+    Scale(0.7).save(path, model_map)
+    with pytest.raises(InputError, match=r"one.json: .*factor='abc' is not a number"):
+        Scale.load(edited(path, lambda content: content["settings"].update(factor="abc")))
+    for heads, message in (([], "names no head"), (5, "cannot be read")):
+        HeadMask("L0H1").save(path, model_map)
+        with pytest.raises(InputError, match=f"one.json: .*{message}"):
+            HeadMask.load(edited(path, lambda content, heads=heads: content["settings"].update(heads=heads)))
+    HeadMask("L0H1").save(path, model_map)
+    with pytest.raises(InputError, match="lacks the fields"):
+        HeadMask.load(edited(path, lambda content: content["settings"].clear()))
+
+
+def test_masks_of_the_versions_before_are_read(tmp_path: Path) -> None:
+    path, model_map = tmp_path / "mask.json", map_model(tiny("llama"))
+    HeadMask("L0H1").save(path, model_map)
+    edited(path, lambda content: content.update(content.pop("settings"), schema_version=2))
+    assert HeadMask.load(path) == HeadMask("L0H1")
+
+
+@dataclass(frozen=True)
+class Named(Intervention):
+    model: str = "abc"
+    schema_version: int = 7
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None: ...
+
+
+def test_fields_may_be_called_as_the_envelope_s(tmp_path: Path) -> None:
+    Named("q", 9).save(tmp_path / "named.json", map_model(tiny("llama")))
+    assert Named.load(tmp_path / "named.json") == Named("q", 9)

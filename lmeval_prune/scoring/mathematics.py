@@ -57,6 +57,7 @@ _UNIT = re.compile(
 )
 _NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([^()=]*\)|'*)?|\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)+\s*\)|\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*|m\s*\\angle[^=<>]*|\[[A-Z]{3,}\]|\|[A-Za-z]+\||[A-Z]{2,}|S_\{[^{}]*\}+)"
 _ASSIGNED = re.compile(rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*{_NAME}\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)")
+_JOINTS = (",", ";", "\\text{ and }", "\\text{and}", "\\text{ or }", "\\text{or}", " and ", " or ", "\\lor", "\\vee")
 _BASE = re.compile(r"\(?\s*(\d[0-9A-Za-z]*)\s*\)?\s*(?:_\s*[({\s]*(\w+)[)}\s]*|\s*(?:in )?base[ -](\w+))")
 _RATIO = re.compile(r"(\d+(?:\s*(?::|\bto\b)\s*\d+)+)\s*(?:([ap])\.?\s?m\.?)?")  # or a time
 _SCALED = re.compile(r"(-|[^&\x01=,]{1,60}?)\s*(?:\\cdot|\\times)?\s*(\\begin\{[pb]matrix\}[\s\S]*\\end\{[pb]matrix\})")
@@ -137,8 +138,9 @@ def form_of(text: str) -> Form | str:
         factor = "-1" if scaled[1] == "-" else scaled[1]
         return Form(matrix.kind, tuple(f"({factor}) \\cdot ({part})" for part in matrix.parts), matrix.rest)
     sides = [side.strip() for side in _split(text, "=")]
-    if len(sides) == 2 and re.search(r"[(]", sides[0]) and _ASSIGNED.match(f"{sides[0]}=0"):
-        return Form("equation", tuple(sides))
+    if len(sides) == 2 and len(_split(text, *_JOINTS)) == 1:
+        if _ASSIGNED.match(f"{sides[0]}=0") or re.fullmatch(r"[A-Za-z]", sides[1]):
+            return Form("equation", tuple(sides))
     union = _split(text, "\\cup")
     if len(union) > 1:
         return Form("list", tuple(map(form_of, union)), ("union",))
@@ -162,9 +164,7 @@ def form_of(text: str) -> Form | str:
                 return Form("tuple", tuple(map(form_of, items)), (opening, closing))
             if opening in "([" and closing in ")]" and inner.strip().startswith("\\begin"):
                 return form_of(inner)
-    items = _split(
-        text, ",", ";", "\\text{ and }", "\\text{and}", "\\text{ or }", "\\text{or}", " and ", " or ", "\\lor", "\\vee"
-    )
+    items = _split(text, *_JOINTS)
     items = [re.sub(r"^(?:\s|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})*", "", item) for item in items]
     items = [item for item in items if item.strip()]
     if len(items) > 1:
@@ -308,6 +308,8 @@ def _is_vector(form: Form) -> bool:
 def _named(form: Form) -> tuple[str, Form | str] | None:
     """The name and the value of an assignment, or the last of a chain of equal things; None of another equation."""
     parts = [str(part) for part in form.parts]
+    if len(parts) == 2 and re.fullmatch(r"[A-Za-z]", parts[1]) and not re.fullmatch(r"[A-Za-z]", parts[0]):
+        return parts[1], form_of(parts[0])
     if len(parts) > 2 or _ASSIGNED.match(f"{parts[0]}=0") or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", "".join(parts)):
         return parts[0], form_of(parts[-1])
     if _ASSIGNED.match(f"{parts[-1]}=0"):

@@ -165,6 +165,10 @@ class _Prose:
 
     def _subtracts(self, i: int, inside: set[int]) -> bool:
         """Whether a dash with space at both sides is a minus: between numbers, or after a letter."""
+        if i + 1 in inside:  # 60 miles - 35 miles = 25
+            rest = [token.kind for token in self.found[i + 1 : i + 30] if token.kind in ("equals", "stop")]
+            if rest[:1] == ["equals"]:
+                return True
         return (i + 1 in inside and i - 1 in inside) or len(word_at(self.found, i - 1)) == 1
 
     def _says(self, opened: int) -> bool:
@@ -190,8 +194,9 @@ class _Prose:
         places = [i for i in range(start, stop) if found[i].kind in ("equals", "arrow")]
         equates = any(found[i].kind == "equals" for i in places)
         final = places[-1] + 1 if places else start
-        verb = next((i for i in range(final, stop) if word_at(found, i) in _VERBS), None)
-        if verb is not None and self.within(final, verb) and _TO_THE_NUMBER.match(self.written(verb + 1, stop)):
+        verb = next((i for i in range(final, stop) if word_at(found, i) in _VERBS and word_at(found, i - 1) != "to"), None)
+        starts = bool(places) and any(number.first == final for number in self.numbers)
+        if verb is not None and not starts and self.within(final, verb) and _TO_THE_NUMBER.match(self.written(verb + 1, stop)):
             places, equates = [*places, verb], False
         sides = zip([start, *(i + 1 for i in places)], [*places, stop], strict=True)
         return _Clause(tuple((a, b) for a, b in sides if a < b), opener, equates)
@@ -211,7 +216,7 @@ class _Prose:
                 return None
             if has_kind(self.found, sides[0][1], "arrow") and self.lone(sides[0]) and self._is_bare(*sides[0]):  # 3 → 12
                 return None
-            first, final = self.lone(sides[0]) if clause.equates else None, self.lone(sides[-1])
+            first, final = self.lone(sides[0]) if clause.equates else None, self.lone(sides[-1], final=True)
             if first and self._is_bare(*sides[0]) and not (final and same_number(first, final)):
                 return None if self._is_unsolved(sides[-1]) else first
             return final or first
@@ -245,7 +250,7 @@ class _Prose:
         for i in range(*side):
             if len(word_at(self.found, i)) == 1 and self.found[i].text not in "aAI" and self.found[i].text not in _UNITS:
                 sides = [self.found[k].kind if side[0] <= k < side[1] else "" for k in (i - 2, i - 1, i + 1, i + 2)]
-                times = sides[1] == "digits" and sides[2] in ("digits", "minus") and self.found[i].spaced
+                times = sides[1] == "digits" and sides[2] in ("digits", "minus", "money") and word_at(self.found, i) == "x"
                 signs = {"operator", "raised", "minus"}
                 computes = sides[1] in signs and sides[0] == "digits" or sides[2] in signs and sides[3] in ("digits", "")
                 if not times and ((sides[1] == "digits" and not self.found[i].spaced) or computes or sides[2] == "raised"):
@@ -258,11 +263,11 @@ class _Prose:
         counted = has_kind(self.found, after, "chinese") and not self.found[after].text.startswith("的")
         return (word_at(self.found, after) == "of" or counted) and not self.is_part(number, start, len(self.found))
 
-    def lone(self, side: tuple[int, int]) -> Number | None:
-        """The number of a side that has just one which nothing governs, and computes nothing."""
+    def lone(self, side: tuple[int, int], final: bool = False) -> Number | None:
+        """The number of a side that has just one which nothing governs, and computes nothing; of a final side its first."""
         own = self.within(*side)
         free = [n for n in own if not _GOVERNED.search(self.written(side[0], n.first))] or own
-        if len(free) == 1 and not self.is_part(free[0], *side):
+        if free and (len(free) == 1 or (final and free[0].first == side[0])) and not self.is_part(free[0], *side):
             return free[0]
         return None
 
@@ -430,7 +435,9 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
     if last or len(clauses) > 1:
         starts = [prose.found[clause.sides[0][0]] for clause in clauses]
         skipped = [bool(_SUPPOSED.match(s.text)) if last else s.text.lower() in _CONDITIONS for s in starts]
-        skipped = [skip and len(clause.sides) < 3 for skip, clause in zip(skipped, clauses, strict=True)]
+        written = [prose.written(clause.sides[0][0], clause.sides[-1][1]) for clause in clauses]
+        calculates = [len(clause.sides) > 2 or " then " in said for clause, said in zip(clauses, written, strict=True)]
+        skipped = [skip and not result for skip, result in zip(skipped, calculates, strict=True)]
         kept = [clause for clause, skip in zip(clauses, skipped, strict=True) if not skip]
         clauses = kept if last else kept or clauses
     if last:

@@ -103,6 +103,8 @@ class NumberReader:
             sentence = _NOT_BUT.sub("", plain(CONSENT.sub("", sentence)))
             if DENIED.search(sentence) or (_PLANS.search(sentence) and "=" not in sentence):
                 return None
+            if self.algebra and len(_PROSE.findall(sentence)) > 1:  # It is 9!
+                sentence = re.sub(r"(?<=\d)!\s*$", "", sentence)
             if _DIGIT.search(sentence):
                 return self._number(_BULLET.sub("", sentence), last=True)
         return None
@@ -156,6 +158,9 @@ class FormulaReader:
         if self.words:
             if not lines or DENIED.search(lines[-1]):
                 return None
+            worded = [span for span in _FORMULA.finditer(text[-MAX_END:]) if "\\text" in _content(span)]
+            if worded:
+                return _result(_content(worded[-1]))
             said = list(_FORMULA.finditer(lines[-1]))
             if said and not _PROSE.search(lines[-1][said[-1].end() :]):
                 return _result(_content(said[-1]))

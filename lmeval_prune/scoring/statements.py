@@ -77,7 +77,7 @@ _MARK = re.compile(
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=\s+[^\s\d])|[-–—•]\s+)*")
 _SENTENCE = re.compile(
-    r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)[.!?](?=\s+[^a-z\s]|[\s*_\"')]*$)|(?<=[吗呢])\?|[。！？]|\n"
+    r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\\)[.!?](?=\s+[^a-z\s]|[\s*_\"')]*$)|(?<=[吗呢])\?|[。！？]|\n"
 )
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 _PLACEHOLDER = re.compile(
@@ -95,7 +95,7 @@ _EXPLAINED = re.compile(
     r"|\s*([^\n]{1,80})\n+\W*(?:explanation|reasoning|solution|here'?s (?:why|how)|justification|because|the \w+ is found|解释|解析|说明|理由)",
     re.IGNORECASE,
 )
-_WRONG = r"(?:wrong|incorrect|not right|not correct|false|invalid|impossible|off|too (?:big|small|large|high|low))"
+_WRONG = r"(?:wrong|incorrect|not right|not correct|false|invalid|off|too (?:big|small|large|high|low))"
 _ASSUMED = re.compile(
     r"\b(?:(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend|say|let's say|had|were|thought|guess(?:ed)?"
     r"|hoped|not that|instead of)"
@@ -105,7 +105,7 @@ _ASSUMED = re.compile(
     r"|(?i:wrong|incorrect|naive|tempting|initial|first|previous|earlier|old|original|common|mistaken|false|other|textbook|book's"
     r"|book|given|his|her|their|your|student's|claimed|stated|suggested|approximate|preliminary|tentative)\s*(?:final\s*)?)"
     r"\s*(?:that\s+|the\s+)*$"
-    r"|\b(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend)\b[^,;.\n]*$|^\s*(?:Had|Without)\b"
+    r"|\b(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend)\b[^,;.\n]*$|^\s*(?:Had|Without)\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
     r"|(?:如果|假设|假如|若|是否|有人|以为)[^，。；\n]*$",
 )
 _TAKEN_BACK = re.compile(
@@ -114,7 +114,7 @@ _TAKEN_BACK = re.compile(
     r"|recalculate|rethink)"
     r"|(?:that|this|it|which|answer|[\d.]+)(?:'s| is| was| can't be| cannot be| seems| must be| looks)"
     rf"(?: (?:clearly|obviously|also|actually|just))* {_WRONG}"
-    r"|(?:that|this|it|which|answer|[\d.]+) (?:isn't|is not|doesn't|does not) (?:right|correct|make sense|work|possible)"
+    r"|(?:that|this|it|which|answer|[\d.]+) (?:isn't|is not|doesn't|does not) (?:right|correct|make sense|work)"
     r"|no(?=[,.;:!])|nope|not quite|not correct|not right|incorrect|rather(?! than)|i mean|make that"
     r"|actually,? (?:no|it|that|the|we|i|let)|actually(?=[^.\n]{0,20}\d)|should (?:actually |really |instead )?(?:be|have been)"
     r"|revis\w+|updat\w+|corrected(?!\s?[)\]]))(?!\w)"

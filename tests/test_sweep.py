@@ -253,8 +253,8 @@ def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole
         ({"metric": "exact_match,strict"}, "no filter 'strict'"),
         ({"heads": "L9H0"}, "no attention in layer 9"),
         ({"model_args": {"responses": "x"}}, "does not take the model argument"),
-        ({"model_args": {"pretrained": "nobody/nothing"}}, "^the model nobody/nothing cannot be loaded [^\n]*$"),
-        ({"model_args": {"pretrained": "{empty}"}}, "cannot be loaded [^\n]*$"),
+        ({"model_args": {"pretrained": "nobody/nothing"}}, r"^cannot read the model nobody/nothing[^\n]*$"),
+        ({"model_args": {"pretrained": "{empty}"}}, r"cannot read the model [^\n]*$"),
     ],
 )
 def test_senseless_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:

@@ -78,11 +78,11 @@ class Verifier:
 
     def _ask(self, pairs: Sequence[tuple[str, str]]) -> Iterator[Verdict]:
         """Verdicts, until the pool breaks."""
-        from loky.backend import get_context
+        from loky.backend.context import LokyContext
         from pebble import ProcessExpired, ProcessPool
 
         if self._pool is None:
-            self._pool = ProcessPool(self.workers, initializer=begin, context=get_context("loky"))
+            self._pool = ProcessPool(self.workers, initializer=begin, context=LokyContext())
         seconds = self.seconds
         for future in [self._pool.schedule(_equal, (*pair, seconds), timeout=seconds) for pair in pairs]:
             verdict: Verdict

@@ -135,11 +135,11 @@ def is_pair(digits: str, bracket: str) -> bool:
 
 
 def _short_scale(found: Sequence[Token], place: int, at: int) -> int | None:
-    """Of `45k`, and of `$3M`."""
+    """Of `$45k` and `$3M`."""
     if not has_kind(found, at, "word") or found[at].spaced:
         return None
     paid = any(has_kind(found, i, "money") for i in range(place, at))
-    return {"k": 10**3, **({"K": 10**3, "M": 10**6, "B": 10**9} if paid else {})}.get(found[at].text)
+    return {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}.get(found[at].text) if paid else None
 
 
 def _may_begin(found: Sequence[Token], at: int) -> bool:
@@ -282,6 +282,12 @@ def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: in
         return False
     exact = abs(gold) * 10**digits
     return abs(exact - written) <= Fraction(1, 2) or written == exact.__floor__()
+
+
+def rounds_to(value: Fraction, gold: Number) -> bool:
+    """Whether a value without end is, to the decimals of a number, two or more, that number."""
+    digits = gold.decimals or 0
+    return digits > 1 and not _ends(value) and any(abs(value - g) <= Fraction(1, 2 * 10**digits) for g in gold.values)
 
 
 def _is_cut(value: Fraction, digits: int) -> bool:

@@ -21,6 +21,7 @@ from lmeval_prune.scoring.numbers import (
     is_pair,
     is_spaced,
     number_at,
+    rounds_to,
     same_number,
     tokens,
     word_at,
@@ -30,7 +31,7 @@ from lmeval_prune.scoring.plain import clean, plain
 # A number is part of something else if one of these stands before it (its clause up to it, numbers written #), …
 _CHANGED_BEFORE = re.compile(
     r"(?:^|\W)(?:"
-    r"(?:not|never|neither|nor|cannot|\w+n['’]t)(?! (?:only|counting|including|count|include)\b)(?: [a-z]+){0,4}|anything but|either"
+    r"(?:not|never|neither|nor|cannot|\w+n['’]t)(?! (?:only|counting|including|count|include|(?:less|more|fewer|greater|larger|smaller) than)\b)(?: [a-z]+){0,4}|anything but|either"
     r"|(?<!no )(?<!not )(?:more|less|fewer|greater|larger|smaller|bigger|higher|lower|longer|shorter|older|younger|rather) than"
     r"|(?<!add )(?<!adds )(?<!added )(?<!adding )(?<!sum )(?<!sums )(?<!total )(?<!totals )(?<!come )(?<!comes )up to"
     r"|between|twice|thrice|double|triple|quadruple|half|sqrt|log|ln|exp|sin|cos|tan|gcd|lcm|max|min|mod|modulo"
@@ -195,7 +196,8 @@ class _Prose:
         equates = any(found[i].kind == "equals" for i in places)
         final = places[-1] + 1 if places else start
         verb = next((i for i in range(final, stop) if word_at(found, i) in _VERBS and word_at(found, i - 1) != "to"), None)
-        starts = bool(places) and any(number.first == final for number in self.numbers)
+        leading = next((number for number in self.numbers if number.first == final), None)
+        starts = leading is not None and (bool(places) or word_at(found, leading.last + 1) == "and")  # 18 and the change is 7
         if verb is not None and not starts and self.within(final, verb) and _TO_THE_NUMBER.match(self.written(verb + 1, stop)):
             places, equates = [*places, verb], False
         sides = zip([start, *(i + 1 for i in places)], [*places, stop], strict=True)
@@ -466,7 +468,7 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
             return None
         written = text[prose.found[number.first].start : prose.found[number.last].end]
         negated = has_kind(prose.found, number.first - 1, "chinese") and prose.found[number.first - 1].text.endswith("负")
-        if written.endswith(("K", "M", "B")):
+        if written.endswith(("k", "K", "M", "B")):
             return written, number
         return f"-{written}" if negated else re.sub(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$", r"\1", written).strip(), number
     return None
@@ -525,7 +527,7 @@ def numbers_equal(answer: str, gold: str) -> bool:
 def equals_number(value: Fraction, gold: str) -> bool:
     """Whether a computed value is the number of a text."""
     number = number_of(gold)
-    return number is not None and same_number(Number((value,), None, 0, 0), number)
+    return number is not None and (same_number(Number((value,), None, 0, 0), number) or rounds_to(value, number))
 
 
 def readings(text: str) -> tuple[Fraction, ...]:

@@ -12,7 +12,7 @@ from lmeval_prune.scoring.statements import CONSENT, DENIED, MAX_END, MAX_PHRASE
 
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
 _FORMULA = re.compile(
-    r"\$\$([^$]+)\$\$|\$\s*(\\begin[^$]+)\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
+    r"\$\$((?:\\.|[^$\\])+)\$\$|\$\s*(\\begin[^$]+)\$|(?<!\\)\$(?=\S)((?:\\.|[^$\\\n])+?)(?<=\S)\$(?!\d)|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
     r"|\\begin\{(?:align|equation|gather)\*?\}((?:[^\\]|\\(?!end\{(?:align|equation|gather))[\s\S])+)\\end\{"
 )
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")

@@ -81,7 +81,7 @@ _SENTENCE = re.compile(
 )
 _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s*\\begin[^$]+\$)")
 _PLACEHOLDER = re.compile(
-    r"[\s.…?_*$-]*|(?:the |your |my |final |correct |numeric(?:al)? |exact |insert |some |a |an )*(?:answer|result|value|number"
+    r"[\s.…?_*$]*|-{2,}|(?:the |your |my |final |correct |numeric(?:al)? |exact |insert |some |a |an )*(?:answer|result|value|number"
     r"|solution|expression|ans|integer|choice|option|letter)s?(?: here| goes here)?|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>"
     r"|.*\\?boxed\s*\{\s*\}.*",
     re.IGNORECASE,

@@ -14,7 +14,7 @@ import os
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ class DataSet:
     files: dict[str, str]
     hub: Callable[[str], Iterator[Row]] | None
     document: Callable[[Row], Row | None]
-    fields: dict[str, tuple[type, ...]] = field(default_factory=dict)
+    fields: Mapping[str, tuple[type, ...]] = field(default_factory=dict)
     parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)
     packaged: bool = False
     needs_math: bool = False
@@ -182,7 +182,12 @@ TEXT, WHOLE = (str,), (int,)
 _ASDIV = dict.fromkeys(("body", "question", "answer", "formula"), TEXT)
 _MATH_HUB = {"test": "HuggingFaceH4/MATH-500", "train": "rasbt/math_full_minus_math500"}
 DATA: dict[str, DataSet] = {
-    "gsm8k": DataSet({"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"}, _hub("openai/gsm8k", "main"), _gsm8k, {"question": TEXT, "answer": TEXT}),
+    "gsm8k": DataSet(
+        {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"},
+        _hub("openai/gsm8k", "main"),
+        _gsm8k,
+        {"question": TEXT, "answer": TEXT},
+    ),
     "math500": DataSet(
         {"train": "math_train.jsonl", "test": "math500_test.jsonl"},
         lambda split: _hub(_MATH_HUB[split])(split),
@@ -191,7 +196,13 @@ DATA: dict[str, DataSet] = {
         needs_math=True,
     ),
     "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv_rows, _asdiv, _ASDIV),
-    "asdiv_a": DataSet({"all": "asdiv.jsonl"}, _asdiv_rows, _asdiv_a, _ASDIV | {"asdiv_a_fold": (int, type(None)), "solution_type": TEXT}, _parts((8, 1, 1), "solution_type")),
+    "asdiv_a": DataSet(
+        {"all": "asdiv.jsonl"},
+        _asdiv_rows,
+        _asdiv_a,
+        _ASDIV | {"asdiv_a_fold": (int, type(None)), "solution_type": TEXT},
+        _parts((8, 1, 1), "solution_type"),
+    ),
     "math23k": DataSet(
         {"all": "math23k.jsonl"},
         None,
@@ -226,9 +237,11 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
         raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.splits)}")
     source = split if split in data.files else "all"
     documents: list[Row] = []
-    number = 0
+    number = 0  # of the row that is looked at
+    rows = _rows(name, data, source, data_dir or os.environ.get("LMEVAL_PRUNE_DATA"))
     try:
-        for number, row in enumerate(_rows(name, data, source, data_dir or os.environ.get("LMEVAL_PRUNE_DATA")), start=1):
+        for row in rows:
+            number += 1
             _check([row], data.fields)
             document = data.document(row)
             if document is not None and not _is_text(document.get("target", "-")):
@@ -247,7 +260,7 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
     return table
 
 
-def _check(rows: list[Row], fields: dict[str, tuple[type, ...]]) -> None:
+def _check(rows: list[Row], fields: Mapping[str, tuple[type, ...]]) -> None:
     """Refuse rows whose fields are missing or of another type."""
     for row in rows:
         if not isinstance(row, dict):

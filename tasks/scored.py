@@ -98,7 +98,7 @@ class ScoredTask(ConfigurableTask):
 
 
 def part_figures(name: str) -> dict[str, Callable[..., Any]]:
-    """Metrics of a part: its accuracy, the standard error of that (under the name that lm-eval gives it), and its items."""
+    """Metrics of a part: accuracy, its standard error (under the name that lm-eval gives it), and the items."""
     return {name: share, f"{name}_stderr": error_of_share, f"{name}_n": count}
 
 

@@ -1,10 +1,12 @@
 """Extraction and comparison of numbers."""
 
+import unicodedata
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmeval_prune.scoring import FormulaReader, NumberReader, extract, numbers_equal
+from lmeval_prune.scoring import FormulaReader, NumberReader, extract, numbers_equal, readings
 
 EQUAL = [
     ("42", "42"), ("42.0", "42"), ("1,200", "1200"), ("$1,200.00", "1200"), ("18 dollars", "18"), ("x = 5", "5"),
@@ -129,7 +131,9 @@ def test_whole_numbers_equal_themselves_alone(number: int) -> None:
         assert numbers_equal(text, str(number))
         assert not numbers_equal(text, str(number + 1))
     assert numbers_equal(extract(f"So the answer is {number:,}.", NumberReader()).answer, str(number))
-    assert numbers_equal(extract(f"The answer is {number}, because it is {number + 1} - 1.", NumberReader()).answer, str(number))
+    assert numbers_equal(
+        extract(f"The answer is {number}, because it is {number + 1} - 1.", NumberReader()).answer, str(number)
+    )
 
 
 @given(st.text(max_size=60))
@@ -175,3 +179,28 @@ def test_any_text_is_survived(text: str) -> None:
 def test_hostile_texts_hold_no_answer(hostile: str) -> None:
     for reader in (NumberReader(), NumberReader(algebra=True), FormulaReader(), FormulaReader(words=True)):
         assert not numbers_equal(extract(hostile, reader).answer, "12345")
+
+
+TEXTS = st.lists(
+    st.sampled_from(
+        ["The answer is ", "12", "1,250", "3/4", " apples", ". ", "\n", "\n\n", "#### ", r"\boxed{12}", "So ", "= ", "x", "wait, ", "not ",
+         "$", " and ", "é", "答案是", "。", "(", ")", "half of ", "because ", "- ", "Answer: ", "  "]
+    ),
+    max_size=12,
+).map("".join)  # fmt: skip
+
+
+@given(TEXTS)
+def test_the_reading_does_not_depend_on_white_space_line_ends_or_unicode_form(text: str) -> None:
+    for reader in (NumberReader(), FormulaReader()):
+        found = extract(text, reader)
+        assert extract(f" \n{text}\n\t ", reader) == found
+        assert extract(text.replace("\n", "\r\n"), reader) == found
+        assert extract(unicodedata.normalize("NFD", text), reader) == found
+
+
+@given(TEXTS)
+def test_what_was_read_as_a_number_is_read_as_the_same_again(text: str) -> None:
+    answer = extract(text, NumberReader()).answer
+    if readings(answer):
+        assert numbers_equal(extract(f"The answer is {answer}.", NumberReader()).answer, answer)

@@ -121,8 +121,23 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
 
 GSM8K = {"question": "How many?", "answer": "#### 12"}
 MATH = {"problem": "x?", "answer": "x+1", "level": 3, "subject": "Algebra"}
-MATH23K = {"segmented_text": "q", "equation": "x=1+2", "answer": "3", "numbers": ["1", "2"], "fold": 0, "standard_test": True}
-ASDIV = {"body": "b", "question": "q", "answer": "3 (eggs)", "formula": "1+2=3", "asdiv_a_fold": 0, "solution_type": "Sum", "grade": 1}
+MATH23K = {
+    "segmented_text": "q",
+    "equation": "x=1+2",
+    "answer": "3",
+    "numbers": ["1", "2"],
+    "fold": 0,
+    "standard_test": True,
+}
+ASDIV = {
+    "body": "b",
+    "question": "q",
+    "answer": "3 (eggs)",
+    "formula": "1+2=3",
+    "asdiv_a_fold": 0,
+    "solution_type": "Sum",
+    "grade": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +179,7 @@ def test_a_broken_data_file_is_one_line(name: str, split: str, rows: list, messa
 
 def test_an_empty_archive_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "gsm8k_test.jsonl.gz").write_bytes(b"")
-    with pytest.raises(InputError, match="no rows for split test|cannot be read"):
+    with pytest.raises(InputError, match=r"no rows for split test|cannot be read"):
         data.load("gsm8k", "test", tmp_path)
 
 

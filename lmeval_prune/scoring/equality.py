@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from lmeval_prune.scoring.expressions import evaluate, has_operator, is_division, reduced_fraction
-from lmeval_prune.scoring.prose import equals_number, numbers_equal, readings
 from lmeval_prune.scoring.plain import clean, plain
+from lmeval_prune.scoring.prose import equals_number, numbers_equal, readings
 
 MAX_LENGTH = 2000  # characters; longer answers are no answers
 

@@ -28,7 +28,7 @@ _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
     "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "θ": r"\theta ", "°": r"^\circ ", "…": r"\ldots ", "∅": r"\emptyset ", "∣": "|", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
 }  # fmt: skip
-_SAME = [
+_SAME: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:leq|leqslant)(?![A-Za-z])"), r"\\le "), (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "), (re.compile(r"\\lt(?![A-Za-z])"), "<"), (re.compile(r"\\gt(?![A-Za-z])"), ">"),
@@ -134,13 +134,15 @@ def form_of(text: str) -> Form | str:
             tuple(form_of(cell) for row in cells for cell in row),
             (str(len(rows)), str(len(cells[0]) if cells else 0)),
         )
-    if (scaled := _SCALED.fullmatch(text)) and isinstance(matrix := form_of(scaled[2]), Form):
+    if (scaled := _SCALED.fullmatch(text)) and isinstance(inner_matrix := form_of(scaled[2]), Form):
         factor = "-1" if scaled[1] == "-" else scaled[1]
-        return Form(matrix.kind, tuple(f"({factor}) \\cdot ({part})" for part in matrix.parts), matrix.rest)
+        return Form(
+            inner_matrix.kind, tuple(f"({factor}) \\cdot ({part})" for part in inner_matrix.parts), inner_matrix.rest
+        )
     sides = [side.strip() for side in _split(text, "=")]
-    if len(sides) == 2 and len(_split(text, *_JOINTS)) == 1:
-        if _ASSIGNED.match(f"{sides[0]}=0") or re.fullmatch(r"[A-Za-z]", sides[1]):
-            return Form("equation", tuple(sides))
+    is_equation = len(sides) == 2 and len(_split(text, *_JOINTS)) == 1
+    if is_equation and (_ASSIGNED.match(f"{sides[0]}=0") or re.fullmatch(r"[A-Za-z]", sides[1])):
+        return Form("equation", tuple(sides))
     union = _split(text, "\\cup")
     if len(union) > 1:
         return Form("list", tuple(map(form_of, union)), ("union",))
@@ -159,7 +161,11 @@ def form_of(text: str) -> Form | str:
             if opening in ("\\{", "\\lbrace"):
                 if re.search(r"(?<!\|)\|(?!\|)|\\mid|:", inner):
                     return _interval(re.split(r"\||\\mid|:", inner, maxsplit=1)[1]) or Form("words", (text,))
-                return Form("list", tuple(map(form_of, items)), ("set",)) if "\\emptyset" not in inner else Form("words", (text,))
+                return (
+                    Form("list", tuple(map(form_of, items)), ("set",))
+                    if "\\emptyset" not in inner
+                    else Form("words", (text,))
+                )
             if len(items) > 1:
                 return Form("tuple", tuple(map(form_of, items)), (opening, closing))
             if opening in "([" and closing in ")]" and inner.strip().startswith("\\begin"):
@@ -367,7 +373,7 @@ def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
         form.parts if form.kind == "list" else (form if form.kind != "single" else form.parts[0],)
         for form in (answer, gold)
     )
-    ours, theirs = _unpacked(ours), _unpacked(theirs)
+    ours, theirs = tuple(_unpacked(ours)), tuple(_unpacked(theirs))
     if len(ours) != len(theirs) or len(ours) > MAX_PARTS:
         return False
     unknown = False
@@ -422,7 +428,7 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
     failed: list[Verdict] = []
 
     def leaf(one: str, other: str) -> bool | None:
-        easy = _easy(one, other)
+        easy = easy_verdict(one, other)
         if easy is not None:
             return easy
         known = _KNOWN.get((one, other))
@@ -447,7 +453,7 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
     return failed[0] if failed and same is False else "different"
 
 
-def _easy(answer: str, gold: str) -> bool | None:
+def easy_verdict(answer: str, gold: str) -> bool | None:
     """What can be said of two expressions without a worker."""
     keys = [re.sub(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])", "", text) for text in (answer, gold)]
     if keys[0] == keys[1]:

@@ -98,7 +98,9 @@ def number_at(found: Sequence[Token], place: int) -> Number | None:
     for _ in range(3):
         if has_kind(found, at, "minus") and sign > 0 and not is_spaced(found, at + 1) and found[at].text not in "–—":
             at, sign = at + 1, -1
-        elif has_kind(found, at, "money") or (has_kind(found, at, "operator") and found[at].text == "+" and _may_begin(found, at)):
+        elif has_kind(found, at, "money") or (
+            has_kind(found, at, "operator") and found[at].text == "+" and _may_begin(found, at)
+        ):
             at += 1
         else:
             break
@@ -115,7 +117,7 @@ def number_at(found: Sequence[Token], place: int) -> Number | None:
             return None
         at += 1
     value, decimals, at = _power(found, value, decimals, at)
-    values = (sign * value,)
+    values: tuple[Fraction, ...] = (sign * value,)
     if has_kind(found, at + 1, "percent") or word_at(found, at + 1) in ("percent", "percentage"):
         at, values = at + 1, (sign * value, sign * value / 100)
     elif word_at(found, at + 1) == "per" and word_at(found, at + 2) == "cent":
@@ -176,7 +178,9 @@ def _core(found: Sequence[Token], at: int) -> tuple[Fraction, int | None, int] |
     if decimals == 0:
         for gap, opened in ((1, False), (2, False), (2, True)):
             top = at + gap
-            if gap == 2 and not (found[at + 1 : at + 2] and found[at + 1].text in (("(",) if opened else ("又", "+", "and", "&"))):
+            if gap == 2 and not (
+                found[at + 1 : at + 2] and found[at + 1].text in (("(",) if opened else ("又", "+", "and", "&"))
+            ):
                 continue
             if gap == 1 and not is_spaced(found, top):
                 continue
@@ -191,7 +195,9 @@ def _core(found: Sequence[Token], at: int) -> tuple[Fraction, int | None, int] |
 
 def _fraction(found: Sequence[Token], at: int) -> Fraction | None:
     """`3/4`, but not a part of a date."""
-    if not (has_kind(found, at, "digits") and has_kind(found, at + 1, "operator") and has_kind(found, at + 2, "digits")):
+    if not (
+        has_kind(found, at, "digits") and has_kind(found, at + 1, "operator") and has_kind(found, at + 2, "digits")
+    ):
         return None
     if found[at + 1].text not in "/⁄" or (has_kind(found, at + 3, "operator") and found[at + 3].text == "/"):
         return None
@@ -210,7 +216,7 @@ def _power(found: Sequence[Token], value: Fraction, decimals: int | None, at: in
     if has_kind(found, ten + 1, "raised"):
         return value * _ten(found[ten + 1].text.translate(_SUPERSCRIPTS)), None, ten + 1
     if has_kind(found, ten + 1, "operator") and found[ten + 1].text in ("^", "**"):
-        rest = [token for token in found[ten + 2 : ten + 6]]
+        rest = found[ten + 2 : ten + 6]
         text = "".join(token.text for token in rest)
         if power := re.match(r"[({]?([-\u2212]?\d{1,3})[)}]?", text):
             length = len(power.group())
@@ -269,11 +275,11 @@ def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
     if not exact:
         return any(_close(a, answer.decimals, g, gold.decimals) for a in answer.values for g in gold.values)
     pairs = [(a, g) for a in answer.values for g in gold.values]
-    return any(abs(a - g) <= (NOISE if a == g or not _ends(g) else 0) * abs(g) for a, g in pairs)
+    return any(abs(a - g) <= (0 if _ends(g) else NOISE) * abs(g) for a, g in pairs)
 
 
 def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: int | None) -> bool:
-    if abs(answer - gold) <= NOISE * min(1, abs(gold)):
+    if abs(answer - gold) <= NOISE * min(Fraction(1), abs(gold)):
         return True
     if digits is None or (_ends(gold) and (gold_digits is None or not _is_cut(gold, gold_digits))):
         return False
@@ -302,5 +308,3 @@ def _ends(value: Fraction) -> bool:
         while bottom % prime == 0:
             bottom //= prime
     return bottom == 1
-
-

@@ -7,7 +7,9 @@ import unicodedata
 
 MAX_RESPONSE = 50_000  # characters at the end of a response that are read
 
-_CHARACTERS = {0xFF01 + i: 0x21 + i for i in range(94) if i not in (13,)}  # full width; not the full stop
+_CHARACTERS: dict[int, int | str | None] = {
+    0xFF01 + i: 0x21 + i for i in range(94) if i not in (13,)
+}  # full width; not the full stop
 _CHARACTERS |= dict.fromkeys((0x85, 0x0B, 0x0C, 0x2028, 0x2029), "\n") | {
     0x3000: " ",
     0xFE63: "-",

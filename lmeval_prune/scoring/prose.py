@@ -89,7 +89,9 @@ _REASONS = frozenset(
      "not", "whereas"]
 )  # fmt: skip
 _SO = frozenset(["so", "thus", "hence", "therefore"])
-_SHARED = re.compile(r"(?:^|\W)(?:takes?|took|costs?|gives?|gave) # (?!(?:hours?|days?|weeks?|minutes?|feet|foot|dollars?|years?)\b)[a-z]+$")
+_SHARED = re.compile(
+    r"(?:^|\W)(?:takes?|took|costs?|gives?|gave) # (?!(?:hours?|days?|weeks?|minutes?|feet|foot|dollars?|years?)\b)[a-z]+$"
+)
 _SUPPOSED = re.compile(r"(?i:when|if|where|let|suppose|assume|given|had)\b|若|如果|假设|假如|设")
 _CURRENCIES = frozenset(["usd", "eur", "gbp", "rmb", "cny", "inr", "us", "rs", "rm", "hk", "aud", "cad", "nt", "sgd"])
 _UNITS = frozenset("mgslhcLJNWVKCFT")  # letters at the digits that are a unit
@@ -195,10 +197,19 @@ class _Prose:
         places = [i for i in range(start, stop) if found[i].kind in ("equals", "arrow")]
         equates = any(found[i].kind == "equals" for i in places)
         final = places[-1] + 1 if places else start
-        verb = next((i for i in range(final, stop) if word_at(found, i) in _VERBS and word_at(found, i - 1) != "to"), None)
+        verb = next(
+            (i for i in range(final, stop) if word_at(found, i) in _VERBS and word_at(found, i - 1) != "to"), None
+        )
         leading = next((number for number in self.numbers if number.first == final), None)
-        starts = leading is not None and (bool(places) or word_at(found, leading.last + 1) == "and")  # 18 and the change is 7
-        if verb is not None and not starts and self.within(final, verb) and _TO_THE_NUMBER.match(self.written(verb + 1, stop)):
+        starts = leading is not None and (
+            bool(places) or word_at(found, leading.last + 1) == "and"
+        )  # 18 and the change is 7
+        if (
+            verb is not None
+            and not starts
+            and self.within(final, verb)
+            and _TO_THE_NUMBER.match(self.written(verb + 1, stop))
+        ):
             places, equates = [*places, verb], False
         sides = zip([start, *(i + 1 for i in places)], [*places, stop], strict=True)
         return _Clause(tuple((a, b) for a, b in sides if a < b), opener, equates)
@@ -216,7 +227,9 @@ class _Prose:
             is_named = any(stop - start == 1 and len(word_at(self.found, start)) == 1 for start, stop in sides)
             if self._is_unsolved(sides[-2]) and not is_named:
                 return None
-            if has_kind(self.found, sides[0][1], "arrow") and self.lone(sides[0]) and self._is_bare(*sides[0]):  # 3 → 12
+            if (
+                has_kind(self.found, sides[0][1], "arrow") and self.lone(sides[0]) and self._is_bare(*sides[0])
+            ):  # 3 → 12
                 return None
             first, final = self.lone(sides[0]) if clause.equates else None, self.lone(sides[-1], final=True)
             if first and self._is_bare(*sides[0]) and not (final and same_number(first, final)):
@@ -250,12 +263,22 @@ class _Prose:
     def _is_unsolved(self, side: tuple[int, int]) -> bool:
         """Whether a side computes with a name: 2x, x^2, |x|, x + 15."""
         for i in range(*side):
-            if len(word_at(self.found, i)) == 1 and self.found[i].text not in "aAI" and self.found[i].text not in _UNITS:
+            if (
+                len(word_at(self.found, i)) == 1
+                and self.found[i].text not in "aAI"
+                and self.found[i].text not in _UNITS
+            ):
                 sides = [self.found[k].kind if side[0] <= k < side[1] else "" for k in (i - 2, i - 1, i + 1, i + 2)]
-                times = sides[1] == "digits" and sides[2] in ("digits", "minus", "money") and word_at(self.found, i) == "x"
+                times = (
+                    sides[1] == "digits" and sides[2] in ("digits", "minus", "money") and word_at(self.found, i) == "x"
+                )
                 signs = {"operator", "raised", "minus"}
-                computes = sides[1] in signs and sides[0] == "digits" or sides[2] in signs and sides[3] in ("digits", "")
-                if not times and ((sides[1] == "digits" and not self.found[i].spaced) or computes or sides[2] == "raised"):
+                computes = (sides[1] in signs and sides[0] == "digits") or (
+                    sides[2] in signs and sides[3] in ("digits", "")
+                )
+                if not times and (
+                    (sides[1] == "digits" and not self.found[i].spaced) or computes or sides[2] == "raised"
+                ):
                     return not has_kind(self.found, i + 1, "operator") or self.found[i + 1].text != "_"
         return False
 
@@ -417,7 +440,9 @@ def _is_sign(found: Sequence[Token], at: int) -> bool:
 
 
 _DEPENDS = re.compile(r"\bif\b[^.\n]*\b(?:and|or|but)\b[^.\n]*\d[^.\n]*\bif\b")  # 12 if he won and 13 if not
-_RESULTS = re.compile(r"(?:(?:which|that|so|or|thus|hence|therefore|it|this|giving|i|e|\.|is|equals|makes|gives|means) )+#")
+_RESULTS = re.compile(
+    r"(?:(?:which|that|so|or|thus|hence|therefore|it|this|giving|i|e|\.|is|equals|makes|gives|means) )+#"
+)
 
 
 def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
@@ -437,15 +462,17 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
     if last or len(clauses) > 1:
         starts = [prose.found[clause.sides[0][0]] for clause in clauses]
         skipped = [bool(_SUPPOSED.match(s.text)) if last else s.text.lower() in _CONDITIONS for s in starts]
-        written = [prose.written(clause.sides[0][0], clause.sides[-1][1]) for clause in clauses]
-        calculates = [len(clause.sides) > 2 or " then " in said for clause, said in zip(clauses, written, strict=True)]
+        texts = [prose.written(clause.sides[0][0], clause.sides[-1][1]) for clause in clauses]
+        calculates = [len(clause.sides) > 2 or " then " in said for clause, said in zip(clauses, texts, strict=True)]
         skipped = [skip and not result for skip, result in zip(skipped, calculates, strict=True)]
         kept = [clause for clause, skip in zip(clauses, skipped, strict=True) if not skip]
         clauses = kept if last else kept or clauses
     if last:
         given = [c for c in clauses if {c.opener, word_at(prose.found, c.sides[0][0])}.isdisjoint(_REASONS)]
         clauses = [c for c in given if prose.has_free(c)] or given or clauses
-        adjacent = len(clauses) > 1 and clauses[-2].sides[-1][1] + 1 == clauses[-1].sides[0][0] and clauses[-1].opener == ","
+        adjacent = (
+            len(clauses) > 1 and clauses[-2].sides[-1][1] + 1 == clauses[-1].sides[0][0] and clauses[-1].opener == ","
+        )
         if adjacent and all(prose.is_listed(clause) for clause in clauses[-2:]):  # 15, 12
             return None
     elif len(clauses) > 1:
@@ -467,10 +494,14 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
         if not last and prose.goes_on(clause, number, clauses[place + 1 :]):
             return None
         written = text[prose.found[number.first].start : prose.found[number.last].end]
-        negated = has_kind(prose.found, number.first - 1, "chinese") and prose.found[number.first - 1].text.endswith("负")
+        negated = has_kind(prose.found, number.first - 1, "chinese") and prose.found[number.first - 1].text.endswith(
+            "负"
+        )
         if written.endswith(("k", "K", "M", "B")):
             return written, number
-        return f"-{written}" if negated else re.sub(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$", r"\1", written).strip(), number
+        return f"-{written}" if negated else re.sub(
+            r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$", r"\1", written
+        ).strip(), number
     return None
 
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from lmeval_prune.scoring.mathematics import Form, form_of
-from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
 from lmeval_prune.scoring.plain import plain
+from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
 from lmeval_prune.scoring.statements import CONSENT, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
 
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
@@ -44,8 +44,11 @@ _COURTESY = re.compile(
     r"\W*(?:let me know|feel free|would you|does that|does this|do you|shall|should we|hope|i hope|please|if you|any questions|thank|is there"
     r"|good luck)\b", re.IGNORECASE,
 )  # fmt: skip
-_PLANS = re.compile(r"\b(?:need|have|want|going|asked|try) to (?:find|know|solve|determine|calculate|compute|figure)\b"
-    r"|^\W*(?:to (?:solve|find|answer)\b|(?:next|first|then|now),? (?:we )?(?:add|subtract|multiply|divide|take|look)\b)", re.IGNORECASE)
+_PLANS = re.compile(
+    r"\b(?:need|have|want|going|asked|try) to (?:find|know|solve|determine|calculate|compute|figure)\b"
+    r"|^\W*(?:to (?:solve|find|answer)\b|(?:next|first|then|now),? (?:we )?(?:add|subtract|multiply|divide|take|look)\b)",
+    re.IGNORECASE,
+)
 _NOTHING = re.compile(r"\W*(?:unknown|zero|none|nothing|undefined|null|n/a|no solution)\b", re.IGNORECASE)
 _GIVES_UP = re.compile(
     r"\b(?:(?:do not|don't|cannot|can't|not able to|unable to) (?:know|solve|determine|answer|say|find|tell)|(?:cannot|can't) be (?:determined|solved"
@@ -56,7 +59,9 @@ _NOT_BUT = re.compile(
     r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}[,;]\s*(?:it is|it's|but|rather)\s+|^.{0,30}?不是(?:[^，,]|,(?=\d)){1,30}[，,](?:而是|是)"
 )
 _UNFINISHED = re.compile(r"[.!?。\n]\s*(?:Next|First|Now|Then)\b[^.!?。\d]*[^.!?。\d\s*)]\s*$")
-_CUT_OFF = re.compile(r"\b(?:to|and|or|and then(?: \w+)?|of|by|we|the|a|an|is|are|with|in|for|as|that|so|because|from|at)\s*$")
+_CUT_OFF = re.compile(
+    r"\b(?:to|and|or|and then(?: \w+)?|of|by|we|the|a|an|is|are|with|in|for|as|that|so|because|from|at)\s*$"
+)
 MAX_WORDS = 4  # of a bare answer in words
 
 
@@ -271,7 +276,11 @@ class TextReader:
             return found[1].lower() if found else None
         if _TIME.fullmatch(gold):
             found_times = list(_TIME.finditer(stated))
-            return found_times[-1].group() if found_times and not _UNSAID.search(stated[: found_times[-1].start()]) else None
+            return (
+                found_times[-1].group()
+                if found_times and not _UNSAID.search(stated[: found_times[-1].start()])
+                else None
+            )
         asked = [number_of(part) for part in gold.split(";")]
         if len(asked) > 1 and all(asked) and len(found_numbers := numbers_in(text)) == len(asked):
             return None if _UNSAID.search(text) or " or " in text else "; ".join(found_numbers)

@@ -126,8 +126,13 @@ _CONFIRMED = re.compile(
     r"|as expected|so the answer stands)\b|没错|正确",
     re.IGNORECASE,
 )
-_NOT_BUT = re.compile(r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE)
-_FIRST_STEP = re.compile(r"\A\s*\n(?!\W*(?:check|verif|explanation|note|proof|since|because|reason|let|we can|to see))[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
+_NOT_BUT = re.compile(
+    r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
+)
+_FIRST_STEP = re.compile(
+    r"\A\s*\n(?!\W*(?:check|verif|explanation|note|proof|since|because|reason|let|we can|to see))[^\n]*\d\s*=\s*\S*\d",
+    re.IGNORECASE,
+)
 CONSENT = re.compile(r",?\s*(?:right|correct|ok(?:ay)?|yes)\s*[?？][\s\"')*]*$", re.IGNORECASE)
 DENIED = re.compile(
     r"\?\s*$|\b(?:not sure|unsure|don't know|do not know|cannot|can't|unable|unclear|unknown|impossible to|not enough|insufficient"
@@ -157,7 +162,9 @@ def statements(text: str) -> list[Statement]:
             stop = end if end >= 0 else mark.end() + len(text[mark.end() :].lstrip().partition("\n")[0]) + 1
             found.append(Statement("phrase", mark.start(), stop, text[mark.end() : stop][:MAX_PHRASE].strip()))
         elif mark["call"]:
-            found.append(Statement("phrase", mark.start(), mark.end(), re.split(r"[\[(]", mark["call"], maxsplit=1)[1][:-1]))
+            found.append(
+                Statement("phrase", mark.start(), mark.end(), re.split(r"[\[(]", mark["call"], maxsplit=1)[1][:-1])
+            )
         else:
             how = "hashes" if mark["hashes"] is not None else "phrase"
             end, content = _following(text, mark.end())
@@ -212,7 +219,11 @@ def extract(response: str, reader: Reader) -> Extraction:
             continue
         content, following = _said(statement, reader)
         following += text[statement.end : len(text) if is_last else found[place + 1].start]
-        if _PLACEHOLDER.fullmatch(plain(content).strip(" .$")) or _PLACEHOLDER.fullmatch(content) or _REMARK.fullmatch(content):
+        if (
+            _PLACEHOLDER.fullmatch(plain(content).strip(" .$"))
+            or _PLACEHOLDER.fullmatch(content)
+            or _REMARK.fullmatch(content)
+        ):
             continue
         asks = following.lstrip(" *_\"')").startswith(("?", "？"))
         back = _TAKEN_BACK.search(following[:600])
@@ -226,7 +237,11 @@ def extract(response: str, reader: Reader) -> Extraction:
         if answer is None:
             continue
         begins = statement.how != "boxed" and not statement.is_sentence
-        goes_on = re.search(r"\d", following) if not reader.is_bare(_sentence(statement.content)) else _FIRST_STEP.search(following)
+        goes_on = (
+            re.search(r"\d", following)
+            if not reader.is_bare(_sentence(statement.content))
+            else _FIRST_STEP.search(following)
+        )
         if begins and goes_on and ("=" in statement.content or not reader.is_bare(_sentence(statement.content))):
             continue
         return Extraction(answer, statement.how)
@@ -241,7 +256,8 @@ def _said(statement: Statement, reader: Reader) -> tuple[str, str]:
     content = statement.content
     if statement.how == "boxed":
         return content, ""
-    content = content[_NOT_BUT.match(content).end() :] if _NOT_BUT.match(content) else content
+    negated = _NOT_BUT.match(content)
+    content = content[negated.end() :] if negated else content
     content = CONSENT.sub("", content)
     said = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
     back = _TAKEN_BACK.search(said)

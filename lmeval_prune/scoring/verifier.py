@@ -145,7 +145,9 @@ def _same_value(one: object, other: object) -> bool:
     """Whether two expressions have one value to 20 digits, with i the imaginary unit and positive numbers for names."""
     import sympy
 
-    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)) or one.has(sympy.Abs) != other.has(sympy.Abs):
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)) or one.has(sympy.Abs) != other.has(
+        sympy.Abs
+    ):
         return False
     names = [sorted({str(symbol) for symbol in side.free_symbols} - {"i", "e", "pi"}) for side in (one, other)]
     if names[0] != names[1]:

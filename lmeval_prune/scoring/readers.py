@@ -52,7 +52,7 @@ _PLANS = re.compile(
 _NOTHING = re.compile(r"\W*(?:unknown|zero|none|nothing|undefined|null|n/a|no solution)\b", re.IGNORECASE)
 _GIVES_UP = re.compile(
     r"\b(?:(?:do not|don't|cannot|can't|not able to|unable to) (?:know|solve|determine|answer|say|find|tell)|(?:cannot|can't) be (?:determined|solved"
-    r"|found|known|answered)|not enough information|insufficient|(?:is|are) (?:unknown|undetermined)|no answer|(?:can't|cannot) help|more information|impossible to (?:say|tell"
+    r"|found|known|answered)|not enough information|insufficient|(?:is|are) (?:unknown|undetermined)|no answer|(?:can't|cannot) help|more information|no idea|not sure|impossible to (?:say|tell"
     r"|know|determine))\b|无法|不知道|不能确定|没有答案", re.IGNORECASE,
 )  # fmt: skip
 _NOT_BUT = re.compile(
@@ -158,7 +158,9 @@ class FormulaReader:
     def read_end(self, text: str) -> str | None:
         """The whole response if it is nothing else; the last sentence's last formula that is no condition; words of a line alone."""
         lines = _lines(text)
-        if len(lines) == 1 and self.is_bare(lines[0]):
+        if len(lines) == 1 and self.is_bare(lines[0]) and (self.words or _MATHEMATICAL.search(lines[0])):
+            if _GIVES_UP.search(lines[0]):
+                return None
             return self.read(lines[0], "end")
         if self.words:
             if not lines or DENIED.search(lines[-1]):
@@ -278,7 +280,7 @@ class TextReader:
             found_times = list(_TIME.finditer(stated))
             return (
                 found_times[-1].group()
-                if found_times and not _UNSAID.search(stated[: found_times[-1].start()])
+                if found_times and " or " not in stated and not _UNSAID.search(stated[: found_times[-1].start()])
                 else None
             )
         asked = [number_of(part) for part in gold.split(";")]

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 
 from lmeval_prune import __version__
-from lmeval_prune.errors import InputError
-from lmeval_prune.options import nearest, read, summary
+from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.options import read, summary
 
 COMMANDS = {
     "run": "lmeval_prune.commands:run",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,6 +20,12 @@ def first_line(error: BaseException, length: int = 150) -> str:
     """An exception's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:length]}" if lines else type(error).__name__
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question after the known name that was meant, for the end of a message; empty if none is near."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def reported(function: F) -> F:

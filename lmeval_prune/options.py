@@ -9,7 +9,6 @@ are the fields of a dataclass that it makes of its `**options`. A tuple is writt
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, nearest
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 LISTS = {int: "whole numbers separated by commas", float: "numbers separated by commas"}
@@ -74,12 +73,6 @@ def read(
 def summary(function: Callable[..., Any]) -> str:
     """The first line of a command's docstring."""
     return (function.__doc__ or "").partition("\n")[0]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A question after the known name that was meant, for the end of a message; empty if none is near."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Parser(ArgumentParser):

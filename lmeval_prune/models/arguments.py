@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
 from lmeval_prune.interventions.table import method_class
 from lmeval_prune.models.routers import RouterOptions
@@ -169,15 +169,17 @@ class Arguments:
             InputError: naming the argument that was probably meant.
         """
         for name in self.others:
-            close = difflib.get_close_matches(name, our_names(), n=1, cutoff=0.75)
-            if name not in theirs and not hasattr(config, name) and (close or config is None):
+            if name not in theirs and not hasattr(config, name) and (_meant(name) or config is None):
                 raise unknown(name)
 
 
 def unknown(name: str) -> InputError:
     """What to say of an argument that nobody knows."""
-    close = difflib.get_close_matches(name, our_names(), n=1, cutoff=0.75)
-    return InputError(f"unknown model_arg {name!r}" + (f"; did you mean {close[0]!r}?" if close else "; leave it out"))
+    return InputError(f"unknown model_arg {name!r}{_meant(name) or '; leave it out'}")
+
+
+def _meant(name: str) -> str:
+    return nearest(name, our_names(), cutoff=0.75)
 
 
 def our_names() -> list[str]:
@@ -195,8 +197,7 @@ def _method(name: str, value: Any, allowed: dict[str, Any]) -> Intervention:
     given = value if isinstance(value, dict) else {next(iter(own)): value}
     for key in given:
         if key not in own:
-            close = difflib.get_close_matches(str(key), own, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(own)}"
+            hint = nearest(str(key), own) or f"; it has {', '.join(own)}"
             raise InputError(f"{name} has no setting {key!r}{hint}")
     needed = [key for key, one in own.items() if one.default is MISSING and one.default_factory is MISSING]
     if missing := [key for key in needed if key not in given]:
@@ -226,8 +227,7 @@ def _tries(routing: dict[str, Any], allowed: dict[str, Any]) -> Tries | None:
     if not isinstance(routing["router"], Tries):
         typed("router", routing["router"], str)
     tries = RouterOptions(**routing).tries(allowed.get("allow_other_model", False))
-    if tries:
-        tries.allow_empty_layer = allowed.get("allow_empty_layer", tries.allow_empty_layer)
+    tries.allow_empty_layer = allowed.get("allow_empty_layer", tries.allow_empty_layer)
     return tries
 
 

@@ -31,21 +31,15 @@ class RouterOptions:
             store was made with.
     """
 
-    router: Any = None
+    router: Any
     router_store: str | None = None
     router_pool: str | None = None
     router_seed: int = 0
     router_size: int = 16
     question_field: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.router is None and (self.router_store or self.router_pool):
-            raise InputError(
-                "router_store and router_pool belong to router=; add router=random, random_top, best or oracle"
-            )
-
-    def tries(self, any_model: bool) -> Tries | None:
-        """What they ask for, if there is a router.
+    def tries(self, any_model: bool) -> Tries:
+        """What they ask for.
 
         Args:
             any_model: a router of another model is accepted, if it fits.
@@ -55,7 +49,7 @@ class RouterOptions:
         """
         from lmeval_prune.models.tries import Tries
 
-        if self.router is None or isinstance(self.router, Tries):
+        if isinstance(self.router, Tries):
             return self.router
         if not _MAKER:
             raise InputError(

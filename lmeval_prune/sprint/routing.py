@@ -39,7 +39,7 @@ class Routing(Tries):
     def _policy(self, options: RouterOptions) -> tuple[Policy | None, str | None]:
         """The policy, and the field that its questions came from."""
         router, store, pool = self.source, options.router_store, options.router_pool
-        seed, size = int(options.router_seed), int(options.router_size)
+        seed, size = options.router_seed, options.router_size
         if router not in POLICIES:
             if not Path(router).is_dir():
                 raise InputError(f"router={router} is not a folder; name a fitted router or {', '.join(POLICIES)}")

@@ -159,7 +159,7 @@ def _core(found: Sequence[Token], at: int) -> tuple[Fraction, int | None, int] |
         return None
     if found[at].kind == "vulgar":
         return _vulgar(found[at]), None, at
-    if found[at].kind == "minus" and not is_spaced(found, at + 1):  # (-3)
+    if found[at].kind == "minus" and not is_spaced(found, at + 1) and not has_kind(found, at + 1, "minus"):  # (-3)
         inner = _core(found, at + 1)
         return None if inner is None else (-inner[0], inner[1], inner[2])
     if found[at].kind != "digits" or len(found[at].text) > MAX_DIGITS:

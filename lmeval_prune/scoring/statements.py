@@ -75,7 +75,7 @@ _MARK = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
-_AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=\s+[^\s\d])|[-–—•]\s+)*")
+_AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _SENTENCE = re.compile(
     r"(?<!\bMrs)(?<!\bMr)(?<!\bMs)(?<!\bDr)(?<!\bi\.e)(?<!\be\.g)(?<!\bapprox)(?<!\\)[.!?](?=\s+[^a-z\s]|[\s*_\"')]*$)|(?<=[吗呢])\?|[。！？]|\n"
 )
@@ -91,8 +91,8 @@ _NEXT_QUESTION = re.compile(
     r"(?:^|(?<=[.!?。\s]))(?:Q|Question|Problem|Human|User|问题|题目)\s*\d{0,3}\s*[:：]", re.MULTILINE
 )
 _EXPLAINED = re.compile(
-    r"\s*(\W*\d[^\n]{0,80})\n+(?=(?:\S+\s+){3})(?![\s\S]*(?:=|\b(?:so|thus|hence|therefore|total|finally)\b|所以|因此))"
-    r"|\s*([^\n]{1,80})\n+\W*(?:explanation|reasoning|solution|here'?s (?:why|how)|justification|because|the \w+ is found|解释|解析|说明|理由)",
+    r"\s*([^\w\s]{0,9}\d[^\n]{0,80})\n\s*(?=(?:\S+\s+){3})(?![\s\S]*(?:=|\b(?:so|thus|hence|therefore|total|finally)\b|所以|因此))"
+    r"|\s*(\S[^\n]{0,80})\n\W*(?:explanation|reasoning|solution|here'?s (?:why|how)|justification|because|the \w+ is found|解释|解析|说明|理由)",
     re.IGNORECASE,
 )
 _WRONG = r"(?:wrong|incorrect|not right|not correct|false|invalid|off|too (?:big|small|large|high|low))"

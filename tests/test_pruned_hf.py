@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -353,6 +354,14 @@ def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path
         "attention_heads": 4,
     }
     assert model(folder, heads="L0H1", **described).pruning_info()["heads_pruned"] == 1
+
+
+def test_weights_that_are_cut_off_are_said_in_one_line(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(InputError, match=rf"the model {folder} cannot be loaded \(SafetensorError[^\n]*$"):
+        PrunedHFLM(str(folder), device="cpu")
 
 
 def test_masks_of_other_models_broken_files_and_pickles_are_refused(tiny_folder: Path, tmp_path: Path) -> None:

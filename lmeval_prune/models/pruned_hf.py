@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
 from lmeval_prune.artefacts import CREATED_BY
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.skeleton import skeleton
+from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.interventions import combined, interventions_on
@@ -59,7 +59,14 @@ class PrunedHFLM(HFLM):
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         self.seed = torch.initial_seed()
-        super().__init__(pretrained, **others)
+        try:
+            super().__init__(pretrained, **others)
+        except InputError:
+            raise
+        except UNREADABLE as error:
+            raise InputError(
+                f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded ({first_line(error)})"
+            ) from error
         self._shard_over_cpu_ranks()
         with ExitStack() as applied:  # on a live model nothing may stay when something below fails
             for one in self.given.interventions:

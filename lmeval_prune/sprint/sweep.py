@@ -20,7 +20,6 @@ from lm_eval.tasks import TaskManager
 
 from lmeval_prune.architectures import Head, ModelMap, loadable_fingerprints
 from lmeval_prune.artefacts import digest
-from lmeval_prune.checkpoints.skeleton import UNREADABLE
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -223,13 +222,7 @@ class Sweep(SweepOptions):
                 raise InputError(f"a sweep does not take the model argument {name}")
         # deterministic: near-ties are decided alone, so that a run that was interrupted ends as one that was not
         arguments = {"deterministic": True, **self.model_args, "responses": self.output, "router": pool}
-        try:
-            return PrunedHFLM(**arguments)
-        except InputError:
-            raise
-        except UNREADABLE as error:
-            model = self.model_args.get("pretrained")
-            raise InputError(f"the model {model} cannot be loaded ({first_line(error)})") from error
+        return PrunedHFLM(**arguments)
 
     def _identity(self, lm: PrunedHFLM) -> dict[str, Any]:
         name = str(getattr(lm.config, "_name_or_path", ""))

@@ -16,11 +16,12 @@ from lmeval_prune.scoring.prose import number_of
 from lmeval_prune.scoring.verifier import Verdict, shared
 
 MAX_LENGTH = 2000  # characters; longer answers are no answers
+MAX_DEPTH = 8  # of brackets that are taken apart
 MAX_PARTS = 40  # of a list or a matrix; more are compared in order only
 
 _SPACES = re.compile(
     r"\\[,!;: ]|\\(?:thinspace|medspace|hfill|(?:display|text|script)style|limits|left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?"
-    r"|^\s*\\(?:therefore|implies|Rightarrow|because)(?![A-Za-z])|\\(?:text)?color\s*\{\w+\}|~|\s+|\$|\\[()\[\]]|\*\*|`"
+    r"|^\s*\\(?:therefore|implies|Rightarrow|because)(?![A-Za-z])|\\(?:text)?color\s*\{\w+\}|~|\s+|\$|\\[()\[\]]|(?<![\w)}\]])\*\*|\*\*(?![\w({\\])|`"
 )
 _FONTS = "boxed|fbox|mathbf|mathrm|mathit|mathsf|boldsymbol|bm|underline|mathbb|operatorname|bf|rm"
 _TENS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -33,6 +34,7 @@ _SAME: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?:leq|leqslant)(?![A-Za-z])"), r"\\le "), (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "), (re.compile(r"\\lt(?![A-Za-z])"), "<"), (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|textnormal|mbox|hbox|emph)(?![A-Za-z])"), r"\\text"),
+    (re.compile(r"\\mathrm\s*\{\s*(cm|km|mm|m|kg|g|ft|in|s|mi|h|min)\s*\}"), r"\\text{\1}"), (re.compile(r"\\text\s*\{\s*,\s*(?:and|or)?\s*\}"), " , "),
     (re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}"), r" \1 "), (re.compile(rf"\\(?:{_FONTS}|large|Large)(?![A-Za-z])"), ""),
     (re.compile(r"\\text\s*\{\s*(hundred|thousand|million|billion|trillion)s?\s*\}"), lambda found: rf" \cdot 10^{{{_TENS[found[1]]}}} "),
     (re.compile(r"\\text\s*\{\s*([:\d.]*)\s*\}|\{\s*(:)\s*\}|\\(colon)(?![A-Za-z])"), lambda f: f[1] or (":" if f[2] or f[3] else "")),
@@ -52,10 +54,11 @@ _SAME: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<![\w}])\{\s*(\w+)\s*\}(?=\s*_)"), r"\1"),
 ]  # fmt: skip
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _UNIT = re.compile(
     r"(?<=[\w})\]])\s*(?:\\text\s*\{(?![^{}]*(?:radian|[ap]\.?\s?m\b|factorial|squared|cubed|half|less|more|mod|pi\b|dozen))[^{}]*\}|\\(?:text)?(?:cm|km|mm|m|kg|g|ft|in|s)(?![A-Za-z]))(?:\s*\^\s*\{?\s*\d\s*\}?)?\s*$"
 )
-_NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([^()=]*\)|'*)?|\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)+\s*\)|\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*|m\s*\\angle[^=<>]*|\[[A-Z]{3,}\]|\|[A-Za-z]+\||[A-Z]{2,}|S_\{[^{}]*\}+)"
+_NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\s*\([^()=]*\)|'*)?|\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)+\s*\)|\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*|m\s*\\angle[^=<>]*|\[[A-Z]{3,}\]|\|[A-Za-z]+\||[A-Z]{2,}|S_\{[^{}]*\}+)"
 _ASSIGNED = re.compile(rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*{_NAME}\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)")
 _JOINTS = (",", ";", "\\text{ and }", "\\text{and}", "\\text{ or }", "\\text{or}", " and ", " or ", "\\lor", "\\vee")
 _BASE = re.compile(r"\(?\s*(\d[0-9A-Za-z]*)\s*\)?\s*(?:_\s*[({\s]*(\w+)[)}\s]*|\s*(?:in )?base[ -](\w+))")
@@ -84,7 +87,7 @@ _FUNCTIONS = frozenset(
     ]
 )  # fmt: skip
 _NO_EXPRESSION = re.compile(
-    r"[&;→⇒\x01]|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text)(?![A-Za-z])|\.\.\.|['′″\"]|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\|\\(?:approx|sim)(?![A-Za-z])"
+    r"[\u4e00-\u9fff&;→⇒\x01]|\\(?:to|rightarrow|implies|ldots|cdots|dots|mod|pmod|bmod|quad|text)(?![A-Za-z])|\.\.\.|['′″\"]|(?<![\\A-Za-z])[A-Za-z]{4,}|\\begin|\\\\|\\(?:approx|sim)(?![A-Za-z])"
 )
 
 
@@ -98,8 +101,10 @@ class Form:
 
 
 def tidy(text: str) -> str:
-    """LaTeX in one spelling: without sizes, spaces and units at its end."""
+    """LaTeX in one spelling: without sizes, spaces and units at its end; of what is too long for an answer, the start."""
+    text = text[: MAX_LENGTH + 1]
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda found: "^{" + found.group().translate(_RAISED) + "}", text)
+    text = re.sub("[₀-₉]+", lambda found: "_{" + found.group().translate(_LOWERED) + "}", text)
     for sign, command in _SIGNS.items():
         text = text.replace(sign, command)
     text = re.sub(r"\\\\\s*(?:\[[^\]]*\])?", " \x01 ", text)  # rows
@@ -107,16 +112,22 @@ def tidy(text: str) -> str:
     for pattern, replacement in _SAME:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\s+", " ", text).strip(" .,;")
-    while _encloses(text, "{"):
+    for _ in range(MAX_DEPTH):
+        if not _encloses(text, "{"):
+            break
         text = text[1:-1].strip(" .,;")
     return _UNIT.sub("", text) if not text.startswith("\\text") else text
 
 
-def form_of(text: str) -> Form | str:
-    """Take an answer apart."""
+def form_of(text: str, depth: int = 0) -> Form | str:
+    """Take an answer apart, down to `MAX_DEPTH` brackets in one another."""
+    if depth > MAX_DEPTH or len(text) > MAX_LENGTH:
+        return text[: MAX_LENGTH + 1]
+
+    def inside(part: str) -> Form | str:
+        return form_of(part, depth + 1)
+
     text = re.sub(r"^\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*(?=[(\[\\])", "", tidy(text))
-    if len(text) > MAX_LENGTH:
-        return text
     flat = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
     if base := _BASE.fullmatch(re.sub(r"(?<=\d) (?=[A-Z]\s*_)|\s*(?=_)", "", flat)):
         name = base[2] or base[3]
@@ -131,10 +142,10 @@ def form_of(text: str) -> Form | str:
         kind = "determinant" if matrix[1] in ("v", "V") else "matrix"
         return Form(
             kind,
-            tuple(form_of(cell) for row in cells for cell in row),
+            tuple(inside(cell) for row in cells for cell in row),
             (str(len(rows)), str(len(cells[0]) if cells else 0)),
         )
-    if (scaled := _SCALED.fullmatch(text)) and isinstance(inner_matrix := form_of(scaled[2]), Form):
+    if (scaled := _SCALED.fullmatch(text)) and isinstance(inner_matrix := inside(scaled[2]), Form):
         factor = "-1" if scaled[1] == "-" else scaled[1]
         return Form(
             inner_matrix.kind, tuple(f"({factor}) \\cdot ({part})" for part in inner_matrix.parts), inner_matrix.rest
@@ -145,7 +156,7 @@ def form_of(text: str) -> Form | str:
         return Form("equation", tuple(sides))
     union = _split(text, "\\cup")
     if len(union) > 1:
-        return Form("list", tuple(map(form_of, union)), ("union",))
+        return Form("list", tuple(inside(part) for part in union), ("union",))
     for opening, closing in (
         ("\\{", "\\}"),
         ("\\lbrace", "\\rbrace"),
@@ -162,23 +173,25 @@ def form_of(text: str) -> Form | str:
                 if re.search(r"(?<!\|)\|(?!\|)|\\mid|:", inner):
                     return _interval(re.split(r"\||\\mid|:", inner, maxsplit=1)[1]) or Form("words", (text,))
                 return (
-                    Form("list", tuple(map(form_of, items)), ("set",))
+                    Form("list", tuple(inside(part) for part in items), ("set",))
                     if "\\emptyset" not in inner
                     else Form("words", (text,))
                 )
             if len(items) > 1:
-                return Form("tuple", tuple(map(form_of, items)), (opening, closing))
+                return Form("tuple", tuple(inside(part) for part in items), (opening, closing))
             if opening in "([" and closing in ")]" and inner.strip().startswith("\\begin"):
-                return form_of(inner)
+                return inside(inner)
     items = _split(text, *_JOINTS)
     items = [re.sub(r"^(?:\s|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})*", "", item) for item in items]
     items = [item for item in items if item.strip()]
     if len(items) > 1:
         if all(re.fullmatch(r"\s*\d{3}(?:\D.*)?", item) for item in items[1:]) and re.search(r"\d$", items[0]):
-            return form_of(re.sub(r"(?<=\d),\s?(?=\d{3}(?!\d))", "", text))  # 20,000\pi
-        return Form("list", tuple(map(form_of, items)), ())
+            joined = re.sub(r"(?<=\d),\s?(?=\d{3}(?!\d))", "", text)  # 20,000\pi
+            if joined != text:
+                return inside(joined)
+        return Form("list", tuple(inside(part) for part in items), ())
     if re.search(r"\\pm(?![A-Za-z])", text) and "\\mp" not in text:
-        return Form("list", tuple(form_of(re.sub(r"\\pm(?![A-Za-z])", sign, text)) for sign in ("+", "-")), ("pm",))
+        return Form("list", tuple(inside(re.sub(r"\\pm(?![A-Za-z])", sign, text)) for sign in ("+", "-")), ("pm",))
     if _RELATION.search(text):
         return _interval(text) or Form(
             "relation",
@@ -257,9 +270,14 @@ def _interval(text: str) -> Form | None:
     return None
 
 
+_SHORT_WORDS = frozenset(["no", "yes", "odd", "all", "one", "two", "six", "ten", "sun", "mon", "cat", "dog", "red"])
+
+
 def _words(text: str) -> str:
     """An answer in words, in lower case; empty if it is none."""
     flat = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    if flat == text and re.fullmatch(r"[a-z]{2,3}", text) and text not in _SHORT_WORDS:
+        return ""  # a product
     if re.search(r"[\\^_{}=<>+]|\d[A-Za-z]", flat) or not re.search(r"[A-Za-z]{2,}|^\W*[A-Z]\W*$", flat):
         return ""
     return " ".join(re.sub(r"[^\w\s:/.-]", " ", flat).lower().split())
@@ -291,7 +309,7 @@ def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
         if None in named:
             return leaf(*("=".join(map(str, form.parts)) for form in (a, g))) if a.kind == g.kind else False
         (name, value), (gold_name, gold_value) = ((str(pair[0]), pair[1]) for pair in named if pair)
-        if len(name) == len(gold_name) == 1 and name != gold_name:  # x = 5 is not y = 5
+        if _kind_of_name(name) == _kind_of_name(gold_name) and _bare(name) != _bare(gold_name):  # x = 5 is not y = 5
             return False
         return compare(value, gold_value, leaf)
     if "list" in (a.kind, g.kind):
@@ -321,6 +339,16 @@ def _named(form: Form) -> tuple[str, Form | str] | None:
     if _ASSIGNED.match(f"{parts[-1]}=0"):
         return parts[-1], form_of(parts[0])
     return None
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\s{}]", "", name)
+
+
+def _kind_of_name(name: str) -> str:
+    """What names are alike that say different things: x and y, f(x) and g(x), AB and CD."""
+    kind = re.sub(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![A-Za-z])", "\\\\f", _bare(name))
+    return "words" if "\\text" in kind else re.sub(r"(?<!\\)[A-Za-z]", "a", re.sub(r"\d+", "1", kind))
 
 
 def _text_of(form: Form) -> str:
@@ -366,6 +394,9 @@ def _same_bases(answer: Form, gold: Form) -> bool:
 
 def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     """In any order. A set is a list, but no tuple; one thing is a list of one."""
+    ours_by_name, theirs_by_name = _by_name(answer), _by_name(gold)
+    if ours_by_name and theirs_by_name and ours_by_name.keys() == theirs_by_name.keys():  # a = 1, b = 2
+        return _every(compare(value, theirs_by_name[name], leaf) for name, value in ours_by_name.items())
     ordered = {"tuple", "matrix", "determinant"}
     if {answer.kind, gold.kind} & ordered and "union" not in (*answer.rest, *gold.rest):
         return False
@@ -387,6 +418,13 @@ def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
         else:
             return False
     return None if unknown else True
+
+
+def _by_name(form: Form) -> dict[str, Form | str]:
+    """Values of a list of assignments to different names; empty for another list."""
+    named = [_named(part) if isinstance(part, Form) and part.kind == "equation" else None for part in form.parts]
+    found = {_bare(str(one[0])): one[1] for one in named if one}
+    return found if form.kind == "list" and len(found) == len(form.parts) > 1 else {}
 
 
 def _unpacked(parts: Sequence[Form | str]) -> list[Form | str]:

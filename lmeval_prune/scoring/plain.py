@@ -33,6 +33,7 @@ _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between
 _THOUGHTS = r"(?:think|thinking|thoughts?|reasoning|reflection|scratchpad|analysis|draft)"
 _THOUGHT_END = re.compile(rf"</{_THOUGHTS}>", re.IGNORECASE)
 _THOUGHT = re.compile(rf"<{_THOUGHTS}>", re.IGNORECASE)
+_GAP = re.compile(r" {9,}|\n{9,}")
 _SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")  # tokens of a template
 
 
@@ -41,6 +42,7 @@ def clean(response: str) -> str:
     text = response[-MAX_RESPONSE:].replace("\r\n", "\n").replace("\r", "\n")
     text = unicodedata.normalize("NFC", text.encode("utf-8", "ignore").decode("utf-8"))
     text = _FULL_STOP.sub("。", text).replace("．", ".").translate(_CHARACTERS)
+    text = _GAP.sub(lambda found: found.group()[:8], text)
     ends = list(_THOUGHT_END.finditer(text))
     text = text[ends[-1].end() :] if ends else text
     return _SPECIAL.sub(" ", _THOUGHT.split(text, maxsplit=1)[0])
@@ -61,6 +63,7 @@ _STRUCK = re.compile(r"~~[^~\n]*~~|\\(?:cancel|sout|st)\s*\{[^{}]*\}")
 _NOTE = re.compile(r"<<[^<>\n]*=[^<>\n]*>>")  # what a calculator did: <<3+4=7>>7
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-\d.,\s]+?)\s*\}|(\d))\s*(?:\{\s*([\d.,\s]+?)\s*\}|(\d))")
 _SYMBOLS = {
+    r"\\(?:begin|end)\s*\{(?:align|aligned|equation|gather|gathered|split)\*?\}": " ",
     r"\\(?:times|ast)(?![A-Za-z])": "×", r"\\cdot(?![A-Za-z])": "·", r"\\div(?![A-Za-z])": "÷", r"\\pm(?![A-Za-z])": "±",
     r"\\(?:approx|simeq|approxeq)(?![A-Za-z])": "≈", r"\\(?:leq?|leqslant)(?![A-Za-z])": "≤", r"\\(?:geq?|geqslant)(?![A-Za-z])": "≥",
     r"\\neq?(?![A-Za-z])|!=": "≠", r"∴": "⇒", r"<{1,2}(\s*-?[\d.,/]+\s*)>{1,2}": r" \1 ", r"\((-?\d+)\)/\((\d+)\)": r"(\1/\2)", r"\\lt(?![A-Za-z])": "<", r"\\gt(?![A-Za-z])": ">", r"\\(?:to|rightarrow|longrightarrow)(?![A-Za-z])": "→",
@@ -78,6 +81,7 @@ _SYMBOLS_COMPILED = [(re.compile(pattern), replacement) for pattern, replacement
 def plain(text: str) -> str:
     r"""LaTeX, HTML and Markdown as plain text: words out of their wrappers, fractions, signs, degrees; units without exponents."""
     text = re.sub(r"\{,\}", ",", text)
+    text = re.sub(r"(?<!\d)(\$|\\\()\s*-\s+(?=[\d\\.])", r"\1-", text)
     text = _NOTE.sub("", _STRUCK.sub(" ", text.replace("\\left.", " ").replace("\\right.", " ")))
     text = _OVER.sub(r"(\1/\2)", _CYCLE.sub(lambda found: f"{found[1]}({found[2] or found[3]})", _SWITCH.sub("", text)))
     for _ in range(6):  # from the inside out

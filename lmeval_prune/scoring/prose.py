@@ -31,7 +31,7 @@ from lmeval_prune.scoring.plain import clean, plain
 # A number is part of something else if one of these stands before it (its clause up to it, numbers written #), …
 _CHANGED_BEFORE = re.compile(
     r"(?:^|\W)(?:"
-    r"(?:not|never|neither|nor|cannot|\w+n['’]t)(?! (?:only|counting|including|count|include|(?:less|more|fewer|greater|larger|smaller) than)\b)(?: [a-z]+){0,4}|anything but|either"
+    r"(?:not|never|neither|nor|cannot|\w+n['’]t)(?![^#]{0,40}\b(?:so|thus|hence|therefore|that|because)\b)(?! (?:only|counting|including|count|include|(?:less|more|fewer|greater|larger|smaller) than)\b)(?: (?!(?:is|are|was|were|equals)\b)[a-z]+){0,4}|anything but|either|too [a-z]+ (?:to be|for)"
     r"|(?<!no )(?<!not )(?:more|less|fewer|greater|larger|smaller|bigger|higher|lower|longer|shorter|older|younger|rather) than"
     r"|(?<!add )(?<!adds )(?<!added )(?<!adding )(?<!sum )(?<!sums )(?<!total )(?<!totals )(?<!come )(?<!comes )up to"
     r"|between|twice|thrice|double|triple|quadruple|half|sqrt|log|ln|exp|sin|cos|tan|gcd|lcm|max|min|mod|modulo"
@@ -40,7 +40,8 @@ _CHANGED_BEFORE = re.compile(
     r"|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?|none|any|some|part|remainder|product|negative|opposite) of(?: the)?"
     r"|(?:multiplied|divided|raised) (?:by|to)(?: the)?"
     r"|step|question|problem|part|example|exercise|case|equation|eq|chapter|page|section|figure|table|method|solution|option|stage"
-    r"|# (?:to|by|of|times|plus|minus|or|and)"
+    r"|(?<!from )# to|# (?:by|of|times|plus|minus|or|and)"
+    r"|# (?:hours?|hrs?|h|minutes?|mins?|feet|foot|ft|pounds?|lbs?|dollars?|weeks?|days?)(?: and)?"
     r")$"
     r"|(?:不是|不等于|不可能是|并非|大于|小于|多于|少于|超过|不到|不足|比|(?<![得达分找拿收买做看付要])到|至|根号|第|步骤|除以|乘以|加上|减去"
     r"|的[一二三四五六七八九十]倍|# 的)$"
@@ -61,16 +62,16 @@ _CHANGED_AFTER = re.compile(
 )
 # What governs a number: it is said of something else, where there is another one.
 _GOVERNED = re.compile(
-    r"(?:^|\W)(?:in|on|at|for|from|after|by|every|within|per|until|during|before|since|with|among|into|of|the|these|those|all|both|than"
+    r"(?:^|\W)(?:in|on|at|for|from|after|by|every|within|per|until|during|before|since|with|among|into|(?<!total )of|the|these|those|all|both|than"
     r"|his|her|their|its|each|another|first|last|next|other|remaining|original|days?|weeks?|months?|years?|hours?|step|level|room|compared to)$"
-    r"|^(?:(?:so|then|thus|now|and|first|next|finally) )*[a-z]+ing(?: (?:the|these|those|all))?$"
+    r"|^(?:(?:so|then|thus|now|and|first|next|finally) )*(?!total)[a-z]+ing(?: (?:the|these|those|all))?$"
     r"|(?:^|\W)(?:of|for|with|from|between|by) #(?: [a-z]+){1,2} and$"
     r"|(?:^|\W)(?:after|before|by|without|from) [a-z]+ing(?: [a-z]+)?(?: \$)?$"
 )
 _VERBS = frozenset(
     ["is", "are", "was", "were", "be", "equals", "equal", "makes", "make", "gives", "give", "leaves", "leave", "yields", "costs", "cost",
      "has", "have", "had", "holds", "hold", "weighs", "weigh", "contains", "contain", "takes", "take", "needs", "need", "totals", "come",
-     "comes", "becomes", "get", "gets", "left"]
+     "comes", "becomes", "get", "gets", "left", "totaling", "totalling"]
 )  # fmt: skip
 _TO_THE_NUMBER = re.compile(
     r"(?:(?:about|approximately|exactly|only|just|a|the|total|of|also|then|now|thus|therefore|equal|to|us|him|her|them|out|\$) ?)*#"
@@ -86,13 +87,17 @@ _CONDITIONS = frozenset(
 )  # fmt: skip
 _REASONS = frozenset(
     ["(", "because", "since", "as", "given", "if", "when", "where", "while", "though", "although", "assuming", "provided", "check", "see",
-     "not", "whereas"]
+     "not", "whereas", "enough"]
 )  # fmt: skip
 _SO = frozenset(["so", "thus", "hence", "therefore"])
 _SHARED = re.compile(
     r"(?:^|\W)(?:takes?|took|costs?|gives?|gave) # (?!(?:hours?|days?|weeks?|minutes?|feet|foot|dollars?|years?)\b)[a-z]+$"
 )
 _SUPPOSED = re.compile(r"(?i:when|if|where|let|suppose|assume|given|had)\b|若|如果|假设|假如|设")
+_IF = re.compile(r"如果|若|假如|当")
+_COMPARES = re.compile(
+    r"(?:and )?(?:(?:that|which|it) (?:is|was) )?# (?:[a-z]+ )?(?:more|less|fewer|greater|larger|smaller|higher|lower|older|younger) than\b"
+)
 _CURRENCIES = frozenset(["usd", "eur", "gbp", "rmb", "cny", "inr", "us", "rs", "rm", "hk", "aud", "cad", "nt", "sgd"])
 _UNITS = frozenset("mgslhcLJNWVKCFT")  # letters at the digits that are a unit
 _ABOUT = frozenset(
@@ -158,11 +163,15 @@ class _Prose:
                     ends = seen and token.spaced and is_spaced(found, i + 1) and not self._subtracts(i, inside)
                 elif token.kind == "word" and seen:
                     ends = token.text.lower() in _EXPLAINS or (token.text == "i" and has_kind(found, i + 1, "stop"))
+                    is_case = len(word_at(found, i + 1)) == 1 and has_kind(found, i + 2, "equals")  # 91 for n = 4
+                    ends = ends or (is_case and token.text.lower() in ("for", "at", "with"))
                 elif token.kind == "chinese" and seen:
                     ends = token.text.startswith(("因为", "所以", "即"))
             if ends:
                 cuts.append((start, i, opener))
-                start, opener, seen = i + 1, token.text.lower() if i > start or opener == "" else opener, False
+                inside_remark = depth > 0 and opener == "(" and token.kind != "open"
+                opener = token.text.lower() if (i > start or opener == "") and not inside_remark else opener
+                start, seen = i + 1, False
         cuts.append((start, len(found), opener))
         return [self._clause(a, b, before) for a, b, before in cuts if self.within(a, b)]
 
@@ -198,12 +207,19 @@ class _Prose:
         equates = any(found[i].kind == "equals" for i in places)
         final = places[-1] + 1 if places else start
         verb = next(
-            (i for i in range(final, stop) if word_at(found, i) in _VERBS and word_at(found, i - 1) != "to"), None
+            (
+                i
+                for i in range(final, stop)
+                if word_at(found, i) in _VERBS and (word_at(found, i - 1) != "to" or word_at(found, i) == "get")
+            ),
+            None,
         )
         leading = next((number for number in self.numbers if number.first == final), None)
         starts = leading is not None and (
-            bool(places) or word_at(found, leading.last + 1) == "and"
-        )  # 18 and the change is 7
+            # not of a case, `for x = 3 the value is 12`; but of `18 and the change is 7`
+            (bool(places) and word_at(found, start).lower() not in _CONDITIONS)
+            or (word_at(found, leading.last + 1) == "and" and leading.last + 2 not in self.ends)
+        )
         if (
             verb is not None
             and not starts
@@ -461,7 +477,10 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
         return None
     if last or len(clauses) > 1:
         starts = [prose.found[clause.sides[0][0]] for clause in clauses]
-        skipped = [bool(_SUPPOSED.match(s.text)) if last else s.text.lower() in _CONDITIONS for s in starts]
+        skipped = [
+            bool(_SUPPOSED.match(s.text)) if last else s.text.lower() in _CONDITIONS or bool(_IF.match(s.text))
+            for s in starts
+        ]
         texts = [prose.written(clause.sides[0][0], clause.sides[-1][1]) for clause in clauses]
         calculates = [len(clause.sides) > 2 or " then " in said for clause, said in zip(clauses, texts, strict=True)]
         skipped = [skip and not result for skip, result in zip(skipped, calculates, strict=True)]
@@ -469,6 +488,9 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
         clauses = kept if last else kept or clauses
     if last:
         given = [c for c in clauses if {c.opener, word_at(prose.found, c.sides[0][0])}.isdisjoint(_REASONS)]
+        given = [c for c in given if c.opener not in ("for", "at", "with")]
+        said = [c for c in given if not _COMPARES.match(prose.written(c.sides[0][0], c.sides[-1][1]))]
+        given = said or given
         clauses = [c for c in given if prose.has_free(c)] or given or clauses
         adjacent = (
             len(clauses) > 1 and clauses[-2].sides[-1][1] + 1 == clauses[-1].sides[0][0] and clauses[-1].opener == ","

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lmeval_prune.scoring.mathematics import Form, form_of
 from lmeval_prune.scoring.plain import plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
-from lmeval_prune.scoring.statements import CONSENT, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
+from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, sentences
 
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
 _FORMULA = re.compile(
@@ -33,7 +33,7 @@ _PROSE = re.compile(
     r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|lcm|gcd|max|min|infty|frac)\b)[A-Za-z]{2,}|[\u4e00-\u9fff]"
 )
 _UNITS = re.compile(r"(?<=[\d})\]])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}){1,3}$")
-_MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]]|^\W*\w\W*$")
+_MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]]|^\W*\w\W*$|\b[A-Za-z] ?- ?[A-Za-z]\b")
 _TIME = re.compile(r"\d+(?::\d+)+(?:\s?[ap]\.?\s?m\.?)?", re.IGNORECASE)  # or a ratio
 _UNSAID = re.compile(r"\b(?:not|between|never|before|after|if|is the answer|\w+n't)\b", re.IGNORECASE)
 _YES_OR_NO = re.compile(r"(?:(?:so|thus|hence|therefore)\b,?\s+)?(yes|no)\b", re.IGNORECASE)
@@ -44,6 +44,26 @@ _COURTESY = re.compile(
     r"\W*(?:let me know|feel free|would you|does that|does this|do you|shall|should we|hope|i hope|please|if you|any questions|thank|is there"
     r"|good luck)\b", re.IGNORECASE,
 )  # fmt: skip
+_OFFER = re.compile(
+    r"\W*(?:let me know|feel free|would you|do you (?:have|want|need)|shall (?:i|we)|should (?:i|we)|any questions)\b",
+    re.IGNORECASE,
+)
+_SAYS = re.compile(
+    r"=|\b(?:is|are|was|equals|get|gets|obtain|find|gives|makes|total of|leaves)\s+(?:about |exactly |only |a total of )?[$£€]?-?\d",
+    re.IGNORECASE,
+)
+_IN_ALL = re.compile(
+    r",?\s+for (?:a total of (?=[$£€]?\d)|(?=[$£€]?[\d.,]+ (?:in total|altogether|in all)\b))", re.IGNORECASE
+)
+_CLAUSE = re.compile(
+    r",?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)",
+    re.IGNORECASE,
+)
+_NEGATES = re.compile(r"\b(?:not|never|cannot|\w+n't)(?! (?:only|just))(?: \w+){0,3}\s*$", re.IGNORECASE)
+_SUPPOSES = re.compile(
+    r"(?:^|[.!?]\s+)\W*(?:let(?:'s| us) (?:assume|try|say|suppose)|suppose|assume|is the answer|a (?:common )?wrong answer|设|假设)[^.!?]*[.!?\s$]*$",
+    re.IGNORECASE,
+)
 _PLANS = re.compile(
     r"\b(?:need|have|want|going|asked|try) to (?:find|know|solve|determine|calculate|compute|figure)\b"
     r"|^\W*(?:to (?:solve|find|answer)\b|(?:next|first|then|now),? (?:we )?(?:add|subtract|multiply|divide|take|look)\b)",
@@ -59,9 +79,6 @@ _NOT_BUT = re.compile(
     r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}[,;]\s*(?:it is|it's|but|rather)\s+|^.{0,30}?不是(?:[^，,]|,(?=\d)){1,30}[，,](?:而是|是)"
 )
 _UNFINISHED = re.compile(r"[.!?。\n]\s*(?:Next|First|Now|Then)\b[^.!?。\d]*[^.!?。\d\s*)]\s*$")
-_CUT_OFF = re.compile(
-    r"\b(?:to|and|or|and then(?: \w+)?|of|by|we|the|a|an|is|are|with|in|for|as|that|so|because|from|at)\s*$"
-)
 MAX_WORDS = 4  # of a bare answer in words
 
 
@@ -71,6 +88,13 @@ def _flat(text: str) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _main_clause(sentence: str) -> str:
+    """Of a sentence, the clause with its last number, and a question mark after it."""
+    clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
+    ends = sentence[-2:] if sentence.rstrip().endswith("?") else ""
+    return clauses[-1] + ends if clauses else sentence
 
 
 @dataclass(frozen=True)
@@ -100,15 +124,17 @@ class NumberReader:
 
     def read_end(self, text: str) -> str | None:
         """The number of the last sentence that has one, unless doubts follow it."""
-        if _CUT_OFF.search(text[-100:]) or _UNFINISHED.search(text[-300:]) or _GIVES_UP.search(text[-300:]):
+        if CUT_OFF.search(text[-100:]) or _UNFINISHED.search(text[-300:]) or _GIVES_UP.search(text[-300:]):
             return None
         for sentence in reversed(sentences(text)):
-            if _COURTESY.match(sentence) and not _DIGIT.search(sentence):
+            if _OFFER.match(sentence) or (_COURTESY.match(sentence) and not _DIGIT.search(sentence)):
                 continue
+            raised = re.search(r"\d\s*!\s*(?:\$|\\\))", sentence)  # a factorial
             sentence = _NOT_BUT.sub("", plain(CONSENT.sub("", sentence)))
-            if DENIED.search(sentence) or (_PLANS.search(sentence) and "=" not in sentence):
+            if DENIED.search(_main_clause(sentence)) or (_PLANS.search(sentence) and not _SAYS.search(sentence)):
                 return None
-            if self.algebra and len(_PROSE.findall(sentence)) > 1:  # It is 9!
+            sentence = _IN_ALL.sub(", so ", sentence)
+            if self.algebra and len(_PROSE.findall(sentence)) > 1 and not raised:  # It is 9!
                 sentence = re.sub(r"(?<=\d)!\s*$", "", sentence)
             if _DIGIT.search(sentence):
                 return self._number(_BULLET.sub("", sentence), last=True)
@@ -135,9 +161,11 @@ class FormulaReader:
         """The formula; None of a remark that holds none."""
         if how == "boxed":
             return _SAYING.sub("", _flat(content)) or None
-        content = content.replace("**", "").replace("`", " ").strip()
+        content = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", "", content).replace("`", " ").strip()
         spans = [span for span in _FORMULA.finditer(content) if not self.words or span.start() == 0]
         if spans:
+            if _NEGATES.search(content[: spans[0].start()]):
+                return None
             end = spans[0].end()
             for span in spans[1:]:
                 if not _JOINT.fullmatch(content[end : span.start()]):
@@ -151,15 +179,22 @@ class FormulaReader:
 
     def is_bare(self, content: str) -> bool:
         """Whether it is a formula, or a few words."""
+        if len(content) > MAX_END:
+            return False
         if _FORMULA.search(content):
             return not _PROSE.search(_FORMULA.sub("", _REASON.split(content, maxsplit=1)[0]).replace("and", ""))
         return len(_PROSE.findall(content)) <= MAX_WORDS
 
     def read_end(self, text: str) -> str | None:
         """The whole response if it is nothing else; the last sentence's last formula that is no condition; words of a line alone."""
-        lines = _lines(text)
-        if len(lines) == 1 and self.is_bare(lines[0]) and (self.words or _MATHEMATICAL.search(lines[0])):
-            if _GIVES_UP.search(lines[0]):
+        lines = _lines(text[-MAX_END:])
+        if (
+            len(lines) == 1
+            and len(text.strip()) <= MAX_END
+            and self.is_bare(lines[0])
+            and (self.words or _MATHEMATICAL.search(lines[0]))
+        ):
+            if any(refusal.search(lines[0]) for refusal in (_GIVES_UP, DENIED, _SUPPOSES)):
                 return None
             return self.read(lines[0], "end")
         if self.words:
@@ -172,6 +207,8 @@ class FormulaReader:
             if said and not _PROSE.search(lines[-1][said[-1].end() :]):
                 return _result(_content(said[-1]))
             return self.read(lines[-1], "end") if self.is_bare(lines[-1]) else None
+        if lines and (CUT_OFF.search(lines[-1]) or _SUPPOSES.search(lines[-1])) and len(_PROSE.findall(lines[-1])) > 2:
+            return None
         tail = text[-MAX_END:]
         spans = [span for span in _FORMULA.finditer(tail) if not _NAME.fullmatch(_content(span))]
         meant = [
@@ -199,7 +236,7 @@ def _result(formula: str) -> str:
         rows = [row for row in _ROWS.sub(" ", kept).split("\\\\") if row.strip()]
         formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
         formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
-    return _flat(formula).strip().rstrip(" .,")
+    return re.sub(r"(?:[ .,]|\\[,;:! ]?)*$", "", _flat(formula))
 
 
 @dataclass(frozen=True)

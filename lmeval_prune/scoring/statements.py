@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from lmeval_prune.scoring.plain import clean, plain
+from lmeval_prune.scoring.retractions import first_said, taken_back
 
 MARKED = frozenset({"boxed", "hashes", "phrase"})
+MAX_QUESTIONS = 5  # that a model asks itself: at so many its answer is looked for before it
+MAX_BOX = 2000  # characters of a box
 MAX_PHRASE = 400  # characters of a statement that are looked at
 MAX_STATEMENTS = 20  # from the end, how many are tried
 MAX_END = 1500  # characters at the end in which an unmarked answer is looked for
@@ -86,7 +90,14 @@ _PLACEHOLDER = re.compile(
     r"|.*\\?boxed\s*\{\s*\}.*",
     re.IGNORECASE,
 )
-_REMARK = re.compile(r"(?:correct|right|clear|as follows|(?:shown |given )?(?:above|below|here))[\s.!]*", re.IGNORECASE)
+_REMARK = re.compile(  # what 'the answer is …' also says
+    r"(?:(?:also|clearly|not|indeed|now|still) )*(?:correct|incorrect|right|wrong|clear|false|too (?:small|big|large|high|low)\b[^\n]*|as follows"
+    r"|(?:shown |given )?(?:above|below|here))[\s.!)]*(?:[,;][^\d\n]*)?"
+    r"|(?:given |expressed |written |reported )?in [a-z ]+(?:[,.;][^\n]*)?"
+    r"|(?:reasonable|plausible|consistent|valid|(?:greater|less|more|larger|smaller|fewer) than|at (?:least|most)|between)\b[^\n]*"
+    r"|not\b(?![^\n]*\b(?:but|rather|it is|it's)\b)[^\n]*",
+    re.IGNORECASE,
+)  # fmt: skip
 _NEXT_QUESTION = re.compile(
     r"(?:^|(?<=[.!?。\s]))(?:Q|Question|Problem|Human|User|问题|题目)\s*\d{0,3}\s*[:：]", re.MULTILINE
 )
@@ -95,36 +106,24 @@ _EXPLAINED = re.compile(
     r"|\s*(\S[^\n]{0,80})\n\W*(?:explanation|reasoning|solution|here'?s (?:why|how)|justification|because|the \w+ is found|解释|解析|说明|理由)",
     re.IGNORECASE,
 )
-_WRONG = r"(?:wrong|incorrect|not right|not correct|false|invalid|off|too (?:big|small|large|high|low))"
 _ASSUMED = re.compile(
-    r"\b(?:(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend|say|let's say|had|were|thought|guess(?:ed)?"
-    r"|hoped|not that|instead of)"
-    r"|(?:[Ss]ome|[Ss]omeone|people|they|students?|one|many|others?|he|she|who|you|classmate|friend|[A-Z][a-z]+)"
+    r"\b(?:(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend|let's say|thought|guessed|hoped|not that|instead of)"
+    r"|(?:[Ss]ome|[Ss]omeone|people|they|students?|others?|he|she|who|classmate|friend|[A-Z][a-z]+)"
     r" (?:might |may |could |would |will |often )?(?:say|says|said|think|thinks|claim|claims|claimed|believe|believes|argue|argues"
     r"|guess|guesses|guessed|answer|answers|answered|thought|got|get|gets)"
     r"|(?i:wrong|incorrect|naive|tempting|initial|first|previous|earlier|old|original|common|mistaken|false|other|textbook|book's"
-    r"|book|given|his|her|their|your|student's|claimed|stated|suggested|approximate|preliminary|tentative)\s*(?:final\s*)?)"
+    r"|book|given|his|her|their|student's|claimed|stated|suggested|approximate|preliminary|tentative)\s*(?:final\s*)?)"
     r"\s*(?:that\s+|the\s+)*$"
-    r"|\b(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend)\b[^,;.\n]*$|^\s*(?:Had|Without)\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
-    r"|(?:如果|假设|假如|若|是否|有人|以为)[^，。；\n]*$",
+    r"|\b(?i:if|suppose|supposing|assume|assuming|whether|unless|imagine|pretend)\b(?![^,;.\n]*\b(?:we|then|you) (?:see|find|get|know|conclude|have)\b)[^,;.\n]*$"
+    r"|\b(?i:is|be) to (?:say|answer|claim|think)(?: that)?\s+(?:the\s+)?$|^\s*Had\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
+    r"|(?:如果|假设|假如|若|是否|有人|以为)[^，。；,;\n]*$",
 )
-_TAKEN_BACK = re.compile(
-    r"\b(?:wait|hold on|hmm|(?:scratch|strike) that|correction|update|upon (?:review|reflection)|we forgot|at first, but|oops|whoops|sorry|apolog(?:y|ies|ize)|my mistake|my bad|mistake"
-    r"|mistaken|miscalculat\w+|misread|i was wrong|on second thought|let me (?:fix|correct|redo|try again|recheck|reconsider|recompute"
-    r"|recalculate|rethink)"
-    r"|(?:that|this|it|which|answer|[\d.]+)(?:'s| is| was| can't be| cannot be| seems| must be| looks)"
-    rf"(?: (?:clearly|obviously|also|actually|just))* {_WRONG}"
-    r"|(?:that|this|it|which|answer|[\d.]+) (?:isn't|is not|doesn't|does not) (?:right|correct|make sense|work)"
-    r"|no(?=[,.;:!])|nope|not quite|not correct|not right|incorrect|rather(?! than)|i mean|make that"
-    r"|actually,? (?:no|it|that|the|we|i|let)|actually(?=[^.\n]{0,20}\d)|should (?:actually |really |instead )?(?:be|have been)"
-    r"|revis\w+|updat\w+|corrected(?!\s?[)\]]))(?!\w)"
-    r"|\A[\s$.]*(?:\\text\s*\{)?\s*(?:is|was) (?:wrong|incorrect|not)\b|等等|等一下|不对|错了|有误|更正|纠正|修正|抱歉|应该是|应为|其实是|不(?=[，,])",
-    re.IGNORECASE,
-)
-_CONFIRMED = re.compile(
-    r"(?<!not )(?<!n't )(?<!the )\b(?:yes|correct|confirmed|confirms|indeed|checks out|matches|that works|(?<!\d )is right|consistent|verified"
-    r"|as expected|so the answer stands)\b|没错|正确",
-    re.IGNORECASE,
+_NOT = re.compile(r"\s*not\b", re.IGNORECASE)
+_BUT = re.compile(r"[,;]\s*(?:but|however|although|actually|其实|但)", re.IGNORECASE)
+_WOULD = re.compile(r"\bwould\b", re.IGNORECASE)
+_IF = re.compile(r"\b(?:if|were|had|without)\b", re.IGNORECASE)
+CUT_OFF = re.compile(
+    r"\b(?:to|to get|we get|and|or|and then(?: \w+)?|of|by|we|the|a|an|is|are|with|in|for|as|that|so|because|from|at)\s*$|[+×÷=]\s*$"
 )
 _NOT_BUT = re.compile(
     r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
@@ -135,9 +134,9 @@ _FIRST_STEP = re.compile(
 )
 CONSENT = re.compile(r",?\s*(?:right|correct|ok(?:ay)?|yes)\s*[?？][\s\"')*]*$", re.IGNORECASE)
 DENIED = re.compile(
-    r"\?\s*$|\b(?:not sure|unsure|don't know|do not know|cannot|can't|unable|unclear|unknown|impossible to|not enough|insufficient"
-    r"|undetermined|no idea|give up|wrong|incorrect|mistake|isn't|is not|not the answer|no\b[.!]?$|never|might|maybe|perhaps|could be"
-    r"|contradiction|fails|does not say|no answer|not able to)\b|不是|不知道|无法|不确定|矛盾|可能",
+    r"\?\s*$|\b(?:not sure|unsure|don't know|do not know|cannot|can't|unable|unclear|(?:is|are|remains?|still) unknown|impossible to|not enough|insufficient"
+    r"|undetermined|no idea|give up|(?:is|are|was|be|seems|looks|am|'s) (?:wrong|incorrect)|(?:a|my) mistake|(?:wrong|incorrect|mistaken) (?:answer|result|value)\b(?! s\b)|isn't|is not|not the answer|no\b[.!]?$|never|might|maybe|perhaps|could be"
+    r"|contradiction|(?:it|this|that) fails|does not say|no answer|not able to)\b|不是|不知道|无法|不确定|矛盾|可能",
     re.IGNORECASE,
 )
 
@@ -153,7 +152,9 @@ def statements(text: str) -> list[Statement]:
             if mark["box"].endswith("{"):
                 end = pairs.get(mark.end() - 1)
                 if end is not None:
-                    found.append(Statement("boxed", mark.start(), end + 1, text[mark.end() : end]))
+                    found.append(
+                        Statement("boxed", mark.start(), end + 1, text[mark.end() : min(end, mark.end() + MAX_BOX)])
+                    )
             elif word := re.match(r"\$?-?[\w.,/]+", text[mark.end() : mark.end() + 40]):
                 found.append(Statement("boxed", mark.start(), mark.end() + word.end(), word[0]))
         elif name := mark["tag"] or mark["bracket"]:
@@ -205,50 +206,66 @@ def _following(text: str, place: int) -> tuple[int, str]:
 def extract(response: str, reader: Reader) -> Extraction:
     """Find the final answer, by the rule stated above."""
     text = clean(response)
-    found = statements(text)
-    another = next((q.start() for q in _NEXT_QUESTION.finditer(text) if found and found[0].start < q.start()), None)
-    if another:
-        text = text[:another]
-        found = statements(text)
+    for another in islice(_NEXT_QUESTION.finditer(text), MAX_QUESTIONS):
+        if another.start() and (found := _extract(text[: another.start()], reader)).answer:
+            return found
+    return _extract(text, reader)
+
+
+def _extract(text: str, reader: Reader) -> Extraction:
+    found = [one for one in statements(text)[-2 * MAX_STATEMENTS :] if not _REMARK.fullmatch(_sentence(one.content))]
     found = found[-MAX_STATEMENTS:]
+    rest = text  # in which the end of the response is looked for
     for place in range(len(found) - 1, -1, -1):
-        is_last = place + 1 == len(found)
         statement = found[place]
+        until = found[place + 1].start if place + 1 < len(found) else len(text)
         clause = re.split(r"[.!?。！？\n]", text[max(0, statement.start - 120) : statement.start])[-1]
-        if _ASSUMED.search(clause):
+        if _ASSUMED.search(clause) or (_WOULD.search(text[statement.start : statement.end]) and _IF.search(clause)):
+            ends = [one.search(text, statement.start, statement.end) for one in (_BUT, _SENTENCE)]
+            until = min([one.start() for one in ends if one], default=statement.end)
+            rest = _blanked(rest, statement.start - len(clause), until)
             continue
         content, following = _said(statement, reader)
-        following += text[statement.end : len(text) if is_last else found[place + 1].start]
-        if (
-            _PLACEHOLDER.fullmatch(plain(content).strip(" .$"))
-            or _PLACEHOLDER.fullmatch(content)
-            or _REMARK.fullmatch(content)
-        ):
+        following += text[statement.end : until]
+        if _says_nothing(content, statement.end == len(text), reader):
             continue
         asks = following.lstrip(" *_\"')").startswith(("?", "？"))
-        back = _TAKEN_BACK.search(following[:600])
-        if back and (asks or not _CONFIRMED.search(following[back.end() : back.end() + 300])):
+        if back := taken_back(following, content):
             later = reader.read_end(following[back.end() :])
             if later is not None:
                 return Extraction(later, "end")
-            if is_last:
-                return Extraction("", "none")
+            rest = _blanked(rest, 0, until)
+            continue
         answer = None if asks else reader.read(content, statement.how)
         if answer is None:
-            continue
-        begins = statement.how != "boxed" and not statement.is_sentence
-        goes_on = (
-            re.search(r"\d", following)
-            if not reader.is_bare(_sentence(statement.content))
-            else _FIRST_STEP.search(following)
-        )
-        if begins and goes_on and ("=" in statement.content or not reader.is_bare(_sentence(statement.content))):
-            continue
-        return Extraction(answer, statement.how)
-    first = _EXPLAINED.match(text)
-    alone = (first[1] or first[2]) if first and not _TAKEN_BACK.search(text) else ""
-    end = reader.read(alone, "end") if alone and reader.is_bare(alone) else reader.read_end(text)
+            rest = _blanked(rest, statement.start, statement.end) if asks else rest
+        elif not _begins_a_solution(statement, following, reader):
+            return Extraction(answer, statement.how)
+    first = _EXPLAINED.match(rest)
+    alone = (first[1] or first[2]) if first and not taken_back(rest) else ""
+    end = reader.read(alone, "end") if alone and reader.is_bare(alone) else reader.read_end(rest)
     return Extraction(end, "end") if end else Extraction("", "none")
+
+
+def _blanked(text: str, start: int, end: int) -> str:
+    """A text without a part of it, its places as they were."""
+    return f"{text[:start]}{' ' * (end - start)}{text[end:]}"
+
+
+def _says_nothing(content: str, is_end: bool, reader: Reader) -> bool:
+    """Whether a statement is empty, a placeholder, or cut off."""
+    if _PLACEHOLDER.fullmatch(plain(content).strip(" .$")) or _PLACEHOLDER.fullmatch(content):
+        return True
+    return is_end and bool(CUT_OFF.search(content)) and not reader.is_bare(content)
+
+
+def _begins_a_solution(statement: Statement, following: str, reader: Reader) -> bool:
+    """Whether what 'Answer:' or `####` introduces is a solution, whose answer comes later."""
+    if statement.how == "boxed" or statement.is_sentence:
+        return False
+    if reader.is_bare(_sentence(statement.content)):
+        return "=" in statement.content and bool(_FIRST_STEP.search(following))
+    return bool(re.search(r"\d", following))
 
 
 def _said(statement: Statement, reader: Reader) -> tuple[str, str]:
@@ -260,8 +277,8 @@ def _said(statement: Statement, reader: Reader) -> tuple[str, str]:
     content = content[negated.end() :] if negated else content
     content = CONSENT.sub("", content)
     said = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
-    back = _TAKEN_BACK.search(said)
-    first = said[: back.start()].rstrip(" ,，;—–-….(") if back else ""
+    back = first_said(said)
+    first = said[:back].rstrip(" ,，;—–-….(") if back else ""
     if first and reader.is_bare(first):
         said = first
     return said, content[len(said) :]

@@ -56,6 +56,15 @@ class Verifier:
 
     def verify_many(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """`verify` for many (gold, answer) pairs, on all workers at once, in order."""
+        verdicts = self._verify_many(pairs)
+        crashed = [place for place, verdict in enumerate(verdicts) if verdict == "crash"]
+        if crashed:  # the worker may have been killed for another's sake
+            again = self._verify_many([pairs[place] for place in crashed])
+            for place, verdict in zip(crashed, again, strict=True):
+                verdicts[place] = verdict
+        return verdicts
+
+    def _verify_many(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         verdicts: list[Verdict] = []
         failures = 0
         while len(verdicts) < len(pairs):
@@ -63,7 +72,9 @@ class Verifier:
                 for verdict in self._ask(pairs[len(verdicts) :]):
                     verdicts.append(verdict)
                     failures = 0
-            except (RuntimeError, OSError) as error:  # a broken pool; what it has not answered is asked again
+            except (
+                Exception
+            ) as error:  # a broken pool (at a limit of descriptors, of any kind); the rest is asked again
                 self.close()
                 failures += 1
                 if failures == STARTS:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from lmeval_prune.scoring.numbers import (
     MAX_DIGITS,
@@ -557,10 +558,13 @@ def numbers_in(text: str) -> list[str]:
     return [text[prose.found[number.first].start : prose.found[number.last].end] for number in prose.numbers]
 
 
+@lru_cache(maxsize=1 << 16)
 def number_of(text: str) -> Number | None:
     """The number that a text is; None if it is none, or says more."""
     if len(text) > 2 * MAX_DIGITS:
         return None
+    if _DIGITS.fullmatch(text):
+        return Number((Fraction(text),), len(text.partition(".")[2]), 0, 0)
     flat = " ".join(plain(clean(text)).split()).strip().rstrip(" .。$")
     if not is_bare_number(flat) or _NOT_THE_NUMBER.search(flat):
         return None
@@ -568,6 +572,7 @@ def number_of(text: str) -> Number | None:
     return found[1] if found else None
 
 
+_DIGITS = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?", re.ASCII)  # no need to read those
 _NOT_THE_NUMBER = re.compile(r"\d\s*!|radians?\b|\d\s*(?:['′″…](?!\d))")
 
 

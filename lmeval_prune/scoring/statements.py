@@ -221,13 +221,14 @@ def _extract(text: str, reader: Reader) -> Extraction:
         until = found[place + 1].start if place + 1 < len(found) else len(text)
         clause = re.split(r"[.!?。！？\n]", text[max(0, statement.start - 120) : statement.start])[-1]
         if _ASSUMED.search(clause) or (_WOULD.search(text[statement.start : statement.end]) and _IF.search(clause)):
-            ends = [one.search(text, statement.start, statement.end) for one in (_BUT, _SENTENCE)]
-            until = min([one.start() for one in ends if one], default=statement.end)
+            places = [one.search(text, statement.start, statement.end) for one in (_BUT, _SENTENCE)]
+            until = min([one.start() for one in places if one], default=statement.end)
             rest = _blanked(rest, statement.start - len(clause), until)
             continue
         content, following = _said(statement, reader)
         following += text[statement.end : until]
-        if _says_nothing(content, statement.end == len(text), reader):
+        ends = statement.end == len(text) and not text.rstrip(" *_$").endswith((".", "!", "。"))
+        if _says_nothing(content, ends, reader):
             continue
         asks = following.lstrip(" *_\"')").startswith(("?", "？"))
         if back := taken_back(following, content):

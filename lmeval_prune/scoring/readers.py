@@ -59,6 +59,7 @@ _CLAUSE = re.compile(
     r",?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)",
     re.IGNORECASE,
 )
+_WHY = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)
 _NEGATES = re.compile(r"\b(?:not|never|cannot|\w+n't)(?! (?:only|just))(?: \w+){0,3}\s*$", re.IGNORECASE)
 _SUPPOSES = re.compile(
     r"(?:^|[.!?]\s+)\W*(?:let(?:'s| us) (?:assume|try|say|suppose)|suppose|assume|is the answer|a (?:common )?wrong answer|设|假设)[^.!?]*[.!?\s$]*$",
@@ -162,7 +163,9 @@ class FormulaReader:
         if how == "boxed":
             return _SAYING.sub("", _flat(content)) or None
         content = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", "", content).replace("`", " ").strip()
-        spans = [span for span in _FORMULA.finditer(content) if not self.words or span.start() == 0]
+        why = _WHY.search(content)
+        until = why.start() if why and _PROSE.search(content[: why.start()]) else len(content)
+        spans = [s for s in _FORMULA.finditer(content) if (not self.words or s.start() == 0) and s.start() < until]
         if spans:
             if _NEGATES.search(content[: spans[0].start()]):
                 return None

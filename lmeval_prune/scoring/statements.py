@@ -95,7 +95,7 @@ _REMARK = re.compile(  # what 'the answer is …' also says
     r"|(?:shown |given )?(?:above|below|here))[\s.!)]*(?:[,;][^\d\n]*)?"
     r"|(?:given |expressed |written |reported )?in [a-z ]+(?:[,.;][^\n]*)?"
     r"|(?:reasonable|plausible|consistent|valid|(?:greater|less|more|larger|smaller|fewer) than|at (?:least|most)|between)\b[^\n]*"
-    r"|not\b(?![^\n]*\b(?:but|rather|it is|it's)\b)[^\n]*",
+    r"|not\b(?! (?:less|more|fewer|greater|larger|smaller) than)(?![^\n]*\b(?:but|rather|it is|it's)\b)[^\n]*",
     re.IGNORECASE,
 )  # fmt: skip
 _NEXT_QUESTION = re.compile(

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # GSM8K for the demo: a folder of local data files, if there is one.
 LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench scoring-report clean
 
 demo: $(VENV)/.installed
 	LMEVAL_PRUNE_DATA="$(LMEVAL_PRUNE_DATA)" $(BIN)/lmeval-prune demo
@@ -27,6 +27,9 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/unpruned_overhead.py
+
+scoring-report: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_quality.py
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

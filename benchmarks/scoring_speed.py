@@ -14,7 +14,7 @@ from typing import Any
 
 from _record import environment, timed, write
 
-from lmeval_prune.scoring.equality import easy_verdict
+from lmeval_prune.scoring.mathematics import easy_verdict
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import data
 

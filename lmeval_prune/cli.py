@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == ["--version"]:
             print(f"lmeval-prune {__version__}")
             return 0
-        if words[:1] in (["-h"], ["--help"]):
+        if words[:1] in (["-h"], ["--help"]) or (words[1:] in (["-h"], ["--help"]) and words[0] not in COMMANDS):
             print(overview())
             return 0
         name = _command(words)

@@ -13,7 +13,12 @@ def run(*words: str) -> int:
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *words]
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        if str(error).startswith("Tasks not found"):
+            raise InputError(f"{str(error).splitlines()[0]} (`lm_eval ls tasks` lists them)") from error
+        raise
     return 0
 
 

@@ -14,13 +14,14 @@ import os
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.scoring import complexity, readings
@@ -41,6 +42,7 @@ class DataSet:
         files: local file of each split that has a file.
         hub: loads such a split from its public source.
         document: makes a document of a row; None drops the row.
+        fields: types of the fields that every row must have; None among them allows null.
         parts: further splits, made from all documents of the split `"all"`.
         packaged: the files are part of this package.
         needs_math: answers need math-verify.
@@ -49,6 +51,7 @@ class DataSet:
     files: dict[str, str]
     hub: Callable[[str], Iterator[Row]] | None
     document: Callable[[Row], Row | None]
+    fields: Mapping[str, tuple[type, ...]] = field(default_factory=dict)
     parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)
     packaged: bool = False
     needs_math: bool = False
@@ -92,12 +95,18 @@ def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
 
 
 def _gsm8k(row: Row) -> Row:
+    if "####" not in row["answer"]:
+        raise ValueError("its answer has no line '#### NUMBER'")
     return {**row, "target": row["answer"].rpartition("####")[2].strip()}
 
 
-def _math(row: Row) -> Row:
+def _math(row: Row) -> Row | None:
+    if not row["answer"].strip():  # one row of the training set
+        return None
     level = int(re.sub(r"\D", "", str(row["level"])) or 0)
     subject = row.get("subject") or row.get("type")
+    if level not in range(1, 6):
+        raise ValueError(f"level is {row['level']!r}, not 1 to 5")
     return {**row, "level": level, "subject": subject, "question": row["problem"], "target": row["answer"]}
 
 
@@ -132,6 +141,7 @@ def _math23k(row: Row) -> Row:
 
 
 def _folds(rows: list[Row], number: int) -> list[Row]:
+    _check(rows, {"fold": WHOLE})
     return [row for row in rows if row["fold"] == number]
 
 
@@ -164,24 +174,40 @@ def _parts(ratios: tuple[int, int, int], by: str) -> dict[str, Callable[[list[Ro
 
 
 def _standard(rows: list[Row], test: bool) -> list[Row]:
+    _check(rows, {"standard_test": (bool, int)})
     return [row for row in rows if bool(row["standard_test"]) == test]
 
 
+TEXT, WHOLE = (str,), (int,)
+_ASDIV = dict.fromkeys(("body", "question", "answer", "formula"), TEXT)
 _MATH_HUB = {"test": "HuggingFaceH4/MATH-500", "train": "rasbt/math_full_minus_math500"}
 DATA: dict[str, DataSet] = {
-    "gsm8k": DataSet({"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"}, _hub("openai/gsm8k", "main"), _gsm8k),
+    "gsm8k": DataSet(
+        {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"},
+        _hub("openai/gsm8k", "main"),
+        _gsm8k,
+        {"question": TEXT, "answer": TEXT},
+    ),
     "math500": DataSet(
         {"train": "math_train.jsonl", "test": "math500_test.jsonl"},
         lambda split: _hub(_MATH_HUB[split])(split),
         _math,
+        {"problem": TEXT, "answer": TEXT, "level": (str, int)},
         needs_math=True,
     ),
-    "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv_rows, _asdiv),
-    "asdiv_a": DataSet({"all": "asdiv.jsonl"}, _asdiv_rows, _asdiv_a, _parts((8, 1, 1), "solution_type")),
+    "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv_rows, _asdiv, _ASDIV),
+    "asdiv_a": DataSet(
+        {"all": "asdiv.jsonl"},
+        _asdiv_rows,
+        _asdiv_a,
+        _ASDIV | {"asdiv_a_fold": (int, type(None)), "solution_type": TEXT},
+        _parts((8, 1, 1), "solution_type"),
+    ),
     "math23k": DataSet(
         {"all": "math23k.jsonl"},
         None,
         _math23k,
+        {"segmented_text": TEXT, "equation": TEXT, "answer": (str, int, float), "numbers": (list,)},
         {
             "train": partial(_standard, test=False),
             "test": partial(_standard, test=True),
@@ -210,16 +236,45 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
     if split not in data.splits:
         raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.splits)}")
     source = split if split in data.files else "all"
+    documents: list[Row] = []
+    number = 0  # of the row that is looked at
     rows = _rows(name, data, source, data_dir or os.environ.get("LMEVAL_PRUNE_DATA"))
     try:
-        documents = [document for row in rows if (document := data.document(row)) is not None]
-    except (KeyError, TypeError, ValueError) as error:
+        for row in rows:
+            number += 1
+            _check([row], data.fields)
+            document = data.document(row)
+            if document is not None and not _is_text(document.get("target", "-")):
+                raise ValueError(f"its answer is {document['target']!r}")
+            documents += [document] if document is not None else []
+        number = 0
+        documents = data.parts[split](documents) if split in data.parts else documents
+        table = datasets.Dataset.from_list(documents)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, pyarrow.ArrowException) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{name}: a row of {data.files[source]} is not as expected ({first_line(error)})") from error
-    if split in data.parts:
-        documents = data.parts[split](documents)
-    return datasets.Dataset.from_list(documents)
+        row_of = f"row {number} of {data.files[source]}" if number else f"a row of {data.files[source]}"
+        raise InputError(f"{name}: {row_of} is not as expected ({first_line(error)})") from error
+    if not documents:
+        raise InputError(f"{name}: {data.files[source]} has no rows for split {split}")
+    return table
+
+
+def _check(rows: list[Row], fields: Mapping[str, tuple[type, ...]]) -> None:
+    """Refuse rows whose fields are missing or of another type."""
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"it is {type(row).__name__}, not an object")
+        for name, types in fields.items():
+            if name not in row:
+                raise ValueError(f"it has no field {name!r}")
+            if not isinstance(row[name], types) or (isinstance(row[name], bool) and bool not in types):
+                raise ValueError(f"{name} is {row[name]!r}, not {' or '.join(t.__name__ for t in types)}")
+
+
+def _is_text(target: Any) -> bool:
+    """Whether a gold answer is text that can be compared."""
+    return isinstance(target, str) and target.strip().lower() not in ("", "nan", "inf", "-inf")
 
 
 def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] | None) -> Iterator[Row]:
@@ -229,7 +284,10 @@ def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] |
         if not Path(folder).is_dir():
             raise InputError(f"data folder {folder} does not exist; correct data_dir or LMEVAL_PRUNE_DATA")
         plain = Path(folder) / data.files[split]
-        found = [path for path in (plain, plain.with_name(plain.name + ".gz")) if path.is_file()]
+        try:
+            found = [path for path in (plain, plain.with_name(plain.name + ".gz")) if path.is_file()]
+        except OSError as error:
+            raise InputError(f"data folder {folder} cannot be read ({first_line(error)})") from error
         if not found:
             raise InputError(f"data folder {folder} has no {plain.name} (or {plain.name}.gz), which {name} needs")
         yield from _read(found[0])

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lm_eval.api.metrics import mean
+from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
 from lmeval_prune.tasks.results import Scores, mathematics
 
@@ -74,7 +74,9 @@ class ScoredTask(ConfigurableTask):
             return dict(super().process_results(doc, results))
         scores = self.scores(doc, results[0])
         parts = {
-            name: scores[self.main] if doc[field] == value else None for name, (field, value) in self.parts.items()
+            name: scores[self.main] if doc[field] == value else None
+            for part, (field, value) in self.parts.items()
+            for name in part_figures(part)
         }
         return {**scores, **parts}
 
@@ -85,12 +87,30 @@ class ScoredTask(ConfigurableTask):
     def aggregation(self) -> dict[str, Callable[..., Any]]:
         """Means; of `extracted` and `how`, the shares of responses with an answer and with a marked one."""
         answers = {"extracted": found, "how": marked}
-        means = dict.fromkeys(self.means, mean) | dict.fromkeys(self.parts, share)
+        means: dict[str, Callable[..., Any]] = dict.fromkeys(self.means, mean)
+        for part in self.parts:
+            means |= part_figures(part)
         return {**super().aggregation(), **means, **answers}
 
     def higher_is_better(self) -> dict[str, bool]:
         """True for all but `timeouts`."""
         return {name: name != "timeouts" for name in self.aggregation()}
+
+
+def part_figures(name: str) -> dict[str, Callable[..., Any]]:
+    """Metrics of a part: accuracy, its standard error (under the name that lm-eval gives it), and the items."""
+    return {name: share, f"{name}_stderr": error_of_share, f"{name}_n": count}
+
+
+def error_of_share(values: Iterable[float | None]) -> float | str:
+    """Standard error of `share`; `"N/A"` for fewer than two values."""
+    known = [value for value in values if value is not None]
+    return mean_stderr(known) if len(known) > 1 else "N/A"
+
+
+def count(values: Iterable[float | None]) -> int:
+    """How many values there are."""
+    return sum(value is not None for value in values)
 
 
 def share(values: Iterable[float | None]) -> float | str:

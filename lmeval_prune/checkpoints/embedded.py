@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -110,6 +111,21 @@ def cache_folder() -> Path:
     if os.environ.get("LMEVAL_PRUNE_CACHE"):
         return Path(os.environ["LMEVAL_PRUNE_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
+
+
+def check_name(name: str) -> None:
+    """Find a misspelt name or folder before a model hub is asked for it.
+
+    Raises:
+        InputError: saying what is wrong.
+    """
+    if name in MODELS or Path(name).expanduser().exists():
+        return
+    close = difflib.get_close_matches(name, MODELS, n=1)
+    if close:
+        raise InputError(f"pretrained={name} is not known; did you mean {close[0]}?")
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise InputError(f"pretrained={name}: there is no such folder")
 
 
 def resolve(name: str) -> str:

@@ -42,6 +42,7 @@ def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
     Raises:
         InputError: its configuration cannot be read, or transformers has no class for it.
     """
+    embedded.check_name(pretrained)
     try:
         config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision)
     except (OSError, ValueError) as error:

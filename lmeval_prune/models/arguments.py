@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -133,13 +132,7 @@ class Arguments:
         Raises:
             InputError: saying what is wrong.
         """
-        path = Path(pretrained).expanduser()
-        if not path.exists():
-            close = difflib.get_close_matches(pretrained, embedded.MODELS, n=1)
-            if close:
-                raise InputError(f"pretrained={pretrained} is not known; did you mean {close[0]}?")
-            if pretrained.startswith(("/", "./", "../", "~")) or pretrained.count("/") > 1:
-                raise InputError(f"pretrained={pretrained}: there is no such folder")
+        embedded.check_name(pretrained)
         if self.responses and Path(self.responses).is_file():
             raise InputError(f"responses={self.responses} is a file; name a folder")
 

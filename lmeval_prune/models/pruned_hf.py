@@ -24,6 +24,7 @@ from lmeval_prune.interventions import combined, interventions_on
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import identity_of, tokenizer_fingerprint
+from lmeval_prune.models.tries import InTurn
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 
 eval_logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ class PrunedHFLM(HFLM):
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Resolve interventions on a model without weights, so that a mistake costs no minutes of loading."""
-        if not self.given.interventions:
+        turns = self.given.tries if isinstance(self.given.tries, InTurn) else None
+        if not self.given.interventions and not turns:
             return
         try:
             bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
@@ -117,6 +119,8 @@ class PrunedHFLM(HFLM):
         model_map = map_model(bare, **self.given.description)
         for one in self.given.interventions:
             one.fit_to(model_map)
+        if turns:
+            turns.fit_to(model_map, None, [])
 
     def _engine(self) -> Engine:
         if self.backend != "causal":

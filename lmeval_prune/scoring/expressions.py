@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from lmeval_prune.scoring.numbers import NO_UNIT, normalise
+from lmeval_prune.scoring.plain import clean, plain
 
 MAX_LENGTH = 400  # characters
 MAX_BITS = 2048  # of a numerator or denominator
@@ -20,6 +20,8 @@ MAX_EXPONENT = 64
 
 _SIGNS = str.maketrans({**dict.fromkeys("×·⋅∗•", "*"), **dict.fromkeys("÷∶", "/"), "—": "-", "[": "(", "]": ")"})
 _BRACES = str.maketrans("{}", "()")
+_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
+_NO_UNIT = r"(?:pi|sqrt|mod|plus|minus|less|times|factorial|negative|half|and|or)(?![A-Za-z])"
 _OPERATOR = re.compile(r"\*\*|[-+*/^×÷]")
 _SIGN = re.compile(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]")
 _NAME = re.compile(r"\s*[A-Za-z_]\w*\s*")
@@ -34,10 +36,11 @@ def _mixed(found: re.Match[str]) -> str:
 
 # Read in this order. `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
 _LATEX = [
-    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[()\[\]]|\$"), " "),
+    (re.compile(r"[$;]"), " "),
     (re.compile(r"\((?:[\u4e00-\u9fff/]{1,9}|(?!pi\b)[A-Za-z]{2,}[A-Za-z ]{0,30})\)"), " "),  # units
-    (re.compile(r"^[\sA-Za-z\u4e00-\u9fff]*(?::|[为是]|\bis\b)"), ""),  # the answer is
+    (re.compile(r"^[\sA-Za-z\u4e00-\u9fff]*(?::|[为是]|\b(?:is|have|get|gives|equals|obtain)\b)"), ""),  # the answer is
     (re.compile(r"\\pi(?![A-Za-z])|π|\bpi\b"), "(3.14)"),
+    (re.compile(r"(?<![A-Za-z])n_\{?(\d+)\}?"), r"n\1"),
     (re.compile(r"\\times|\\cdot|\\ast"), "*"),
     (re.compile(r"\\div"), "/"),
     (re.compile(r"\{\s*([-+*/])\s*\}"), r"\1"),
@@ -47,7 +50,7 @@ _FRAC = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<![\w.])0+(?=\d)"), ""),  # 07, which Python refuses
-    (re.compile(rf"(?<=[\d)%])\s+(?!{NO_UNIT.pattern})[A-Za-z]{{3,}}(?=\s*[-+*/)])"), ""),  # unit words inside
+    (re.compile(rf"(?<=[\d)%])\s+(?!{_NO_UNIT})[A-Za-z]{{3,}}(?=\s*[-+*/)])"), ""),  # unit words inside
     (
         re.compile(r"(?<=[\d)%])\s+[A-Za-z]{2,}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$|(?<=[\d)%])\s*[\u4e00-\u9fff]+$"),
         "",
@@ -130,7 +133,7 @@ def _parsed(side: str) -> ast.expr | None:
 
 def _plain(text: str) -> str:
     r"""LaTeX as plain arithmetic; `\frac{}{}` from the inside out."""
-    text = normalise(text.strip(" \n*`_")).translate(_SIGNS)
+    text = plain(_UNITS.sub(" ", clean(text)).strip(" \n*`_")).translate(_SIGNS)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     found = 1

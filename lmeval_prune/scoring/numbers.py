@@ -1,152 +1,310 @@
-r"""Reading numbers as people and models write them, and comparing them.
+r"""Reading one number as people and models write it, and comparing two.
 
-A number equals a gold one that is no whole number if they differ by at most `RELATIVE` of its size; a whole
-gold number allows `ABSOLUTE` only (rounding of a computed float), and no other whole number. So 33.33 is
-100/3, but 9.05 is not 9 and 10001 is not 10000. A percentage is read both ways, `80%` as 80 and as 0.8,
-and so is a scale word, `5 million` as 5 and as 5,000,000: gold answers write it either way.
+Two numbers are the same if their values are, up to the noise of a float. Only a gold number without end (1/3, 66.666666) is also
+equalled by its rounding to three significant digits or more. A percentage is read both ways, `80%` as 80 and as 0.8, since gold
+answers write it either way; `5 million` is 5,000,000.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
-RELATIVE = Fraction(1, 5000)
-ABSOLUTE = Fraction(1, 10**6)
-_MAX_DIGITS = 400
+MAX_DIGITS = 400
+NOISE = Fraction(1, 10**6)  # of a float, absolute and relative
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_CHINESE_SCALES = {"百": 10**2, "千": 10**3, "万": 10**4, "亿": 10**8, "百万": 10**6, "千万": 10**7, "万万": 10**8}
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SPACE = "\u00a0\u2007\u2009\u202f"  # between groups of digits
+_VULGAR = "".join(map(chr, (*range(0xBC, 0xBF), *range(0x2150, 0x215F))))
 
-_DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# A minus sign is a sign only where no number or bracket ends before it: 20-7 holds 20 and 7.
-NUMBER = re.compile(
-    rf"(?:(?<![0-9A-Za-z_)\].])-\s?)?(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?(?:\s?/\s?\d+(?:\.\d+)?)?(?:\s?%)?"
+_TOKEN = re.compile(
+    rf"""
+      (?P<digits>
+        \d*\.\d*\(\d{{1,9}}\)(?!\w)
+        | (?:[1-9]\d{{0,2}}(?:(?:,\d{{3}})+|(?:_\d{{3}})+|(?:['’]\d{{3}})+|(?:[{_SPACE} ]\d{{3}})+|(?:,\d\d)+,\d{{3}})(?!\d)|\d+)(?:\.\d+)?
+        | \.\d+
+      )(?:[eE](?P<exponent>[-+]?\d{{1,3}})(?![A-Za-z\d]))?
+    | (?P<vulgar>[{_VULGAR}])
+    | (?P<money>(?:(?<![A-Za-z])(?:US|AU|CA|NZ|HK|NT|[ACRS]))?\$|[€£¥₹₩₽]|(?<![A-Za-z])Rs\.?(?=\s?\d))
+    | (?P<word>[A-Za-z]+(?:['’][A-Za-z]+)*)
+    | (?P<scale>(?:(?<=\d)|(?<=\d[ ]))(?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千]))
+    | (?P<chinese>[\u4e00-\u9fff]+)
+    | (?P<raised>[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+)
+    | (?P<command>\\[A-Za-z]+)
+    | (?P<arrow>[-=]{{1,3}}>|[→⇒])
+    | (?P<equals>:=|[=≈≃≅≡])
+    | (?P<relation><=|>=|[<>≤≥≠])
+    | (?P<minus>[-\u2010\u2011\u2212\u2013\u2014])
+    | (?P<operator>\*\*|[+*/⁄^×·⋅∙÷√±∓|∪∩&_])
+    | (?P<open>[(\[{{])
+    | (?P<close>[)\]}}])
+    | (?P<percent>[%％])
+    | (?P<degree>°)
+    | (?P<stop>[,;:.!?，、。；：！？\n…])
+    | (?P<other>\S)
+    """,
+    re.VERBOSE,
 )
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALES |= {"万": 10**4, "亿": 10**8}  # not 千, which begins 千米 and 千克
-_SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
-# What may stand around a number: a name and `=`, 'about', a unit of two letters or more (one letter only as a common
-# unit after a space), Chinese words. A letter at the digits (2x, 5i), an operator or a function make it another thing.
-_BEFORE = re.compile(
-    r"(?:(?:[A-Za-z]\w{0,2}|[A-Za-z]{3,}(?:\s[A-Za-z]+){0,3})?\s*=)?\s*"
-    r"(?:(?:about|approximately|exactly|only|roughly|a total of)\s+)?[\u4e00-\u9fff]*:?\s*[$€£¥]?\s*",
-    re.IGNORECASE,
-)
-_WORD = r"(?:[A-Za-z\u00b0²³]{2,}\.?|[\u4e00-\u9fff]+)"
-_AFTER = re.compile(
-    rf"(?:\s*(?:{_WORD}|[°$€£¥])|\s+[mghslL])?(?:\s*/\s*[A-Za-z]+|(?:\s+|-){_WORD})*"
-    r"(?:\s*\((?:[A-Za-z]{2,}[-A-Za-z ./]*|[\u4e00-\u9fff/]+)\))?\s*[.。]?"
-)
-NO_UNIT = re.compile(
-    r"π|(?<![A-Za-z])(?:pi|sqrt|mod|plus|minus|less|times|factorial|negative|half|and|or)(?![A-Za-z])|\d\s*(?:squar|cub)ed",
-    re.IGNORECASE,
-)
-# Words in LaTeX's wrappers stand for themselves.
-WRAPPER = re.compile(r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:bf|rm|it|sf|tt)|mbox|boldsymbol)\s*\{([^{}]*)\}")
-_SHAPES = [
-    (re.compile(r"\^\s?(?:\{\s?\\circ\s?\}|\\circ)|\\degree"), "°"),
-    (re.compile(r"\\(?:approx|simeq)|≈"), "="),
-    (re.compile(r"\\q?quad|[~\u00a0]"), " "),
-    (re.compile(r"(?<=\d)\s?又\s?(?=\d)"), " "),
-    (re.compile(r"\s?\bper\s?cent\b", re.IGNORECASE), "%"),
-    (re.compile(r"(?<=\d)\s?(?:×|\*|[xX]|\\times|\\cdot)\s?10\s?\^\s?(?:\{(-?\d{1,3})\}|(-?\d{1,3}))"), r"e\1\2"),
-    # a unit's exponent: cm^2, m3
-    (
-        re.compile(
-            r"(?<=[A-Za-z])\s?\^\s?(?:\{[23]\}|[23])|(?:(?<=[cdkm]m)|(?<=\dm)|(?<=\d m)|(?<=ft))[23](?!\w|\.\d)"
-        ),
-        "",
-    ),
-]
-_PLAIN = re.compile(rf"([-+]?)\s?({_DIGITS})(?:[eE]([-+]?\d{{1,3}}))?")
-_FRACTION = re.compile(rf"([-+]?)\s?\(?({_DIGITS})\s?/\s?({_DIGITS})\)?")
-_MIXED = re.compile(r"([-+]?)\s?(\d+)\s*(?:[+ ]|\()\s*\(?(\d+)\s?/\s?(\d+)\)?\)?")
-_FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
-_FULL_WIDTH = {
-    **{0xFF01 + i: 0x21 + i for i in range(94)},
-    0x3000: 0x20,
-    0x2212: 0x2D,
-    0x2013: 0x2D,
-    0xFE63: 0x2D,
-}
 
 
-def normalise(text: str) -> str:
-    r"""Full-width characters to plain ones, LaTeX fractions, thin spaces and signs to plain text."""
-    text = _FULL_STOP.sub("。", text).translate(_FULL_WIDTH)
-    text = re.sub(r"\\[dtc]?frac\s*\{\s*([-\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}", r"(\1/\2)", text)
-    text = re.sub(r"\\[dtc]?frac\s*(\d)\s*(\d)", r"(\1/\2)", text)
-    text = text.replace("\\%", "%").replace("\\$", "$").replace("{,}", ",").replace("\\left", "").replace("\\right", "")
-    return re.sub(r"\\[,!;: ]", "", text)
+@dataclass(frozen=True)
+class Token:
+    """A piece of a text: its kind, where it is, and whether white space stands before it."""
+
+    kind: str
+    text: str
+    start: int
+    end: int
+    spaced: bool
 
 
-def plain(text: str) -> str:
-    """`normalise`, and words out of their wrappers, degrees, percentages, powers of ten and units as plain text."""
-    text = re.sub(r"\s{1,3}\^", "^", WRAPPER.sub(r" \1 ", normalise(text)))
-    for pattern, replacement in _SHAPES:
-        text = pattern.sub(replacement, text)
-    return text
+def tokens(text: str) -> list[Token]:
+    """Cut a text into tokens."""
+    found: list[Token] = []
+    for match in _TOKEN.finditer(text):
+        before = found[-1].end if found else 0
+        kind = match.lastgroup or "other"
+        found.append(
+            Token("digits" if kind == "exponent" else kind, match.group(), *match.span(), match.start() > before)
+        )
+    return found
 
 
-def _fraction(digits: str) -> Fraction | None:
-    digits = digits.replace(",", "")
-    return Fraction(digits) if len(digits) <= _MAX_DIGITS else None
+@dataclass(frozen=True)
+class Number:
+    """A number that a text gives.
 
-
-def readings(text: str) -> tuple[Fraction, ...]:
-    """Values that a text can mean as one number; empty if it is not one.
-
-    Currency signs and unit words around the number are passed over (`$1,200`, `18 apples`), and so is
-    the left side of an equation (`x = 5`).
+    Attributes:
+        values: what it can mean.
+        decimals: after the point; None for a fraction.
+        first, last: its tokens, the last one included.
     """
-    if len(text) > 2 * _MAX_DIGITS:
-        return ()
-    text = plain(text).strip().strip("$ ").rstrip(".。").strip()
-    if NO_UNIT.search(text):
-        return ()
-    percent = "%" in text
-    text = text.replace("%", "").replace("$", "").strip()
-    value, scale = _value(text), 1
-    if value is None and len(text) <= _MAX_DIGITS:
-        bare = text[len(before.group()) :] if (before := _BEFORE.match(text)) else text
-        end = max((place for place, letter in enumerate(bare, 1) if letter.isdecimal()), default=0)
-        end += bare[end:].startswith(")")
-        if _AFTER.fullmatch(bare[end:]):
-            value = _value(bare[:end])
-            scale = SCALES[word[1].lower()] if (word := _SCALE.match(bare[end:])) else 1
-    if value is None:
-        return ()
-    return tuple(dict.fromkeys((value, value / 100 if percent else value * scale)))
+
+    values: tuple[Fraction, ...]
+    decimals: int | None
+    first: int
+    last: int
 
 
-def _value(text: str) -> Fraction | None:
-    text = text.strip()
-    while text.startswith("(") and text.endswith(")") and len(text) < 100:
-        text = text[1:-1].strip()
-        if "," in text:  # (1,100) is a pair
-            return None
-    if found := _PLAIN.fullmatch(text):
-        sign, digits, exponent = found.groups()
-        value = _fraction(digits)
-        if value is not None and exponent:
-            value *= Fraction(10) ** int(exponent)
-    elif found := _FRACTION.fullmatch(text):
-        sign, top, bottom = found.groups()
-        numerator, denominator = _fraction(top), _fraction(bottom)
-        value = numerator / denominator if numerator is not None and denominator else None
-    elif found := _MIXED.fullmatch(text):
-        sign, whole, top, bottom = found.groups()
-        if len(text) > _MAX_DIGITS or int(bottom) == 0:
-            return None
-        value = int(whole) + Fraction(int(top), int(bottom))
-    else:
+def number_at(found: Sequence[Token], place: int) -> Number | None:
+    """The number that begins with a token: sign, currency, digits, fraction, power of ten, percentage and scale."""
+    at, sign = place, 1
+    if word_at(found, at) == "negative" or (word_at(found, at) == "minus" and _may_begin(found, at)):
+        at, sign = at + 1, -1
+    for _ in range(3):
+        if has_kind(found, at, "minus") and sign > 0 and not is_spaced(found, at + 1) and found[at].text not in "–—":
+            at, sign = at + 1, -1
+        elif has_kind(found, at, "money") or (
+            has_kind(found, at, "operator") and found[at].text == "+" and _may_begin(found, at)
+        ):
+            at += 1
+        else:
+            break
+    opened = at
+    while has_kind(found, at, "open"):
+        at += 1
+    opened = at - opened
+    inner = _core(found, at)
+    if inner is None or (opened and is_pair(found[at].text, found[at - 1].text)):
         return None
-    return -value if value is not None and sign == "-" else value
+    value, decimals, at = inner
+    for _ in range(opened):
+        if not has_kind(found, at + 1, "close"):
+            return None
+        at += 1
+    value, decimals, at = _power(found, value, decimals, at)
+    values: tuple[Fraction, ...] = (sign * value,)
+    if has_kind(found, at + 1, "percent") or word_at(found, at + 1) in ("percent", "percentage"):
+        at, values = at + 1, (sign * value, sign * value / 100)
+    elif word_at(found, at + 1) == "per" and word_at(found, at + 2) == "cent":
+        at, values = at + 2, (sign * value, sign * value / 100)
+    elif (scale := SCALES.get(word_at(found, at + 1).removesuffix("s"))) is not None:
+        at, values, decimals = at + 1, (sign * value * scale,), None
+    elif (short := _short_scale(found, place, at + 1)) is not None:
+        at, values, decimals = at + 1, (sign * value * short,), None
+    elif has_kind(found, at + 1, "scale"):
+        at, values, decimals = at + 1, (sign * value * _CHINESE_SCALES[found[at + 1].text],), None
+    return Number(values, decimals, place, at)
 
 
-def close(answer: Fraction, gold: Fraction) -> bool:
-    """Whether two values are equal within the tolerance stated above."""
-    return abs(answer - gold) <= (ABSOLUTE if gold.denominator == 1 else max(ABSOLUTE, RELATIVE * abs(gold)))
+def is_pair(digits: str, bracket: str) -> bool:
+    """Whether the comma in `(1,100)` separates two numbers; in `(1,234,567)` and `{1,100}` it does not."""
+    return digits.count(",") == 1 and bracket in "(["
 
 
-def numbers_equal(answer: str, gold: str) -> bool:
-    """Whether both texts are numbers and one reading of one equals one reading of the other."""
-    return any(close(a, g) for a in readings(answer) for g in readings(gold))
+def _short_scale(found: Sequence[Token], place: int, at: int) -> int | None:
+    """Of `$45k` and `$3M`."""
+    if not has_kind(found, at, "word") or found[at].spaced:
+        return None
+    paid = any(has_kind(found, i, "money") for i in range(place, at))
+    return {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}.get(found[at].text) if paid else None
+
+
+def _may_begin(found: Sequence[Token], at: int) -> bool:
+    """Whether nothing that could be subtracted from stands before."""
+    return (
+        at == 0
+        or found[at - 1].kind in ("equals", "stop", "open", "arrow", "money")
+        or word_at(found, at - 1) in ("is", "are", "was", "be", "equals")
+    )
+
+
+def _core(found: Sequence[Token], at: int) -> tuple[Fraction, int | None, int] | None:
+    """Value, decimals and last token of digits, a fraction or a mixed number."""
+    if at >= len(found):
+        return None
+    if found[at].kind == "vulgar":
+        return _vulgar(found[at]), None, at
+    if found[at].kind == "minus" and not is_spaced(found, at + 1) and not has_kind(found, at + 1, "minus"):  # (-3)
+        inner = _core(found, at + 1)
+        return None if inner is None else (-inner[0], inner[1], inner[2])
+    if found[at].kind != "digits" or len(found[at].text) > MAX_DIGITS:
+        return None
+    value, decimals = _digits(found[at])
+    if "(" in found[at].text:
+        return value, None, at
+    if decimals > 1 and has_kind(found, at + 1, "stop") and found[at + 1].text == "…" and not found[at + 1].spaced:
+        cycle = re.search(r"(\d{1,6}?)\1+$", found[at].text.partition(".")[2])  # 0.333…
+        if cycle:
+            return value + _repeated(cycle[1], decimals), None, at + 1
+    if (fraction := _fraction(found, at)) is not None:
+        return fraction, None, at + 2
+    if has_kind(found, at + 1, "vulgar"):
+        return value + _vulgar(found[at + 1]), None, at + 1
+    if decimals == 0:
+        for gap, opened in ((1, False), (2, False), (2, True)):
+            top = at + gap
+            if gap == 2 and not (
+                found[at + 1 : at + 2] and found[at + 1].text in (("(",) if opened else ("又", "+", "and", "&"))
+            ):
+                continue
+            if gap == 1 and not is_spaced(found, top):
+                continue
+            part = _fraction(found, top)
+            if part is not None and part < 1 and (not opened or has_kind(found, top + 3, "close")):
+                return value + part, None, top + 2 + opened
+        words = [word_at(found, at + i) for i in (1, 2, 3)]
+        if words[:2] == ["and", "a"] and words[2] in ("half", "quarter", "third"):
+            return value + Fraction(1, {"half": 2, "quarter": 4, "third": 3}[words[2]]), None, at + 3
+    return value, decimals, at
+
+
+def _fraction(found: Sequence[Token], at: int) -> Fraction | None:
+    """`3/4`, but not a part of a date."""
+    if not (
+        has_kind(found, at, "digits") and has_kind(found, at + 1, "operator") and has_kind(found, at + 2, "digits")
+    ):
+        return None
+    if found[at + 1].text not in "/⁄" or (has_kind(found, at + 3, "operator") and found[at + 3].text == "/"):
+        return None
+    if max(len(found[at].text), len(found[at + 2].text)) > MAX_DIGITS:
+        return None
+    (top, _), (bottom, _) = _digits(found[at]), _digits(found[at + 2])
+    return top / bottom if bottom else None
+
+
+def _power(found: Sequence[Token], value: Fraction, decimals: int | None, at: int) -> tuple[Fraction, int | None, int]:
+    """Times a power of ten: `5 × 10^3`, `5 x 10³`."""
+    ten = at + 2
+    times = (has_kind(found, at + 1, "operator") and found[at + 1].text in "×*·⋅") or word_at(found, at + 1) == "x"
+    if not (times and has_kind(found, ten, "digits") and found[ten].text == "10"):
+        return value, decimals, at
+    if has_kind(found, ten + 1, "raised"):
+        return value * _ten(found[ten + 1].text.translate(_SUPERSCRIPTS)), None, ten + 1
+    if has_kind(found, ten + 1, "operator") and found[ten + 1].text in ("^", "**"):
+        rest = found[ten + 2 : ten + 6]
+        text = "".join(token.text for token in rest)
+        if power := re.match(r"[({]?([-\u2212]?\d{1,3})[)}]?", text):
+            length = len(power.group())
+            for number, token in enumerate(rest):
+                length -= len(token.text)
+                if length <= 0:
+                    return value * _ten(power[1].replace("\u2212", "-")), None, ten + 2 + number
+    return value, decimals, at
+
+
+def _ten(exponent: str) -> Fraction:
+    return Fraction(10) ** int(exponent or 0) if re.fullmatch(r"-?\d{1,3}", exponent) else Fraction(1)
+
+
+def _digits(token: Token) -> tuple[Fraction, int]:
+    text, _, exponent = token.text.lower().partition("e")
+    text, _, cycle = re.sub(rf"[,'’ _{_SPACE}]", "", text).rstrip(")").partition("(")
+    if cycle:
+        decimals = len(text.partition(".")[2])
+        return Fraction(text + "0") + _repeated(cycle, decimals), decimals
+    plain = text
+    value = Fraction(plain) * (Fraction(10) ** int(exponent) if exponent else 1)
+    return value, len(plain.partition(".")[2]) if not exponent else 0
+
+
+def _repeated(cycle: str, decimals: int) -> Fraction:
+    """What a cycle of digits adds after so many decimals."""
+    return Fraction(int(cycle), (10 ** len(cycle) - 1) * 10**decimals)
+
+
+def _vulgar(token: Token) -> Fraction:
+    return Fraction(unicodedata.numeric(token.text)).limit_denominator(100)
+
+
+def has_kind(found: Sequence[Token], place: int, kind: str) -> bool:
+    """Whether there is a token of that kind."""
+    return 0 <= place < len(found) and found[place].kind == kind
+
+
+def is_spaced(found: Sequence[Token], place: int) -> bool:
+    """Whether white space, or nothing more, stands before a place."""
+    return place >= len(found) or found[place].spaced
+
+
+def word_at(found: Sequence[Token], place: int) -> str:
+    """The word there in lower case; empty if it is none."""
+    return found[place].text.lower() if has_kind(found, place, "word") else ""
+
+
+def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
+    """Whether a reading of one equals a reading of the other, as stated above.
+
+    Args:
+        exact: roundings are other numbers, unless they have six significant digits and the gold one has no end.
+    """
+    if not exact:
+        return any(_close(a, answer.decimals, g, gold.decimals) for a in answer.values for g in gold.values)
+    pairs = [(a, g) for a in answer.values for g in gold.values]
+    return any(abs(a - g) <= (0 if _ends(g) else NOISE) * abs(g) for a, g in pairs)
+
+
+def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: int | None) -> bool:
+    if abs(answer - gold) <= NOISE * min(Fraction(1), abs(gold)):
+        return True
+    if digits is None or (_ends(gold) and (gold_digits is None or not _is_cut(gold, gold_digits))):
+        return False
+    written = abs(answer) * 10**digits  # without end: the answer's own rounding of it, up or down
+    if answer * gold <= 0 or digits < 2 or written < 100:
+        return False
+    exact = abs(gold) * 10**digits
+    return abs(exact - written) <= Fraction(1, 2) or written == exact.__floor__()
+
+
+def rounds_to(value: Fraction, gold: Number) -> bool:
+    """Whether a value without end is, to the decimals of a number, two or more, that number."""
+    digits = gold.decimals or 0
+    return digits > 1 and not _ends(value) and any(abs(value - g) <= Fraction(1, 2 * 10**digits) for g in gold.values)
+
+
+def _is_cut(value: Fraction, digits: int) -> bool:
+    """Whether decimals are the beginning of some that do not end: many, or repeating."""
+    written = str(abs(value.numerator * 10**digits // value.denominator))[-digits:] if digits else ""
+    return digits > 8 or (digits > 4 and re.search(r"(\d+?)\1{2,}\d?$", written) is not None)
+
+
+def _ends(value: Fraction) -> bool:
+    bottom = value.denominator
+    for prime in (2, 5):
+        while bottom % prime == 0:
+            bottom //= prime
+    return bottom == 1

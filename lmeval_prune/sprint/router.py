@@ -214,7 +214,9 @@ def _check(outcomes: Outcomes) -> None:
     if len(outcomes.pool) < 2:
         raise InputError("a router needs at least two heads to choose from; sweep more heads")
     if len(set(outcomes.texts)) < 2:
-        raise InputError("a router needs at least two different questions; sweep more")
+        raise InputError(
+            "a router needs at least two different questions to learn from, and holdout takes its share; sweep more"
+        )
     known = outcomes.z[outcomes.known]
     if not known.size or known.max() == 0:
         raise InputError(

@@ -102,8 +102,9 @@ class Routing(Tries):
             questions[self._question(request)] = None
             if request.repeats > len(self.pool):
                 raise InputError(
-                    f"task {request.task_name} has {request.repeats} tries, and the pool of router={self.source} only "
-                    f"{len(self.pool)} heads; ask for fewer, or take a larger pool"
+                    f"task {request.task_name} has {request.repeats} tries, and the pool of router={self.source} "
+                    f"only {len(self.pool)} heads; take a larger pool, or a task of fewer tries, which is a file of "
+                    f"three lines (docs/tasks.md, pass@k)"
                 )
         new = [question for question in questions if question not in self.orders]
         if new:

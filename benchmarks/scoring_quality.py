@@ -1,0 +1,227 @@
+"""The scorers against a corpus of answers, beside lm-eval's own filters and math-verify: what each misses and accepts.
+
+    make scoring-report        or        python benchmarks/scoring_quality.py [--cases 3000]
+
+The corpus is `tests/answers`: forms of an answer with the verdict of a fair reader. Rates are averaged over forms, each
+counted once: they say which forms fail, not how often a model uses them. Writes `results/scoring_quality.json` and the
+table in `docs/scoring.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from _record import environment, write
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.answers import SLOW, TARGETS, Case, cases, judge, load, rate, sample  # noqa: E402
+
+OURS, STRICT, FLEXIBLE, MINERVA, MATH_VERIFY = "ours", "strict-match", "flexible-extract", "minerva_math", "math-verify"
+DOCUMENT = ROOT / "docs" / "scoring.md"
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+SECONDS = 20.0  # for one comparison of a peer
+Scorer = Callable[[Case], bool]
+
+# --------------------------------------------------------------------------- the peers
+
+
+def gsm8k(filter_name: str) -> Scorer:
+    """One of lm-eval's filters of its task gsm8k, then its metric with that task's settings."""
+    from lm_eval import tasks
+    from lm_eval.api.metrics import exact_match_hf_evaluate
+    from lm_eval.filters.extraction import RegexFilter
+
+    task = yaml.safe_load((Path(tasks.__path__[0]) / "gsm8k" / "gsm8k.yaml").read_text())
+    settings = next(entry["filter"][0] for entry in task["filter_list"] if entry["name"] == filter_name)
+    regex = RegexFilter(**{key: value for key, value in settings.items() if key != "function"})
+    names = ("ignore_case", "ignore_punctuation", "regexes_to_ignore")
+    metric = {name: task["metric_list"][0][name] for name in names}
+
+    def right(case: Case) -> bool:
+        (((answer,),),) = (regex.apply([[case.text]], [{}]),)
+        return bool(exact_match_hf_evaluate([answer], [case.row["target"]], **metric)["exact_match"] == 1)
+
+    return right
+
+
+def minerva() -> Scorer:
+    """lm-eval's minerva_math: its extraction, normalisation and comparison.
+
+    It reads one phrase and no box, so what the corpus puts in a box to be compared is put in that phrase for it.
+    """
+    from lm_eval.tasks.minerva_math import utils
+
+    def right(case: Case) -> bool:
+        phrase = f"Final Answer: The final answer is ${case.form}$. I hope it is correct."
+        text = phrase if case.file in ("equivalents", "near_misses") else case.text
+        answer = utils.normalize_final_answer(utils.get_unnormalized_answer(text))
+        return bool(utils.is_equiv(answer, utils.normalize_final_answer(case.row["target"])))
+
+    return right
+
+
+def math_verify() -> Scorer:
+    """math-verify as its documentation shows it: the gold answer in dollar signs against the whole response."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return lambda case: bool(verify(parse(f"${case.row['target']}$"), parse(case.text)))
+
+
+PEERS: dict[str, Callable[[], Scorer]] = {
+    STRICT: functools.partial(gsm8k, STRICT),
+    FLEXIBLE: functools.partial(gsm8k, FLEXIBLE),
+    MINERVA: minerva,
+    MATH_VERIFY: math_verify,
+}
+
+
+@functools.cache
+def _peer(name: str) -> Scorer:
+    return PEERS[name]()
+
+
+def _verdict(name: str, case: Case) -> bool:
+    """Judges in a worker process; an exception is a verdict of wrong."""
+    try:
+        return _peer(name)(case)
+    except Exception:
+        return False
+
+
+def verdicts(name: str, found: list[Case], pool: Any) -> list[bool]:
+    """Judges all cases, the computer algebra systems in worker processes: one that hangs is stopped, and wrong."""
+    if name == OURS:
+        return [judge(case) for case in found]
+    if name not in (MINERVA, MATH_VERIFY):
+        return [_verdict(name, case) for case in found]
+    results = pool.map(functools.partial(_verdict, name), found, timeout=SECONDS).result()
+    out = []
+    for _ in found:
+        try:
+            out.append(next(results))
+        except (TimeoutError, OSError, RuntimeError):
+            out.append(False)
+    return out
+
+
+def unavailable(name: str) -> str:
+    """Says why a peer cannot be used here, or nothing."""
+    try:
+        _peer(name)
+    except (ImportError, AssertionError) as problem:
+        return str(problem) or type(problem).__name__
+    return ""
+
+
+def scorers_of(name: str) -> list[str]:
+    kinds = {
+        line["kind"]
+        for line in load(
+            {"perturbed": "standard", "replacing": "taken_back", "neighbours": "wrappings"}.get(name, name)
+        )
+    }
+    return {"number": [OURS, STRICT, FLEXIBLE, MATH_VERIFY], "mathematics": [OURS, MINERVA, MATH_VERIFY]}.get(
+        kinds.pop(), [OURS]
+    )
+
+
+# --------------------------------------------------------------------------- the report
+
+
+def measure(name: str, limit: int, skipped: dict[str, str], pool: Any) -> dict[str, Any]:
+    """Scores one part of the corpus by everything that fits it."""
+    whole = cases(name)
+    entry: dict[str, Any] = {"target": TARGETS[name], "classes": {}, "wrong": {}, "cases": {}}
+    by_class: dict[str, dict[str, Any]] = defaultdict(lambda: {"wrong": {}})
+    for scorer in scorers_of(name):
+        if scorer in skipped:
+            continue
+        few = name in SLOW or scorer == MATH_VERIFY
+        found = sample(whole, limit) if few else whole
+        given = verdicts(scorer, found, pool)
+        wrong = [case for case, right in zip(found, given, strict=True) if right != case.expected]
+        entry["wrong"][scorer] = round(rate(found, wrong), 5)
+        entry["cases"][scorer] = len(found)
+        for category in dict.fromkeys(case.category for case in found):
+            part = [case for case in found if case.category == category]
+            share = rate(part, [case for case in wrong if case.category == category])
+            by_class[category]["wrong"][scorer] = round(share, 5)
+    for category, part_of in by_class.items():
+        part_of["forms"] = len({case.line for case in whole if case.category == category})
+    entry["classes"] = dict(by_class)
+    entry["forms"] = len({case.line for case in whole})
+    entry["expected"] = sorted({int(case.expected) for case in whole})
+    return entry
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f}%"
+
+
+def error_of(entry: dict[str, Any]) -> str:
+    return {(1,): "missed", (0,): "accepted"}.get(tuple(entry["expected"]), "judged wrongly")
+
+
+def table(found: dict[str, Any]) -> str:
+    """The parts of the corpus as a Markdown table."""
+    columns = [OURS, *PEERS]
+    lines = [f"| part | forms | error | target | {' | '.join(columns)} |", "| --- " * (len(columns) + 4) + "|"]
+    for name, entry in found.items():
+        shares = [percent(entry["wrong"].get(column)) for column in columns]
+        lines.append(
+            f"| `{name}` | {entry['forms']} | {error_of(entry)} | {percent(entry['target'])} | {' | '.join(shares)} |"
+        )
+    return "\n".join(lines)
+
+
+def show_classes(found: dict[str, Any]) -> None:
+    width = max(len(category) for entry in found.values() for category in entry["classes"])
+    for name, entry in found.items():
+        columns = list(entry["wrong"])
+        print(f"\n{name}, {error_of(entry)} (target {percent(entry['target'])})")
+        print(f"  {'':{width}} {'forms':>6}" + "".join(f"{column:>18}" for column in columns))
+        for category, part in [*entry["classes"].items(), ("all", entry)]:
+            shares = "".join(f"{percent(part['wrong'].get(column)):>18}" for column in columns)
+            print(f"  {category:{width}} {part['forms']:>6}{shares}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cases", type=int, default=3000, help="most cases of a part that a computer algebra system judges"
+    )
+    parser.add_argument("--parts", nargs="+", choices=TARGETS, default=list(TARGETS), help="writes no file if not all")
+    options = parser.parse_args()
+    if importlib.util.find_spec("pebble") is None:
+        raise SystemExit("this needs pebble: pip install pebble (or lmeval-prune[dev])")
+    from pebble import ProcessPool
+
+    skipped = {name: reason for name in PEERS if (reason := unavailable(name))}
+    for name, reason in skipped.items():
+        print(f"without {name}: {reason}")
+    with ProcessPool(max_workers=2) as pool:
+        found = {name: measure(name, options.cases, skipped, pool) for name in options.parts}
+    show_classes(found)
+    print(f"\n{table(found)}")
+    if len(found) < len(TARGETS):
+        return
+    write("scoring_quality", {"environment": environment(), "skipped": skipped, "parts": found})
+    before, rest = DOCUMENT.read_text().split(BEGIN)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
+    print(f"written: {DOCUMENT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The scorers against the corpus of tests/answers, and against hostile texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from lmeval_prune.tasks import results
+from tests.answers import TARGETS, Case, cases, load, offending, perturbations, rate, sample, show
+from tests.answers.hostile import superlinear, texts
+
+SAMPLES = {
+    "perturbed": 50_000,
+    "wrappings": 900,
+    "neighbours": 300,
+    "equivalents": 600,
+    "near_misses": 600,
+}  # the others whole
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_answers_are_judged_as_a_fair_reader_would(name: str) -> None:
+    found = cases(name)
+    found = sample(found, SAMPLES.get(name, len(found)))
+    wrong = offending(found)
+    share = rate(found, wrong)
+    print(f"{name}: {share:.2%} by form, {len(wrong)} of {len(found)} texts")
+    assert share <= TARGETS[name], f"{share:.2%} of {name}\n{show(wrong)}"
+
+
+@pytest.mark.parametrize("case", cases("scoring_md"), ids=lambda case: case.name)
+def test_a_defect_that_was_found_once(case: Case) -> None:
+    assert not offending([case]), show([case])
+
+
+# --------------------------------------------------------------------------- the corpus itself
+
+
+def test_the_corpus_is_broad_and_says_each_thing_once() -> None:
+    least = {
+        "standard": 600,
+        "held": 200,
+        "taken_back": 80,
+        "wrappings": 60,
+        "equivalents": 400,
+        "near_misses": 400,
+        "text": 120,
+        "equations": 120,
+    }
+    for name, count in least.items():
+        lines = load(name)
+        keys = Counter(
+            str({key: line.get(key) for key in ("form", "gold", "kind", "golds", "formula", "names")}) for line in lines
+        )
+        assert len(lines) >= count and max(keys.values()) == 1, name
+        assert all(line["form"] or not line["expected"] for line in lines) and all(line["why"] for line in lines)
+    assert sum(gold["kind"] == "mathematics" for gold in load("golds")) >= 150
+    for name in ("text", "equations", "scoring_md"):
+        assert {line["expected"] for line in load(name)} == {0, 1}
+    same = {(line["gold"], line["form"]) for line in load("equivalents")}
+    assert not same & {(line["gold"], line["form"]) for line in load("near_misses")}
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "perturbed"])
+def test_every_form_is_filled(name: str) -> None:
+    for case in cases(name):
+        assert not any(
+            place in case.text for place in ("{gold}", "{latex}", "{target}", "{other}", "{part}", "{sum}", "{value}")
+        )
+
+
+def test_forms_state_the_gold_answer_and_perturbed_ones_another() -> None:
+    case = next(
+        case for case in cases("standard") if case.form == "{part} + 5 = {gold} apples" and case.row["target"] == "12"
+    )
+    assert case.text == "7 + 5 = 12 apples" and case.expected
+    near = {
+        "12": "13 11 120 -12 21 2 1",
+        "68.25": "69.25 67.25 682.5 -68.25 68.26 68.24 86.25 62.85 68.52 8.25 68.5 68.2",
+        "3/4": "1.75 -0.25 7.5 -0.75 1 0.6 4/3",
+    }
+    assert {target: " ".join(perturbations(target)) for target in near} == near
+    first, later = (
+        next(case for case in cases(name) if case.form == "{gold}. Wait, {other}." and case.row["target"] == "12")
+        for name in ("taken_back", "replacing")
+    )
+    assert (first.text, first.expected) == ("12. Wait, 29.", False) and (later.text, later.expected) == (
+        "29. Wait, 12.",
+        True,
+    )
+
+
+# --------------------------------------------------------------------------- hostile texts
+
+NUMBER, MATHEMATICS = {"target": "12"}, {"target": "x+1", "level": 1, "subject": "Algebra"}
+SCORERS = {
+    "number": (results.number, NUMBER),
+    "mathematics of a number": (results.mathematics, MATHEMATICS | NUMBER),
+    "mathematics": (results.mathematics, MATHEMATICS),
+    "word": (results.text_or_number, {"target": "Lucy"}),
+    "several numbers": (results.text_or_number, {"target": "3; 4"}),
+    "equation": (results.equation, {"target": "12", "formula": "7+5=12", "names": {}}),
+}
+HOSTILE = texts()
+PIECES_OF_A_MEGABYTE = ("0", " ", "\n", "\\", "$", "(", "\0", "\ud800", "\u202e", r"\boxed{", "answer is ", "####")
+LONGEST = [
+    *(f"run of {piece!a}" for piece in PIECES_OF_A_MEGABYTE),
+    "random pieces 1",
+    "random characters 1",
+    "random code points",
+]
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_time_grows_with_the_size_of_a_hostile_text_and_no_more(scorer: str) -> None:
+    function, row = SCORERS[scorer]
+    compared = scorer.startswith("mathematics")  # by a computer algebra system, which has a time limit of its own
+    sizes = (1_000, 2_000) if compared else (4_000, 8_000, 16_000)
+    names = list(HOSTILE)[:: 20 if compared else 1]
+    found = {name: superlinear(lambda text: function(row, [text]), HOSTILE[name], sizes) for name in names}
+    assert not any(found.values()), {name: step for name, step in found.items() if step}
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_a_megabyte_of_anything_is_scored(scorer: str) -> None:
+    function, row = SCORERS[scorer]
+    found = {
+        name: superlinear(lambda text: function(row, [text]), HOSTILE[name], (250_000, 1_000_000)) for name in LONGEST
+    }
+    assert not any(found.values()), {name: step for name, step in found.items() if step}
+
+
+def test_what_is_returned_for_a_hostile_text_has_the_usual_fields() -> None:
+    for text in HOSTILE.values():
+        got = results.number(NUMBER, [text(500)])
+        assert got["exact_match"] in (0, 1) and got["strict_match"] in (0, 1) and isinstance(got["extracted"], str)

@@ -15,14 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmeval_prune.kernels.token_filter import compiled, naive
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
 from lmeval_prune import InputError, map_model
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.attention_call import put_in_front
 from lmeval_prune.interventions.filtered_attention import FilteredLayer
 from lmeval_prune.interventions.token_filter import CHOICES, TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.tasks import data
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import output, tiny, tokens
 
@@ -44,6 +46,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3"
 
 def made(**options: Any) -> TokenFilter:
     return TokenFilter(**{**QUICK, **options})
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
+    folder = embedded.resolve("smollm2-135m")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 # --------------------------------------------------------------------------- decisions
@@ -386,3 +394,16 @@ def test_every_setting_is_part_of_the_identity() -> None:
         json.dumps(dataclasses.replace(base, **{name: value}).identity(model_map)) for name, value in changes.items()
     }
     assert len(identities | {json.dumps(base.identity(model_map))}) == 11
+
+
+@pytest.mark.parametrize("options", [{"ratio": 0.2}, {"ratio": 0.2, "focus": "uniform"}, {"ratio": 0.4, "similarity": "key"}], ids=str)
+def test_the_target_is_reached_on_real_text(options: dict[str, Any], smollm2: Any, shared_data: Path) -> None:
+    """Within a point over 2,000 tokens, with the defaults."""
+    model, tokenizer = smollm2
+    rows = list(data.load("gsm8k", "test", shared_data))[:30]
+    ids = tokenizer("\n\n".join(row["question"] + row["answer"] for row in rows), return_tensors="pt")["input_ids"][:, :2000]
+    assert ids.shape[1] == 2000
+    with TokenFilter(**options).applied_to(model) as model_map, torch.no_grad():
+        model.model(ids, use_cache=False)
+        found = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
+    assert found["tokens"] == 2000 and found["realised"] == pytest.approx(found["target"], abs=0.01)

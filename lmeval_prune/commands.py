@@ -124,7 +124,19 @@ def filter_map(
     from lmeval_prune.models.arguments import Arguments
     from lmeval_prune.reporting.filter_map import draw
 
-    given = json.loads(token_filter) if token_filter.lstrip().startswith("{") else token_filter
+    try:
+        given = json.loads(token_filter) if token_filter.lstrip().startswith("{") else token_filter
+    except ValueError as error:
+        raise InputError(f"--token_filter {token_filter} is no JSON ({error}); give a ratio or a dictionary") from error
+    is_file = len(text) < 200 and "\n" not in text and Path(text).is_file()
+    if not is_file and text.endswith((".txt", ".md")) and len(text.split()) == 1:
+        raise InputError(f"--text {text}: there is no such file")
+    try:
+        words = Path(text).read_text(encoding="utf-8") if is_file else text
+    except UnicodeDecodeError as error:
+        raise InputError(f"--text {text}: the file is no text in UTF-8") from error
+    if not words or tokens < 1:
+        raise InputError("there is nothing to draw; give --text 'some words', and --tokens of 1 or more")
     (wanted,) = Arguments.of({"token_filter": given}).interventions
     bare = skeleton_of(pretrained, revision)
     wanted.fit_to(map_model(bare))
@@ -135,17 +147,15 @@ def filter_map(
         tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision)
     except UNREADABLE as error:
         raise InputError(f"the weights of {pretrained} cannot be loaded ({first_line(error)})") from error
-    is_file = len(text) < 200 and "\n" not in text and Path(text).is_file()
-    words = Path(text).read_text(encoding="utf-8") if is_file else text
     ids = tokenizer(words, return_tensors="pt")["input_ids"][:, :tokens]
-    if not ids.numel():
-        raise InputError("the text has no tokens; give --text 'some words'")
     with wanted.applied_to(model) as model_map, torch.no_grad():
         model(ids, use_cache=False)
         live: Any = interventions_on(model)[0]
         report = live.report(model_map)["token_filter_skipped"]
         skipped = {label: rows[0] for label, rows in live.skipped.items()}
     pieces = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
+    if not skipped:
+        raise InputError("with a ratio of 0 nothing is filtered; give a larger one")
     share = f"{report['realised']:.1%} of tokens × layers skipped (target {report['target']:.0%})"
     draw(pieces, list(skipped), torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}", Path(output))
     print(f"{output}.png: {share}")

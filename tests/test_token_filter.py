@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import random
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Stat
 
 from lmeval_prune import InputError, map_model
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.cli import main
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.attention_call import put_in_front
 from lmeval_prune.interventions.filtered_attention import FilteredLayer
@@ -41,7 +43,19 @@ OPTIONS = [
     {"ratio": 0.4, "focus": "head"},
     {"ratio": 0.5, "focus": "tail"},  # everything in the last layer
 ]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "deepseek_v3",
+    "gpt_neox",
+    "opt",
+)
 
 
 def made(**options: Any) -> TokenFilter:
@@ -51,7 +65,9 @@ def made(**options: Any) -> TokenFilter:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Any, Any]:
     folder = embedded.resolve("smollm2-135m")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
+        folder
+    )
 
 
 # --------------------------------------------------------------------------- decisions
@@ -109,6 +125,15 @@ def test_decisions_are_the_references(
             np.testing.assert_allclose(anchors[0][row], state.anchor_key, atol=1e-12)
 
 
+def test_a_share_of_1_skips_all_after_the_warmup_at_once() -> None:
+    key = torch.randn(1, 2, 9, 4, dtype=torch.float64)
+    for warmup in (1, 4):
+        state, rule = naive.State(), naive.Rule(1.0, warmup=warmup)
+        assert [naive.decide(key[0, :, t], key[0, :, t], state, rule) for t in range(9)] == [
+            t >= warmup for t in range(9)
+        ]
+
+
 def test_the_first_threshold_is_what_a_share_of_a_normal_distribution_exceeds() -> None:
     known = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1
     for share in (0.1, 0.5, 0.9):
@@ -159,9 +184,18 @@ def test_a_filtered_model_is_the_references(options: dict[str, Any]) -> None:
     assert (expected - output(model, inputs)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma3_text", "phi3"])
-def test_other_families_and_windows_are_the_references(family: str) -> None:
-    model, inputs, one = tiny(family), tokens(rows=2, length=24), made(ratio=0.4)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": 5}),
+        ("gemma3_text", {"sliding_window": 5}),
+        ("phi3", {"sliding_window": 5}),
+        ("qwen3", {}),
+    ],
+)
+@pytest.mark.parametrize("keep", [False, True])
+def test_other_families_and_windows_are_the_references(family: str, changes: dict[str, Any], keep: bool) -> None:
+    model, inputs, one = tiny(family, **changes), tokens(rows=2, length=24), made(ratio=0.4, keep_skipped_kv=keep)
     with ExitStack() as stack:
         reference(model, one, stack)
         expected = output(model, inputs)
@@ -256,6 +290,74 @@ def test_the_cache_holds_what_was_not_skipped() -> None:
         assert layer.sequences.keys.shape[2] < 64
 
 
+@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.2, 0.5])
+def test_the_cache_is_smaller_than_without_a_filter(ratio: float) -> None:
+    model, inputs = tiny("llama"), tokens(rows=1, length=401)
+    sizes = []
+    for one in (TokenFilter(0.0), TokenFilter(ratio)):
+        cache = DynamicCache(config=model.config)
+        with one.applied_to(model), torch.no_grad():
+            for part in inputs.split([400, 1], dim=1):
+                model(part, past_key_values=cache, use_cache=True)
+        sizes.append(
+            sum((layer.sequences if isinstance(layer, FilteredLayer) else layer).keys.numel() for layer in cache.layers)
+        )
+    assert sizes[1] < sizes[0] * min(1.0, 1.06 - ratio)
+
+
+def test_a_copied_cache_goes_on() -> None:
+    model, inputs = tiny("llama"), tokens(rows=1, length=16)
+    with made(ratio=0.4).applied_to(model), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(inputs[:, :10], past_key_values=cache, use_cache=True)
+        other = copy.deepcopy(cache)
+        found = [model(inputs[:, 10:], past_key_values=one, use_cache=True).logits for one in (cache, other)]
+    assert torch.equal(*found)
+
+
+def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
+    model, inputs = tiny("llama"), tokens(rows=1, length=12)
+    cache = DynamicCache(config=model.config)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("inside")
+
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="inside"), made(ratio=0.4).applied_to(model):
+            model(inputs, past_key_values=cache, use_cache=True)
+            model.model.layers[1].self_attn.v_proj.register_forward_hook(fail)
+            model(inputs, past_key_values=cache, use_cache=True)
+        model.model.layers[1].self_attn.v_proj._forward_hooks.clear()
+        with pytest.raises(InputError, match="not applied now"):
+            model(inputs, past_key_values=cache, use_cache=True)
+
+
+def test_packed_texts_are_refused() -> None:
+    model, inputs = tiny("llama"), tokens(rows=1, length=12)
+    places = torch.tensor([[*range(7), *range(5)]])
+    with made(ratio=0.4).applied_to(model), pytest.raises(InputError, match="one text a row"):
+        model(inputs, position_ids=places, use_cache=False)
+
+
+def test_a_filter_on_two_models_counts_and_filters_each_by_itself() -> None:
+    large, small, inputs, one = tiny("llama", num_hidden_layers=4), tiny("llama"), tokens(), made(ratio=0.4)
+    with one.applied_to(large):
+        expected = output(large, inputs)
+        with one.applied_to(small):
+            output(small, inputs)
+            torch.testing.assert_close(output(large, inputs), expected, rtol=0, atol=0)
+            assert len(interventions_on(small)[0].counts) == 2 and len(interventions_on(large)[0].counts) == 4
+
+
+def test_two_filters_are_refused() -> None:
+    model, inputs = tiny("llama"), tokens()
+    with made(ratio=0.4).applied_to(model):
+        before = output(model, inputs)
+        with pytest.raises(InputError, match="two token filters"), made(ratio=0.2).applied_to(model):
+            pass
+        assert torch.equal(output(model, inputs), before)
+
+
 def test_rows_of_a_cache_are_chosen_and_repeated() -> None:
     model, inputs = tiny("llama"), tokens(rows=3, length=12)
     chosen = torch.tensor([2, 0, 2])
@@ -343,6 +445,49 @@ def test_answers_do_not_depend_on_the_batch(tiny_folder: Path) -> None:
     assert dense != found[0][0]
 
 
+def test_texts_that_end_in_token_0_are_scored_as_alone(tiny_folder: Path) -> None:
+    """Padding is 0, too: another request that is a beginning of this one does not make its end padding."""
+    lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", batch_size=1, token_filter={"ratio": 0.4, **QUICK})
+    context = tokens(1, 8)[0].tolist()
+    ours, other = (("", ""), context, [5, 0, 7]), (("", ""), context, [5, 3])
+    alone = lm._loglikelihood_tokens([ours])[0]
+    assert lm._loglikelihood_tokens([other, ours])[1][0] == pytest.approx(alone[0], abs=1e-9)
+
+
+def test_finding_a_batch_size_is_not_counted(tiny_folder: Path) -> None:
+    scored = [request("loglikelihood", (prompt, " and so"), i) for i, prompt in enumerate(PROMPTS)]
+    found = []
+    for size in (1, "auto"):
+        lm = PrunedHFLM(
+            str(tiny_folder), dtype="float64", device="cpu", batch_size=size, max_batch_size=4, max_length=64,
+            token_filter={"ratio": 0.4, **QUICK},
+        )  # fmt: skip
+        lm.loglikelihood(scored)
+        found.append(lm.pruning_info()["token_filter_skipped"]["tokens"])
+    assert found[0] == found[1]
+
+
+def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="leave out responses"):
+        PrunedHFLM(str(tiny_folder), token_filter={"ratio": 0.2, "state": "run"}, responses=str(tmp_path / "r"))
+
+
+def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    text = "one two three four five six seven eight nine ten " * 6
+    command = ["filter-map", "--pretrained", str(tiny_folder), "--output", str(tmp_path / "map"), "--text"]
+    assert main([*command, text, "--token_filter", '{"ratio": 0.4, "warmup": 3}']) == 0
+    assert (tmp_path / "map.png").stat().st_size > 1000 and (tmp_path / "map.svg").exists()
+    assert "of tokens × layers skipped (target 40%)" in capsys.readouterr().out
+    for wrong, message in (
+        ([text, "--token_filter", "0"], "nothing is filtered"),
+        ([text, "--token_filter", '{"ratio": 0.2'], "is no JSON"),
+        (["missing.txt"], "no such file"),
+        ([text, "--tokens", "-1"], "nothing to draw"),
+    ):
+        assert main([*command, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_the_report_counts_what_was_skipped(tiny_folder: Path) -> None:
     model = tiny("llama")
     model_map, inputs = map_model(model), tokens(rows=2, length=50)
@@ -362,6 +507,7 @@ def test_the_report_counts_what_was_skipped(tiny_folder: Path) -> None:
     ("options", "message"),
     [
         ({"ratio": 0.6}, "give ratio up to 0.5, or a larger tail"),
+        ({"ratio": 0.2, "tail": 0}, "leaves no layer"),
         ({"ratio": -0.1}, "must be from 0 to 1"),
         ({"ratio": 0.2, "fusion": "mean"}, "use inverse_variance, as_printed"),
         ({"ratio": 0.2, "focus": "middle"}, "use tail, uniform, head"),
@@ -396,12 +542,16 @@ def test_every_setting_is_part_of_the_identity() -> None:
     assert len(identities | {json.dumps(base.identity(model_map))}) == 11
 
 
-@pytest.mark.parametrize("options", [{"ratio": 0.2}, {"ratio": 0.2, "focus": "uniform"}, {"ratio": 0.4, "similarity": "key"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"ratio": 0.2}, {"ratio": 0.2, "focus": "uniform"}, {"ratio": 0.4, "similarity": "key"}], ids=str
+)
 def test_the_target_is_reached_on_real_text(options: dict[str, Any], smollm2: Any, shared_data: Path) -> None:
     """Within a point over 2,000 tokens, with the defaults."""
     model, tokenizer = smollm2
     rows = list(data.load("gsm8k", "test", shared_data))[:30]
-    ids = tokenizer("\n\n".join(row["question"] + row["answer"] for row in rows), return_tensors="pt")["input_ids"][:, :2000]
+    ids = tokenizer("\n\n".join(row["question"] + row["answer"] for row in rows), return_tensors="pt")["input_ids"][
+        :, :2000
+    ]
     assert ids.shape[1] == 2000
     with TokenFilter(**options).applied_to(model) as model_map, torch.no_grad():
         model.model(ids, use_cache=False)

@@ -56,7 +56,7 @@ def _threshold_step(
     spread = tl.sqrt(deviations / tl.maximum(known, 1.0))
     is_extreme = tl.abs(quantile) == _INFINITY
     first = tl.where(is_extreme, quantile, mean + spread * tl.where(is_extreme, 0.0, quantile))
-    threshold = tl.where(is_token & (seen == warmup) & (known > 0), first, threshold)
+    threshold = tl.where(is_token & (seen == warmup) & ((known > 0) | is_extreme), first, threshold)
     feedback = step_size * (skipped / tl.maximum(seen, 1.0) - share)  # eq. 4
     threshold = tl.where(is_token & (seen > warmup), threshold + feedback, threshold)
     return skip, threshold, seen, skipped, known, mean, deviations

@@ -11,7 +11,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
@@ -130,6 +130,15 @@ class Intervention(ABC):
             model_map: where everything is in the model. `self` has been resolved for it.
             stack: its callbacks run, last first, when the intervention ends, by an exception too.
         """
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether answers depend on those before them, so that none can be taken from a store."""
+        return False
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """A block whose forward passes are trials: what is measured does not count them. By default nothing is."""
+        return nullcontext()
 
     def joined(self, other: Intervention) -> Self | None:
         """This and another one as a single intervention; None if they only nest."""

@@ -15,7 +15,16 @@ from lmeval_prune.kernels.token_filter import ops as token_filter
 from lmeval_prune.kernels.token_filter.state import COLUMNS, THRESHOLD
 
 # What models pass to attention that kernels do, or that says nothing about it.
-KNOWN = {"scaling", "sliding_window", "softcap", "is_causal", "position_ids", "use_cache", "output_router_logits"}
+KNOWN = {
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+}
 BLOCK = 64  # tokens for which there is room are a multiple of it
 
 

@@ -6,9 +6,10 @@ their place in the text. Rotary positions stay those of the text, since keys are
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,8 +74,8 @@ class Sequences:
         capacity = self.places.shape[1]
         if needed <= capacity:
             return
-        # the first time (a prompt) as much as it needs, then half as much again, so that appending costs little
-        more = (needed if not capacity else max(needed, capacity * 3 // 2, 16)) - capacity
+        # the first time (a prompt) as much as it needs, then a little more, so that appending costs little
+        more = (needed if not capacity else max(needed, capacity + max(16, capacity // 16))) - capacity
         self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
         self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
         self.places = torch.nn.functional.pad(self.places, (0, more))
@@ -119,9 +120,8 @@ class FilteredLayer(CacheLayerMixin):
         self.is_awaited = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is known before the first tokens."""
+        """See the base class. What is stored is known when attention is asked for: some families cache latents."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.sequences = sequences_like(key_states, value_states)
         self.is_initialized = True
 
     def update(
@@ -205,10 +205,37 @@ class FilteredAttention:
         self._shared: dict[str, np.ndarray] | None = {} if shared else None
         self._caches: dict[str, FilteredLayer | None] = {}
         self._last: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self.labels: set[str] = set()
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> FilteredAttention:
+        """Itself: copies of a cache are filled by what fills the cache."""
+        return self
+
+    def _forget(self) -> None:
+        """Leave no cache waiting, as an exception in the middle of a pass would."""
+        for place in self._caches.values():
+            if place:
+                place.is_awaited = False
+        self._caches.clear()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What runs inside the block is not counted, and moves no threshold that all sequences share."""
+        counts = {label: Counter(one) for label, one in self.counts.items()}
+        shared = copy.deepcopy(self._shared)
+        try:
+            yield
+        finally:
+            for label, one in counts.items():
+                self.counts[label].clear()
+                self.counts[label].update(one)
+            self._shared = shared
 
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
         """Handle the attention of these layers until `stack` closes."""
         put_in_front(model_map, self.handle, stack)
+        stack.callback(self._forget)
+        self.labels = {layer.label for layer in layers}
         for layer in layers:
             self.counts[layer.label] = Counter()
             watch = layer.module.register_forward_pre_hook(self._watching(layer), with_kwargs=True)
@@ -250,13 +277,12 @@ class FilteredAttention:
     def handle(self, call: AttentionCall, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The attention of the tokens that do not skip; zeros for the others."""
         label = call.layer.label
-        if label not in self.counts:
+        if label not in self.labels:
             return attend(call)
         place = self._caches.pop(label, None)
-        sequences = place.sequences if place else sequences_like(call.key, call.value)
-        assert sequences is not None
+        sequences = (place.sequences if place else None) or sequences_like(call.key, call.value)
         if place:
-            place.is_awaited = False
+            place.sequences, place.is_awaited = sequences, False
         valid = self._valid_of(call)
         if isinstance(sequences, DeviceSequences):
             by_kernel = can_attend(call)
@@ -273,11 +299,15 @@ class FilteredAttention:
             self.skipped[label] = skipped
             kept = valid & ~skipped
             sequences.append(call.key, call.value, valid if self.keep_skipped_kv else kept)
+        found = {
+            row: self._row(call, attend, sequences, row, tokens, before[row])
+            for row, tokens in enumerate(kept)
+            if tokens.any()
+        }
         shape = (*call.query.shape[:1], call.query.shape[2], call.query.shape[1], call.value.shape[-1])
-        out = call.query.new_zeros(shape)
-        for row, tokens in enumerate(kept):
-            if tokens.any():
-                self._row(call, attend, sequences, row, tokens, before[row], out)
+        out = next(iter(found.values()), call.value).new_zeros(shape)  # autocast's type, too
+        for row, attended in found.items():
+            out[row, kept[row]] = attended
         return out, None
 
     def _valid_of(self, call: AttentionCall) -> torch.Tensor:
@@ -308,9 +338,8 @@ class FilteredAttention:
         row: int,
         tokens: torch.Tensor,
         before: int,
-        out: torch.Tensor,
-    ) -> None:
-        """The attention of a row's tokens that do not skip, written into `out`."""
+    ) -> torch.Tensor:
+        """The attention of a row's tokens that do not skip, (tokens, heads, width)."""
         length = int(sequences.lengths[row])
         chosen = tokens.nonzero()[:, 0]
         query = call.query[row : row + 1, :, chosen]
@@ -330,8 +359,7 @@ class FilteredAttention:
             if window is not None:
                 hidden |= seen <= asks[:, None] - window
             mask = query.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min)[None, None]
-        found, _ = attend(replace(call, query=query, key=key, value=value, mask=mask))
-        out[row, chosen] = found[0]
+        return attend(replace(call, query=query, key=key, value=value, mask=mask))[0][0]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -344,9 +372,17 @@ def _valid(call: AttentionCall) -> torch.Tensor:
     rows, tokens = call.query.shape[0], call.query.shape[2]
     if call.mask is None:
         return torch.ones(rows, tokens, dtype=torch.bool, device=call.query.device)
-    own = call.mask[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
-    own = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
-    return own.expand(rows, tokens)
+    seen = call.mask[:, 0, :, -tokens:]
+    seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
+    valid = seen.diagonal(dim1=1, dim2=2).expand(rows, tokens)
+    if tokens > 1:
+        places = torch.arange(tokens, device=seen.device)
+        causal = (places <= places[:, None]) & valid[:, None]
+        if (window := call.options.get("sliding_window")) is not None:
+            causal &= places > places[:, None] - window
+        if not torch.equal(seen & valid[..., None], causal & valid[..., None]):
+            raise InputError("a token filter needs causal attention to one text a row; give packed texts row by row")
+    return valid
 
 
 def _is_eager(call: AttentionCall) -> bool:

@@ -7,10 +7,11 @@ tokens do not see it. `T` follows the share of tokens skipped so far. Formulas: 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from lmeval_prune.interventions.attention_call import check_attention_calls
 from lmeval_prune.interventions.base import Intervention
 from lmeval_prune.interventions.filtered_attention import FilteredAttention
 
+logger = logging.getLogger(__name__)
 CHOICES = {
     "focus": ("tail", "uniform", "head"),
     "similarity": ("kv", "key", "value"),
@@ -47,6 +49,7 @@ class TokenFilter(Intervention):
         keep_skipped_kv: later tokens see a skipped token; the cache is then as large as without a filter.
         counts: of an applied filter, by layer, `tokens` and `skipped` ones so far.
         skipped: of an applied filter, by layer, the last pass's decisions, (rows, tokens).
+        attention: of an applied filter, what handles the attention.
 
     Raises:
         InputError: a value is none of these, or out of its range.
@@ -64,15 +67,18 @@ class TokenFilter(Intervention):
     keep_skipped_kv: bool = False
     counts: dict[str, Counter[str]] = field(default_factory=dict, init=False, compare=False, repr=False)
     skipped: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    attention: FilteredAttention | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise InputError(f"token_filter.{name}={getattr(self, name)} is unknown; use {', '.join(known)}")
-        for name, low, high in (("ratio", 0, 1), ("tail", 0, 1), ("smoothing", 0, 1)):
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"token_filter.{name}={getattr(self, name)} must be from {low} to {high}")
+        for name in ("ratio", "tail", "smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"token_filter.{name}={getattr(self, name)} must be from 0 to 1")
+        if self.tail == 0:
+            raise InputError("token_filter.tail=0 leaves no layer to filter; give ratio=0 for none, or a larger tail")
         if not 0 < self.step_size < math.inf:
             raise InputError(f"token_filter.step_size={self.step_size} must be above 0")
         if self.warmup < 1:
@@ -88,7 +94,7 @@ class TokenFilter(Intervention):
 
     def share(self, model_map: ModelMap) -> float:
         """Share of its tokens that each of these layers shall skip, eq. 3."""
-        return self.ratio * len(model_map.attention) / len(self.layers(model_map))
+        return min(1.0, self.ratio * len(model_map.attention) / len(self.layers(model_map)))
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Refuse models without causal attention that can be handled; see the base class."""
@@ -96,14 +102,13 @@ class TokenFilter(Intervention):
         if model_map.stacks != ("",) or not all(getattr(part, "is_causal", True) for part in parts):
             raise InputError(f"token_filter is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
-        share = self.share(model_map)
-        if share > 1:
-            count, every = len(self.layers(model_map)), len(model_map.attention)
+        count, every = len(self.layers(model_map)), len(model_map.attention)
+        if self.ratio * every / count > 1 + 1e-9:
             raise InputError(
                 f"token_filter: {self.ratio:.0%} of all tokens cannot be skipped in {count} of {every} layers; "
-                f"give ratio up to {count / every:.2g}, or a larger tail"
+                f"give ratio up to {math.floor(100 * count / every) / 100}, or a larger tail"
             )
-        return self
+        return replace(self)  # with counts of its own
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Put the filter in front of the attention of these layers; see the base class."""
@@ -113,9 +118,25 @@ class TokenFilter(Intervention):
         quantile = -NormalDist().inv_cdf(share) if share < 1 else -math.inf
         kind = CHOICES["similarity"].index(self.similarity)
         rule = (share, self.step_size, self.smoothing, self.warmup, quantile, kind, self.fusion == "as_printed")
-        self.counts.clear()
+        if self.state == "run":
+            logger.warning("token_filter.state=run: answers depend on the order in which they are asked for")
         attention = FilteredAttention(rule, self.state == "run", self.keep_skipped_kv, self.counts, self.skipped)
         attention.attach(model_map, self.layers(model_map), stack)
+        object.__setattr__(self, "attention", attention)
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """What runs inside the block is not counted; see the base class."""
+        return self.attention.uncounted() if self.attention else nullcontext()
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether answers depend on those before them."""
+        return self.state == "run"
+
+    def joined(self, other: Intervention) -> None:
+        """Refuse a second filter: the two would decide about each other's tokens."""
+        if isinstance(other, TokenFilter):
+            raise InputError("two token filters cannot be applied at once; give one")
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
         """Its fields, and what has been skipped since it was applied: of tokens that ran, not of stored answers."""

@@ -75,6 +75,8 @@ class PrunedHFLM(HFLM):
                 applied.enter_context(one.applied_to(self.model, self.model_map))
             self.engine = self._engine() if self.given.engine.engine == "batched" else None
             self.answering = Answering(self)
+            if self.given.responses and any(one.needs_order for one in interventions_on(self.model)):
+                raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
             self._applied = applied.pop_all()
 
     def close(self) -> None:
@@ -212,11 +214,18 @@ class PrunedHFLM(HFLM):
             self._texts = set()
         return found
 
+    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        with ExitStack() as stack:
+            for one in interventions_on(self.model):
+                stack.enter_context(one.uncounted())
+            return int(super()._detect_batch_size(*args, **kwargs))
+
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = torch.ones_like(inps)
         for row, tokens in enumerate(inps.tolist() if self._texts else ()):
             last = max((place for place, token in enumerate(tokens) if token), default=-1) + 1  # padding is 0
-            length = next((n for n in range(last, len(tokens)) if tuple(tokens[:n]) in self._texts), len(tokens))
+            lengths = (n for n in range(len(tokens), last - 1, -1) if tuple(tokens[:n]) in self._texts)
+            length = next(lengths, len(tokens))  # the longest: what is padding after all does no harm to what is before
             mask[row, length:] = 0
 
         def tell(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

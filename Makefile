@@ -7,13 +7,16 @@ BIN := $(VENV)/bin
 # GSM8K for the demo: a folder of local data files, if there is one.
 LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: demo test lint format bench scoring-report clean
+.PHONY: demo test test-long lint format bench scoring-report clean
 
 demo: $(VENV)/.installed
 	LMEVAL_PRUNE_DATA="$(LMEVAL_PRUNE_DATA)" $(BIN)/lmeval-prune demo
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-long: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

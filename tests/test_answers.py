@@ -112,6 +112,7 @@ LONGEST = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_time_grows_with_the_size_of_a_hostile_text_and_no_more(scorer: str) -> None:
     function, row = SCORERS[scorer]

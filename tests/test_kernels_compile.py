@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="kernels need triton (pip install lmeval-prune[kernels])")
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_for_ampere_and_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -349,6 +349,7 @@ def hostile() -> list[str]:
     return texts
 
 
+@pytest.mark.long
 def test_a_thousand_hostile_texts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """By every scorer, boxed and as a phrase, with a limit of one second a comparison."""
     verifier = Verifier(workers=2, seconds=1.0)

@@ -542,6 +542,7 @@ def test_every_setting_is_part_of_the_identity() -> None:
     assert len(identities | {json.dumps(base.identity(model_map))}) == 11
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{"ratio": 0.2}, {"ratio": 0.2, "focus": "uniform"}, {"ratio": 0.4, "similarity": "key"}], ids=str
 )

@@ -27,7 +27,7 @@ from transformers import DynamicCache
 
 from lmeval_prune import map_model
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions import filter_on_device, filtered_attention
+from lmeval_prune.interventions import filter_on_device, filtered_attention, interventions_on
 from lmeval_prune.interventions.filter_on_device import DeviceSequences
 from lmeval_prune.interventions.filtered_attention import Sequences
 from lmeval_prune.interventions.token_filter import TokenFilter
@@ -473,7 +473,7 @@ def logits(model: Any, filtered: TokenFilter, pieces: list[int], mask: torch.Ten
             part = model(ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
             found.append(part.logits)
             begin = end
-        report = filtered.report(map_model(model))["token_filter_skipped"]
+        report = interventions_on(model)[0].report(map_model(model))["token_filter_skipped"]
         lengths = [list(map(int, layer.sequences.lengths)) for layer in cache.layers]
     return torch.cat(found, 1), report, lengths
 

@@ -2,7 +2,7 @@
 
     python benchmarks/unpruned_overhead.py [--rounds 5] [--threads 1]
 
-Variants: `hf`; `pruned-hf` without heads; with heads.
+Variants: `hf`, twice; `pruned-hf` without heads; with heads.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def main() -> None:
     shared = {"device": "cpu", "dtype": "float32", "batch_size": 8}
     models = {
         "hf": HFLM(folder, **shared),
+        "hf again": HFLM(folder, **shared),  # by how much two of the same differ
         "pruned-hf": PrunedHFLM(folder, **shared),
         "pruned-hf hook": PrunedHFLM(folder, heads=HEADS, **shared),
     }
@@ -64,6 +65,7 @@ def main() -> None:
         )
 
     answers = {name: run(model)[:2] for name, model in models.items()}  # warm-up and check in one
+    assert answers["hf"] == answers["hf again"]
     assert answers["hf"] == answers["pruned-hf"], "unpruned pruned-hf must give hf's answers to the bit"
     assert answers["pruned-hf hook"] != answers["hf"]
 

@@ -79,19 +79,14 @@ def mask(pretrained: str, heads: str, output: str, revision: str | None = None, 
     """
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions import HeadMask
 
     wanted = HeadMask(heads, allow_empty_layer=allow_empty_layer)
     bare = skeleton_of(pretrained, revision)
     pruned = wanted.heads_of(map_model(bare))
     check_writable(output)
-    try:
-        model = type(bare).from_pretrained(embedded.resolve(pretrained), revision=revision, dtype="auto")
-    except UNREADABLE as error:
-        raise InputError(f"the weights of {pretrained} cannot be loaded ({first_line(error)})") from error
-    model_map = map_model(model)
+    model_map = map_model(with_weights(bare, pretrained, revision))
     wanted.save(output, model_map)
     print(f"{output}: {len(pruned)} of {model_map.total_heads} heads of {model_map.name}")
     return 0
@@ -119,7 +114,7 @@ def filter_map(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
+    from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of, with_weights
     from lmeval_prune.interventions import interventions_on
     from lmeval_prune.models.arguments import Arguments
     from lmeval_prune.reporting.filter_map import draw
@@ -141,12 +136,11 @@ def filter_map(
     bare = skeleton_of(pretrained, revision)
     wanted.fit_to(map_model(bare))
     check_writable(f"{output}.png")
-    folder = embedded.resolve(pretrained)
     try:
-        model = type(bare).from_pretrained(folder, revision=revision, dtype="auto").eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(embedded.resolve(pretrained), revision=revision)
     except UNREADABLE as error:
-        raise InputError(f"the weights of {pretrained} cannot be loaded ({first_line(error)})") from error
+        raise InputError(f"the tokenizer of {pretrained} cannot be loaded ({first_line(error)})") from error
+    model = with_weights(bare, pretrained, revision)
     ids = tokenizer(words, return_tensors="pt")["input_ids"][:, :tokens]
     with wanted.applied_to(model) as model_map, torch.no_grad():
         model(ids, use_cache=False)

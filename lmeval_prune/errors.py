@@ -22,10 +22,15 @@ def first_line(error: BaseException, length: int = 150) -> str:
     return f"{type(error).__name__}: {lines[0][:length]}" if lines else type(error).__name__
 
 
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that was probably meant; None if none is near."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A question after the known name that was meant, for the end of a message; empty if none is near."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    meant = closest(name, known, cutoff)
+    return f"; did you mean {meant!r}?" if meant is not None else ""
 
 
 def reported(function: F) -> F:

@@ -517,6 +517,27 @@ def test_a_filter_on_the_device_is_the_one_on_the_cpu(family: str, options: dict
         torch.testing.assert_close(found[real], expected[real], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("state", ["request", "run"])
+def test_trials_on_the_device_are_not_counted(state: str) -> None:
+    model, mask = tiny("llama").to(DEVICE).eval(), torch.ones(2, 12, dtype=torch.long, device=DEVICE)
+    ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    filtered = TokenFilter(0.4, focus="uniform", warmup=3, step_size=0.05, state=state)
+
+    def run(trial: bool) -> tuple[torch.Tensor, Any]:
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad(), filtered.applied_to(model) as model_map:
+            patch.setattr(filtered_attention, "sequences_like", DeviceSequences.like)
+            model(ids, use_cache=False)
+            (live,) = interventions_on(model)
+            if trial:
+                with live.uncounted():
+                    model(ids.flip(1), use_cache=False)
+            return model(ids, use_cache=False).logits, live.report(model_map)["token_filter_skipped"]
+
+    (expected, counted), (found, tried) = run(False), run(True)
+    assert tried == counted and counted["tokens"] == 48
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
 def test_a_filter_on_the_device_in_single_precision() -> None:
     """Nothing but kernels."""
     model = tiny("llama").float().to(DEVICE).eval()

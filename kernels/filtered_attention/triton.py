@@ -38,6 +38,29 @@ PREFILL_CONFIGS = [
 
 
 @triton.jit
+def _load_block(
+    keys,
+    values,
+    n,
+    is_stored,
+    d,
+    dv,
+    stride_key,
+    stride_value,
+    WIDTH: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Stored tokens n of a row and head: keys (D, N) and values (N, DV); zeros where nothing is stored."""
+    k = tl.load(keys + n[None, :] * stride_key + d[:, None], mask=is_stored[None, :] & (d < WIDTH)[:, None], other=0.0)
+    is_value = is_stored[:, None] & (dv < WIDTH_V)[None, :]
+    v = tl.load(values + n[:, None] * stride_value + dv[None, :], mask=is_value, other=0.0)
+    if UPCAST:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+    return k, v
+
+
+@triton.jit
 def _attend_block(q, k, v, visible, maximum, total, found, scale, softcap, SOFTCAP: tl.constexpr):
     """One block of keys. q (M, D), k (D, N), v (N, DV), visible (M or 1, N); `scale` has log2(e) in it."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
@@ -122,16 +145,7 @@ def _decode_kernel(
     for block in range(begin, end, BLOCK_N):
         n = block + tl.arange(0, BLOCK_N)
         is_stored = n < end
-        k = tl.load(
-            keys + n[None, :] * stride_key + d[:, None], mask=is_stored[None, :] & (d < WIDTH)[:, None], other=0.0
-        )
-        v = tl.load(
-            values + n[:, None] * stride_value + dv[None, :],
-            mask=is_stored[:, None] & (dv < WIDTH_V)[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+        k, v = _load_block(keys, values, n, is_stored, d, dv, stride_key, stride_value, WIDTH, WIDTH_V, UPCAST)
         visible = is_stored
         if WINDOW:
             place = tl.load(places + row * stride_place_row + n, mask=is_stored, other=0).to(tl.int32)
@@ -308,16 +322,7 @@ def _prefill_kernel(
     for block in range(first, beyond, BLOCK_N):
         n = block + tl.arange(0, BLOCK_N)
         is_stored = n < beyond
-        k = tl.load(
-            keys + n[None, :] * stride_key + d[:, None], mask=is_stored[None, :] & (d < WIDTH)[:, None], other=0.0
-        )
-        v = tl.load(
-            values + n[:, None] * stride_value + dv[None, :],
-            mask=is_stored[:, None] & (dv < WIDTH_V)[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+        k, v = _load_block(keys, values, n, is_stored, d, dv, stride_key, stride_value, WIDTH, WIDTH_V, UPCAST)
         visible = n[None, :] < end[:, None]
         if WINDOW:
             place = tl.load(places + n, mask=is_stored, other=0).to(tl.int32)

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
+from lmeval_prune.kernels.token_filter.parallel import PADDING, SCORED
 from lmeval_prune.kernels.token_filter.state import COLUMNS, DEVIATIONS, KNOWN, MEAN, SEEN, SKIPPED, THRESHOLD
 from numba import njit
 
@@ -136,8 +137,8 @@ def thresholds(scores: Any, what: Any, state: Any, share: float, step_size: floa
     skipped = np.zeros((rows, tokens), dtype=np.bool_)
     for t in range(tokens):
         for row in range(rows):
-            if what[row, t]:
+            if what[row, t] != PADDING:
                 own = state[row if state.shape[0] > 1 else 0]
-                has_score = what[row, t] == 2
+                has_score = what[row, t] == SCORED
                 skipped[row, t] = threshold_step(own, scores[row, t], has_score, share, step_size, warmup, quantile)
     return skipped

@@ -4,5 +4,14 @@ A row for each sequence, or one for a whole run. Similarities of the warm-up are
 squared deviations.
 """
 
+import torch
+
 THRESHOLD, SEEN, SKIPPED, KNOWN, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
+
+
+def fresh(rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """States of sequences that have not begun, (rows, `COLUMNS`) in float64."""
+    states = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
+    states[:, THRESHOLD] = 1
+    return states

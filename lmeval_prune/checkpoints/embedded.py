@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, closest
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,8 @@ def check_name(name: str) -> None:
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
-    close = difflib.get_close_matches(name, MODELS, n=1)
-    if close:
-        raise InputError(f"pretrained={name} is not known; did you mean {close[0]}?")
+    if meant := closest(name, MODELS):
+        raise InputError(f"pretrained={name} is not known; did you mean {meant}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise InputError(f"pretrained={name}: there is no such folder")
 

@@ -50,3 +50,15 @@ def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
             raise
         raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
     return skeleton(config)
+
+
+def with_weights(bare: Any, pretrained: str, revision: str | None = None) -> Any:
+    """The model of `skeleton_of`, with its weights in their own type.
+
+    Raises:
+        InputError: they cannot be loaded.
+    """
+    try:
+        return type(bare).from_pretrained(embedded.resolve(pretrained), revision=revision, dtype="auto").eval()
+    except UNREADABLE as error:
+        raise InputError(f"the weights of {pretrained} cannot be loaded ({first_line(error)})") from error

@@ -12,7 +12,7 @@ import torch
 from lmeval_prune.interventions.attention_call import AttentionCall
 from lmeval_prune.kernels.filtered_attention import ops as attention
 from lmeval_prune.kernels.token_filter import ops as token_filter
-from lmeval_prune.kernels.token_filter.state import COLUMNS, THRESHOLD
+from lmeval_prune.kernels.token_filter.state import fresh
 
 # What models pass to attention that kernels do, or that says nothing about it.
 KNOWN = {
@@ -102,13 +102,6 @@ class DeviceSequences:
         self.anchors = self.anchors[0][rows], self.anchors[1][rows]
 
 
-def fresh(rows: int, device: torch.device) -> torch.Tensor:
-    """States of sequences that have not begun."""
-    states = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
-    states[:, THRESHOLD] = 1
-    return states
-
-
 class DeviceFilter:
     """Decides about tokens and stores them, and lets those attend that are not skipped.
 
@@ -120,17 +113,17 @@ class DeviceFilter:
         self, rule: token_filter.Rule, shared: bool, keep_skipped_kv: bool, counts: dict[str, Counter[str]]
     ) -> None:
         self.rule, self.shared, self.keep_skipped_kv, self.counts = rule, shared, keep_skipped_kv, counts
-        self._shared: dict[str, torch.Tensor] = {}
-        self._totals: dict[str, torch.Tensor] = {}
+        self.states: dict[str, torch.Tensor] = {}  # by layer, where all sequences share one
+        self.totals: dict[str, torch.Tensor] = {}  # by layer, tokens and skipped ones: what `counts` show
 
     def decide(self, label: str, call: AttentionCall, sequences: DeviceSequences, valid: torch.Tensor) -> torch.Tensor:
         """Which new tokens do not attend, skipped or padding, (rows, tokens); the others are stored."""
         key, value, device = call.key, call.value, call.key.device
-        states = self._shared.setdefault(label, fresh(1, device)) if self.shared else sequences.states
-        if label not in self._totals:
-            totals = self._totals[label] = torch.zeros(2, dtype=torch.long, device=device)
+        states = self.states.setdefault(label, fresh(1, device)) if self.shared else sequences.states
+        if label not in self.totals:
+            totals = self.totals[label] = torch.zeros(2, dtype=torch.long, device=device)
             self.counts[label].update({"tokens": totals[0], "skipped": totals[1]})
-        totals = self._totals[label]
+        totals = self.totals[label]
         moved = (key, value, valid, sequences.begun, *sequences.anchors, states, self.rule)
         if valid.shape[1] == 1:
             sequences.make_room(1)

@@ -22,7 +22,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, put_in_front
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.interventions.filter_on_device import DeviceFilter, DeviceSequences, can_attend
-from lmeval_prune.kernels.token_filter.state import COLUMNS, THRESHOLD
+from lmeval_prune.kernels.token_filter.state import fresh
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Sequences:
         rows, heads = key.shape[:2]
         anchors = np.zeros((rows, heads, key.shape[-1])), np.zeros((rows, heads, value.shape[-1]))
         places = torch.zeros(rows, 0, dtype=torch.long, device=key.device)
-        states = _fresh(rows)
+        states = fresh(rows).numpy()
         return cls(key[:, :, :0], value[:, :, :0], places, [0] * rows, anchors, np.zeros(rows, dtype=bool), states)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, kept: torch.Tensor) -> None:
@@ -93,12 +93,6 @@ class Sequences:
 def sequences_like(key: torch.Tensor, value: torch.Tensor) -> Sequences | DeviceSequences:
     """Empty ones: on a GPU those that stay there, for its kernels; else for the loop and the model's own attention."""
     return DeviceSequences.like(key, value) if key.is_cuda else Sequences.like(key, value)
-
-
-def _fresh(rows: int) -> np.ndarray:
-    states = np.zeros((rows, COLUMNS))
-    states[:, THRESHOLD] = 1.0
-    return states
 
 
 class FilteredLayer(CacheLayerMixin):
@@ -221,15 +215,13 @@ class FilteredAttention:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What runs inside the block is not counted, and moves no threshold that all sequences share."""
-        counts = {label: Counter(one) for label, one in self.counts.items()}
-        shared = copy.deepcopy(self._shared)
+        device = self.on_device  # at once, since counts may show its totals
+        before = copy.deepcopy((self.counts, self._shared, device.states, device.totals))
         try:
             yield
         finally:
-            for label, one in counts.items():
-                self.counts[label].clear()
-                self.counts[label].update(one)
-            self._shared = shared
+            counts, self._shared, device.states, device.totals = before
+            self.counts.update(counts)
 
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
         """Handle the attention of these layers until `stack` closes."""
@@ -322,7 +314,7 @@ class FilteredAttention:
     def _decide(self, label: str, call: AttentionCall, sequences: Sequences, valid: torch.Tensor) -> np.ndarray:
         from lmeval_prune.kernels.token_filter import compiled
 
-        states = sequences.states if self._shared is None else self._shared.setdefault(label, _fresh(1))
+        states = sequences.states if self._shared is None else self._shared.setdefault(label, fresh(1).numpy())
         key, value = (_array(tensor) for tensor in (call.key, call.value))
         is_token = valid.cpu().numpy()
         skipped = compiled.decide(key, value, is_token, sequences.begun, *sequences.anchors, states, *self.rule)

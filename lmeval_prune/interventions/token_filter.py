@@ -118,9 +118,9 @@ class TokenFilter(Intervention):
         quantile = -NormalDist().inv_cdf(share) if share < 1 else -math.inf
         kind = CHOICES["similarity"].index(self.similarity)
         rule = (share, self.step_size, self.smoothing, self.warmup, quantile, kind, self.fusion == "as_printed")
-        if self.state == "run":
+        if self.needs_order:
             logger.warning("token_filter.state=run: answers depend on the order in which they are asked for")
-        attention = FilteredAttention(rule, self.state == "run", self.keep_skipped_kv, self.counts, self.skipped)
+        attention = FilteredAttention(rule, self.needs_order, self.keep_skipped_kv, self.counts, self.skipped)
         attention.attach(model_map, self.layers(model_map), stack)
         object.__setattr__(self, "attention", attention)
 

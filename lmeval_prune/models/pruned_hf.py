@@ -221,8 +221,16 @@ class PrunedHFLM(HFLM):
             return int(super()._detect_batch_size(*args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with ExitStack() as stack:
+            if self._texts:
+                self._tell_padding(inps, stack)
+            logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
+        return logits
+
+    def _tell_padding(self, inps: torch.Tensor, stack: ExitStack) -> None:
+        """Give the model a mask of what is padding, until `stack` closes."""
         mask = torch.ones_like(inps)
-        for row, tokens in enumerate(inps.tolist() if self._texts else ()):
+        for row, tokens in enumerate(inps.tolist()):
             last = max((place for place, token in enumerate(tokens) if token), default=-1) + 1  # padding is 0
             lengths = (n for n in range(len(tokens), last - 1, -1) if tuple(tokens[:n]) in self._texts)
             length = next(lengths, len(tokens))  # the longest: what is padding after all does no harm to what is before
@@ -231,11 +239,8 @@ class PrunedHFLM(HFLM):
         def tell(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return given, {**named, "attention_mask": mask}
 
-        with ExitStack() as stack:
-            if not mask.all():
-                stack.callback(self.model.register_forward_pre_hook(tell, with_kwargs=True).remove)
-            logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
-        return logits
+        if not mask.all():
+            stack.callback(self.model.register_forward_pre_hook(tell, with_kwargs=True).remove)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether a flag is true in some process."""

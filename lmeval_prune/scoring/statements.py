@@ -118,7 +118,6 @@ _ASSUMED = re.compile(
     r"|\b(?i:is|be) to (?:say|answer|claim|think)(?: that)?\s+(?:the\s+)?$|^\s*Had\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
     r"|(?:如果|假设|假如|若|是否|有人|以为)[^，。；,;\n]*$",
 )
-_NOT = re.compile(r"\s*not\b", re.IGNORECASE)
 _BUT = re.compile(r"[,;]\s*(?:but|however|although|actually|其实|但)", re.IGNORECASE)
 _WOULD = re.compile(r"\bwould\b", re.IGNORECASE)
 _IF = re.compile(r"\b(?:if|were|had|without)\b", re.IGNORECASE)
@@ -222,8 +221,8 @@ def _extract(text: str, reader: Reader) -> Extraction:
         clause = re.split(r"[.!?。！？\n]", text[max(0, statement.start - 120) : statement.start])[-1]
         if _ASSUMED.search(clause) or (_WOULD.search(text[statement.start : statement.end]) and _IF.search(clause)):
             places = [one.search(text, statement.start, statement.end) for one in (_BUT, _SENTENCE)]
-            until = min([one.start() for one in places if one], default=statement.end)
-            rest = _blanked(rest, statement.start - len(clause), until)
+            end = min([one.start() for one in places if one], default=statement.end)
+            rest = _blanked(rest, statement.start - len(clause), end)
             continue
         content, following = _said(statement, reader)
         following += text[statement.end : until]
@@ -244,8 +243,8 @@ def _extract(text: str, reader: Reader) -> Extraction:
             return Extraction(answer, statement.how)
     first = _EXPLAINED.match(rest)
     alone = (first[1] or first[2]) if first and not taken_back(rest) else ""
-    end = reader.read(alone, "end") if alone and reader.is_bare(alone) else reader.read_end(rest)
-    return Extraction(end, "end") if end else Extraction("", "none")
+    answer = reader.read(alone, "end") if alone and reader.is_bare(alone) else reader.read_end(rest)
+    return Extraction(answer, "end") if answer else Extraction("", "none")
 
 
 def _blanked(text: str, start: int, end: int) -> str:

@@ -72,9 +72,7 @@ class Verifier:
                 for verdict in self._ask(pairs[len(verdicts) :]):
                     verdicts.append(verdict)
                     failures = 0
-            except (
-                Exception
-            ) as error:  # a broken pool (at a limit of descriptors, of any kind); the rest is asked again
+            except Exception as error:  # a broken pool raises many kinds; what it has not answered is asked again
                 self.close()
                 failures += 1
                 if failures == STARTS:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lm_eval import simple_evaluate
 from lmeval_prune.kernels.token_filter import compiled, naive
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
@@ -470,6 +471,16 @@ def test_finding_a_batch_size_is_not_counted(tiny_folder: Path) -> None:
 def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leave out responses"):
         PrunedHFLM(str(tiny_folder), token_filter={"ratio": 0.2, "state": "run"}, responses=str(tmp_path / "r"))
+    arguments = {"pretrained": str(tiny_folder), "token_filter": {"ratio": 0.2, "state": "run"}}
+    with pytest.raises(InputError, match="leave out --use_cache"):
+        simple_evaluate(
+            "pruned-hf",
+            arguments,
+            tasks=["prune_tiny_choice"],
+            limit=1,
+            device="cpu",
+            use_cache=str(tmp_path / "cache"),
+        )
 
 
 def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

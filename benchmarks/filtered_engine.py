@@ -1,0 +1,113 @@
+"""Filtered SmolLM2 by `generate` in batches and by the decoding engine, after a check that texts are the same; and what
+leaving skipped tokens out of the output projection saves in a prompt of 1,024 tokens.
+
+    python benchmarks/filtered_engine.py [--prompts 16] [--tokens 96] [--rounds 3] [--data FOLDER]
+
+With --data (the folder of LMEVAL_PRUNE_DATA) questions are GSM8K's, else those of the embedded `prune_tiny_words`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from _record import environment, timed, write
+from lm_eval.api.instance import Instance
+from transformers import AutoModelForCausalLM
+
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.interventions import filtered_attention
+from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.tasks import data
+
+RATIO = 0.2
+
+
+def decoding(options: Any) -> dict[str, Any]:
+    """Seconds of each way, texts compared."""
+    rows = data.load("gsm8k", "test", options.data) if options.data else data.load("tiny_words")
+    questions = [row["question"] for row in rows][: options.prompts]
+    folder = embedded.resolve("smollm2-135m")
+    settings = {"until": ["\n\n"], "max_gen_toks": options.tokens, "do_sample": False}
+    ways: dict[str, dict[str, Any]] = {"engine": {"engine": "batched"}}
+    ways |= {f"generate, batches of {size}": {"batch_size": size} for size in (1, 4, 16)}
+    texts: dict[tuple[str, float], list[str]] = {}
+    seconds: dict[tuple[str, float], list[float]] = {}
+    skipped: dict[str, float] = {}
+    for ratio in (RATIO, 0.0):
+        for name, arguments in ways.items():
+            lm = PrunedHFLM(folder, device="cpu", dtype="float32", token_filter=ratio, **{"batch_size": 1, **arguments})
+            chats = [lm.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
+            asked = [
+                Instance("generate_until", {}, (chat, dict(settings)), 0, ("t", i, 1)) for i, chat in enumerate(chats)
+            ]
+            lm.generate_until(asked[:1], disable_tqdm=True)  # compiles, and checks itself
+            for _ in range(options.rounds):
+                found, took = timed(lambda lm=lm, asked=asked: lm.generate_until(asked, disable_tqdm=True))
+                seconds.setdefault((name, ratio), []).append(took)
+            texts[name, ratio] = found
+            if ratio:
+                skipped[name] = lm.pruning_info()["token_filter_skipped"]["realised"]
+            tokens = sum(len(lm.tok_encode(text)) for text in found)
+            print(f"{ratio:.0%} {name}: {min(seconds[name, ratio]):.1f} s, {tokens} tokens", flush=True)
+    for (name, ratio), found in texts.items():
+        expected = texts["generate, batches of 1", ratio]
+        differing = sum(a != b for a, b in zip(found, expected, strict=True))
+        assert not differing, f"{differing} texts of {name} at {ratio:.0%} differ from those one at a time"
+    assert texts["engine", RATIO] != texts["engine", 0.0]
+    return {
+        "prompts": len(questions),
+        "questions": "gsm8k" if options.data else "prune_tiny_words",
+        "longest": options.tokens,
+        "answer_tokens": tokens,
+        "texts": "all the same",
+        "realised": skipped,
+        "seconds": {f"{ratio:.0%}": {name: seconds[name, ratio] for name in ways} for ratio in (RATIO, 0.0)},
+    }
+
+
+def projection(options: Any) -> dict[str, Any]:
+    """Seconds of a prompt with all tokens projected and without those that skip, in turn."""
+    model = AutoModelForCausalLM.from_pretrained(embedded.resolve("smollm2-135m"), dtype=torch.float32).eval()
+    tokens = torch.randint(5, 40_000, (1, 1024), generator=torch.Generator().manual_seed(0))
+    found: dict[str, Any] = {}
+    few = filtered_attention.FEW
+    for ratio in (0.2, 0.5):
+        times: dict[str, list[float]] = {"all tokens": [], "without skipped ones": []}
+        with TokenFilter(ratio).applied_to(model), torch.inference_mode():
+            for number in range(2 * options.rounds + 3):
+                for name in times if number % 2 else reversed(times):
+                    filtered_attention.FEW = 1 << 30 if name == "all tokens" else few
+                    times[name].append(timed(lambda: model.model(tokens, use_cache=False))[1])
+        seconds = {name: statistics.median(some[1:]) for name, some in times.items()}
+        saved = 1 - seconds["without skipped ones"] / seconds["all tokens"]
+        found[f"{ratio:.0%}"] = {"median_seconds": seconds, "saved": saved, "seconds": times}
+        print(ratio, seconds, f"{saved:.1%}", flush=True)
+    filtered_attention.FEW = few
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--parts", default="projection,decoding")
+    parser.add_argument("--name", default="filtered_engine")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.WARNING)
+    about = environment()
+    parts = {part: globals()[part](options) for part in options.parts.split(",")}
+    write(options.name, {"environment": about, **parts})
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lmeval_prune import HeadMask
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions import filter_in_store, interventions_on
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_decoding import Letters, alone, answers, model_of, some_requests
@@ -93,6 +93,17 @@ def test_any_options_and_order_give_what_generate_gives(
         expected = {one.tag: alone(model, one) for one in requests}
         assert found == expected
         assert {label: now - done[label] for label, now in counts(model).items()} == done
+
+
+def test_decisions_where_the_tensors_are_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, without its kernels."""
+    model, found = model_of("llama"), []
+    requests = some_requests(model, seed=4, prompts=6)
+    for on_device in (False, True):
+        monkeypatch.setattr(filter_in_store, "on_device", lambda _, on_device=on_device: on_device)
+        with TokenFilter(**QUICK).applied_to(model):
+            found.append((answers(Engine(model, Letters(), max_rows=4), requests), counts(model)))
+    assert found[0] == found[1]
 
 
 def test_slots_are_moved_and_prompts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ class KVCache:
 
         Returns:
             Their positions; which tokens attend, (tokens,); and the layout of these. A slot's only new token attends
-            even if it does not ask: leaving it out would cost more than it saves.
+            even if it does not ask: leaving it out would break up blocks.
         """
         assert self.layout
         if layer not in self.lengths:

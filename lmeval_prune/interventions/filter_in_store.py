@@ -15,6 +15,11 @@ from lmeval_prune.kernels.token_filter import ops
 from lmeval_prune.kernels.token_filter.state import SEEN, SKIPPED, fresh
 
 
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether decisions about this are made where it is, by kernels; else by a compiled loop on the CPU."""
+    return tensor.is_cuda
+
+
 class SlotStates:
     """Anchors and thresholds of the sequences in a store's slots, in one layer; a `SlotState`.
 
@@ -25,7 +30,8 @@ class SlotStates:
     """
 
     def __init__(self, slots: int, key: torch.Tensor, value: torch.Tensor, count: Callable[[int, int], None]) -> None:
-        precise = torch.promote_types(key.dtype, torch.float32) if key.is_cuda else torch.float64
+        self.on_device = on_device(key)
+        precise = torch.promote_types(key.dtype, torch.float32) if self.on_device else torch.float64
         anchors = [one.new_zeros(slots, one.shape[1], one.shape[-1], dtype=precise) for one in (key, value)]
         self._states = fresh(slots, key.device)
         self._tensors = (key.new_zeros(slots, dtype=torch.bool), *anchors, self._states)
@@ -46,7 +52,7 @@ class SlotStates:
         """Which of as many tokens a slot, (slots, key-value heads, tokens, width), are skipped, (slots, tokens)."""
         moved: tuple[Any, ...] = tuple(one[slots] for one in self._tensors)
         valid = torch.ones(len(slots), key.shape[2], dtype=torch.bool, device=key.device)
-        if key.is_cuda:
+        if self.on_device:
             begun, anchor_key, anchor_value, states = moved
             skipped = ops.decide(key, value, valid, begun, anchor_key, anchor_value, states, rule)
         else:

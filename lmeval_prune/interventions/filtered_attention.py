@@ -340,10 +340,9 @@ class FilteredAttention:
     def _in_store(self, call: AttentionCall, store: Store, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same for packed sequences, whose keys and values the store has."""
         label, key, value = call.layer.label, call.key, call.value
-        count = partial(self._count, label, key.device)
-        states = store.state(call, lambda: SlotStates(store.count, key, value, count))
+        states = store.state(call, lambda: SlotStates(store.count, key, value, partial(self._count, label, key.device)))
         skipped = states.decide(store.packed, key, value, self.rule)
-        count(len(skipped), int(skipped.sum()))
+        self._count(label, key.device, len(skipped), int(skipped.sum()))
         self.skipped[label] = self._attended[label] = skipped[None]
         asks = ~skipped
         return attend(replace(call, asks=asks, stays=torch.ones_like(asks) if self.keep_skipped_kv else asks))
@@ -370,7 +369,7 @@ class FilteredAttention:
         key, value = (array(tensor) for tensor in (call.key, call.value))
         is_token = valid.cpu().numpy()
         skipped = compiled.decide(key, value, is_token, sequences.begun, *sequences.anchors, states, *self.rule)
-        self._count(label, call.key.device, int(is_token.sum()), int(skipped.sum()))
+        self.counts[label].update(tokens=int(is_token.sum()), skipped=int(skipped.sum()))
         found: np.ndarray = skipped
         return found
 

@@ -172,16 +172,18 @@ class KVCache:
         scaling = options.get("scaling")
         rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), sliding_window)
         storage = self._storage(int(module.layer_idx), key, value)
-        if call.asks is None or call.stays is None:
+        given = call.asks if call.stays is None else call.stays
+        if given is None:
             self._write(storage, self.layout.slots, self.layout.positions, key[0], value[0])
             return self._attend(rule, self.layout, query[0], *storage).unsqueeze(0), None
-        stays = call.stays
-        stored, chosen, layout = self._thinned(int(module.layer_idx), stays, call.asks)
+        stays = torch.ones_like(given) if call.stays is None else given
+        asks = given if call.asks is None else call.asks
+        stored, chosen, layout = self._thinned(int(module.layer_idx), stays, asks)
         self._write(storage, self.layout.slots[stays], stored, key[0, :, stays], value[0, :, stays])
         attended = self._attend(rule, layout, query[0, :, chosen], *storage)
         out = attended.new_zeros(len(stays), *attended.shape[1:])
         out[chosen] = attended
-        return out.masked_fill_(~call.asks[:, None, None], 0).unsqueeze(0), None
+        return out.masked_fill_(~asks[:, None, None], 0).unsqueeze(0), None
 
     @staticmethod
     def _write(storage: Iterable[torch.Tensor], slots: torch.Tensor, places: torch.Tensor, *new: torch.Tensor) -> None:

@@ -97,8 +97,8 @@ class AttentionCall:
         mask: the model's own mask, as its implementation wants it (None may mean causal); always None before a store.
         options: `scaling`, `softcap`, `sliding_window`, `dropout` and the like.
         store: what stands in place of the model's own attention, if anything does; the batch is then packed.
-        asks, stays: for a store, which of the new tokens attend, and which are stored (all that attend are), (tokens,);
-            None for all. What does not attend gets zeros, and what is not stored is seen by none.
+        stays: for a store, which of the new tokens are stored, (tokens,); None for all. What is not is seen by none.
+        asks: for a store, which of those attend, (tokens,); None for all that stay. The others get zeros.
     """
 
     layer: AttentionLayer
@@ -109,8 +109,8 @@ class AttentionCall:
     mask: torch.Tensor | None
     options: dict[str, Any]
     store: Store | None = None
-    asks: torch.Tensor | None = None
     stays: torch.Tensor | None = None
+    asks: torch.Tensor | None = None
 
 
 Attend = Callable[[AttentionCall], Attended]

@@ -345,7 +345,7 @@ class FilteredAttention:
         self._count(label, key.device, len(skipped), int(skipped.sum()))
         self.skipped[label] = self._attended[label] = skipped[None]
         asks = ~skipped
-        return attend(replace(call, asks=asks, stays=torch.ones_like(asks) if self.keep_skipped_kv else asks))
+        return attend(replace(call, stays=None if self.keep_skipped_kv else asks, asks=asks))
 
     def _count(self, label: str, device: torch.device, tokens: int, skipped: int) -> None:
         if device.type == "cuda":

@@ -1,9 +1,9 @@
 """Filtered SmolLM2 by `generate` in batches and by the decoding engine, after a check that texts are the same; and what
 leaving skipped tokens out of the output projection saves in a prompt of 1,024 tokens.
 
-    python benchmarks/filtered_engine.py [--prompts 16] [--tokens 48] [--rounds 2] [--data FOLDER]
+    python benchmarks/filtered_engine.py [--prompts 16] [--tokens 48] [--rounds 2] [--questions gsm8k]
 
-With --data (the folder of LMEVAL_PRUNE_DATA) questions are GSM8K's, else those of the embedded `prune_tiny_words`.
+Questions are those of the embedded `prune_tiny_words`, or GSM8K's (LMEVAL_PRUNE_DATA).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import logging
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ RATIO = 0.2
 
 def decoding(options: Any) -> dict[str, Any]:
     """Seconds of each way, texts compared."""
-    rows = data.load("gsm8k", "test", options.data) if options.data else data.load("tiny_words")
+    rows = data.load("gsm8k", "test") if options.questions == "gsm8k" else data.load("tiny_words")
     questions = [row["question"] for row in rows][: options.prompts]
     folder = embedded.resolve("smollm2-135m")
     settings = {"until": ["\n\n"], "max_gen_toks": options.tokens, "do_sample": False}
@@ -66,7 +65,7 @@ def decoding(options: Any) -> dict[str, Any]:
     assert texts["engine", RATIO] != texts["engine", 0.0]
     return {
         "prompts": len(questions),
-        "questions": "gsm8k" if options.data else "prune_tiny_words",
+        "questions": options.questions,
         "longest": options.tokens,
         "answer_tokens": tokens,
         "texts": "all the same",
@@ -127,7 +126,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--data", type=Path)
+    parser.add_argument("--questions", default="tiny_words", choices=["tiny_words", "gsm8k"])
     parser.add_argument("--parts", default="projection,decoding")
     parser.add_argument("--name", default="filtered_engine")
     options = parser.parse_args()

@@ -21,6 +21,7 @@ from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.interventions import combined, interventions_on
+from lmeval_prune.interventions.base import uncounted
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import identity_of, tokenizer_fingerprint
@@ -223,9 +224,7 @@ class PrunedHFLM(HFLM):
         return found
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        with ExitStack() as stack:
-            for one in interventions_on(self.model):
-                stack.enter_context(one.uncounted())
+        with uncounted(self.model):
             return int(super()._detect_batch_size(*args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -152,5 +152,5 @@ def filter_map(
         raise InputError("with a ratio of 0 nothing is filtered; give a larger one")
     share = f"{report['realised']:.1%} of tokens × layers skipped (target {report['target']:.0%})"
     draw(pieces, list(skipped), torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}", Path(output))
-    print(f"{output}.png: {share}")
+    print(f"{output}.png and .svg: {share}")
     return 0

@@ -57,6 +57,9 @@ class PrunedHFLM(HFLM):
         else:
             pretrained = embedded.resolve(str(pretrained))
             self.given.check_names(pretrained)
+        applied_before = interventions_on(pretrained) if isinstance(pretrained, torch.nn.Module) else ()
+        if self.given.responses and any(one.needs_order for one in (*applied_before, *self.given.interventions)):
+            raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
         others = dict(self.given.others)
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
@@ -76,8 +79,6 @@ class PrunedHFLM(HFLM):
                 applied.enter_context(one.applied_to(self.model, self.model_map))
             self.engine = self._engine() if self.given.engine.engine == "batched" else None
             self.answering = Answering(self)
-            if self.given.responses and self._needs_order:
-                raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
             self._applied = applied.pop_all()
 
     def close(self) -> None:
@@ -183,7 +184,7 @@ class PrunedHFLM(HFLM):
                 raise InputError("--use_cache and responses= both keep answers; give one of them")
             if self.given.tries:
                 raise InputError("--use_cache cannot keep the tries of a router apart; use responses=FOLDER instead")
-            if self._needs_order:
+            if any(one.needs_order for one in interventions_on(self.model)):
                 raise InputError(
                     "answers that depend on their order (state=run) cannot be stored; leave out --use_cache"
                 )
@@ -206,10 +207,6 @@ class PrunedHFLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As lm-eval's, through the answer store if there is one."""
         return self.answering.answer("loglikelihood_rolling", requests, disable_tqdm)
-
-    @property
-    def _needs_order(self) -> bool:
-        return any(one.needs_order for one in interventions_on(self.model))
 
     # ------------------------------------------------------------------ padding
 

@@ -24,23 +24,29 @@ def draw(pieces: Sequence[str], layers: Sequence[str], skipped: np.ndarray, titl
         title: above the picture.
         stem: path without its ending.
     """
-    strips = range(0, len(pieces), ACROSS)
+    across = min(ACROSS, len(pieces))
+    strips = range(0, len(pieces), across)
     height = 0.16 * len(layers) + 0.85
-    made = Figure(figsize=(11, 0.5 + height * len(strips)), layout="constrained")
-    made.suptitle(title, fontsize=10, x=0.01, ha="left")
+    made = Figure(figsize=(11, 0.7 + height * len(strips)), layout="constrained")
+    made.suptitle(
+        f"{title}\nblue: the token skips this layer's attention; layers that are not shown do not filter",
+        fontsize=10, x=0.01, ha="left",
+    )  # fmt: skip
     every = made.subplots(len(strips), 1, squeeze=False)[:, 0]
     for axes, start in zip(every, strips, strict=True):
-        shown = skipped[:, start : start + ACROSS]
-        filled = np.full((len(layers), ACROSS), np.nan)
+        shown = skipped[:, start : start + across]
+        filled = np.full((len(layers), across), np.nan)
         filled[:, : shown.shape[1]] = shown
         axes.pcolormesh(
             filled, cmap=ListedColormap(["#f2f2f2", COLOURS[0]]), vmin=0, vmax=1, edgecolors="white", lw=0.5
         )
         axes.set_yticks(np.arange(len(layers))[::-2] + 0.5, list(layers)[::-2], fontsize=6)
         names = [
-            piece.replace("\n", "⏎").replace("$", r"\$").strip() or "␣" for piece in pieces[start : start + ACROSS]
+            piece.replace("\n", "⏎").replace("$", r"\$").strip() or "␣" for piece in pieces[start : start + across]
         ]
         axes.set_xticks(np.arange(len(names)) + 0.5, names, rotation=90, fontsize=6)
         axes.tick_params(length=0, pad=1)
         axes.spines[:].set_visible(False)
+        axes.set_ylabel("layer", fontsize=8)
+    every[-1].set_xlabel("token", fontsize=8)
     save(made, stem)

@@ -59,3 +59,24 @@ def run(
         return 1
     print(f"compare them: lmeval-prune grid compare {output}")
     return 0
+
+
+@first("folder")
+def compare(
+    folder: str, baseline: str | None = None, output: str | None = None, lm_eval: str | None = None, seed: int = 0
+) -> int:
+    """Compare a grid's variants with one of them, question by question: tables and a page.
+
+    Args:
+        folder: of the grid; `--folder` may be left out
+        baseline: name of a variant (default: the one that the grid names, else its first)
+        output: folder for the tables and the page (default: `compare` in the grid's folder)
+        lm_eval: folder for the results in lm-eval's own layout, for its visualisers
+        seed: of bootstrap and tests
+    """
+    from lmeval_prune.grid.report import write, write_lm_eval
+
+    print(write(folder, baseline, output, seed))
+    if lm_eval:
+        print(write_lm_eval(folder, lm_eval))
+    return 0

@@ -23,6 +23,16 @@ brought. She laughed, wound the clock, and set it by the bell of the church, whi
 PREFILL, DECODED = 192, 32
 
 
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Of scores and of the weighted sum, from shapes; what a causal mask leaves out is counted."""
+    batch, heads, queries, width = query
+    return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
+
+
+# which torch's counter does not know
+_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
 def measure(lm: Any) -> dict[str, Any]:
     """Measure the model with what is applied to it.
 
@@ -41,7 +51,7 @@ def measure(lm: Any) -> dict[str, Any]:
     embeddings = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
     weights = list(model.parameters())
     with torch.inference_mode():
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
             model(ids, use_cache=False)
         if lm.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(lm.device)
@@ -83,5 +93,6 @@ def _seconds(run: Callable[[], Any]) -> float:
 def _cache_bytes(cache: Any) -> int:
     """Bytes of all keys and values."""
     layers = getattr(cache, "layers", None) or []
-    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-    return sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
+    holders = [getattr(layer, "sequences", None) or layer for layer in layers]  # a filtered layer's own, or its layer
+    tensors = [getattr(holder, name, None) for holder in holders for name in ("keys", "values")]
+    return sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))

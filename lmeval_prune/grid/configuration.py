@@ -195,7 +195,7 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
     block = {} if block is None else block
     if not isinstance(block, dict):
         raise InputError(f"variant {name!r} holds settings as NAME: VALUE, not {block!r}")
-    block = {"seed": seed, **model, **block}
+    block = {**block, **{key: value for key, value in {**model, "seed": seed}.items() if key not in block}}
     for key in block:
         _check_known(name, str(key))
     axes = list(_axes(block, ()))
@@ -205,9 +205,9 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
         for path, value in zip(axes, values, strict=True):
             chosen = _replaced(chosen, path, value)
         made = dict(chosen)
-        own = {key: made.pop(key) for key in _OWN if made.get(key) is not None or made.pop(key, None)}
-        prepare = _preparation(name, own.get("prepare") or {})
-        chosen_on = own.get("selected_on") or ()
+        own = {key: made.pop(key, None) for key in _OWN}
+        prepare = _preparation(name, own["prepare"] or {})
+        chosen_on = own["selected_on"] or ()
         chosen_on = (chosen_on,) if isinstance(chosen_on, str) else tuple(map(str, chosen_on))
         if not isinstance(made.get("pretrained"), str):
             raise InputError(f"variant {name!r} names no model; give `model: {{pretrained: NAME}}`")
@@ -216,7 +216,7 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
                 raise InputError(f"{key} is no axis; {'leave it out' if key == 'responses' else f'set `{key}:` once'}")
         full = _named(str(name), dict(zip(labels, values, strict=True)))
         given = {key: value for key, value in made.items() if value is not None}
-        yield Variant(full, given, prepare, int(own.get("seed", SEED)), chosen_on)
+        yield Variant(full, given, prepare, int(SEED if own["seed"] is None else own["seed"]), chosen_on)
 
 
 def _check_known(variant: str, name: str) -> None:
@@ -242,10 +242,8 @@ def _preparation(variant: str, given: Any) -> dict[str, dict[str, Any]]:
     return {str(name): dict(settings or {}) for name, settings in given.items()}
 
 
-Path_ = tuple[Any, ...]
 
-
-def _axes(value: Any, path: Path_) -> Iterator[Path_]:
+def _axes(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """Where `each:` stands."""
     if isinstance(value, dict):
         if "each" in value:
@@ -257,17 +255,17 @@ def _axes(value: Any, path: Path_) -> Iterator[Path_]:
             yield from _axes(inner, (*path, key))
 
 
-def _at(value: Any, path: Path_) -> Any:
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = value[key]
     return value
 
 
-def _replaced(value: Any, path: Path_, new: Any) -> Any:
+def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return new if not path else {**value, path[0]: _replaced(value[path[0]], path[1:], new)}
 
 
-def _labels(axes: list[Path_]) -> list[str]:
+def _labels(axes: list[tuple[Any, ...]]) -> list[str]:
     """Of each axis its last key; the whole path, if two have the same."""
     short = [str(path[-1]) for path in axes]
     return [name if short.count(name) == 1 else "_".join(map(str, path)) for name, path in zip(short, axes, strict=True)]

@@ -54,7 +54,8 @@ def read(
     Args:
         command: its name; the first word of it is its section in a recipe.
         function: which declares the options.
-        words: of the command line, after the command; a first one that is no option is the option `name`, or the one that `first` declares.
+        words: of the command line, after the command; a first one that is no option is the option `name`, or the one
+            that `first` declares.
         commands: names of all commands, which may have sections in a recipe, too.
 
     Returns:

@@ -7,8 +7,6 @@ import os
 import random
 import shlex
 import signal
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +160,7 @@ def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path
     assert killed >= 8 and len(set(states)) > 4, states
     assert run(Grid.of(described(tiny_folder)), str(output)).failed == []
     assert outcomes(output) == outcomes(whole)
-    assert not [path for path in output.glob("cells/.*")]  # no half is left
+    assert not list(output.glob("cells/.*"))  # no half is left
 
 
 def test_two_runners_share_a_folder(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ import pytest
 from scipy import stats
 
 from lmeval_prune import InputError
+from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.grid.comparison import POOLED, compare
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.outcomes import write_tables
-from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
 
 RNG = np.random.default_rng(0)
@@ -66,7 +66,9 @@ def test_bootstrap_is_resampling_with_replacement() -> None:
     low, high = bootstrap_band(values, draws=4000)
     drawn = values[np.random.default_rng(1).integers(0, 40, (4000, 40))].mean(1)
     np.testing.assert_allclose([low, high], np.percentile(drawn, [2.5, 97.5], axis=0), atol=0.01)
-    theirs = stats.bootstrap((values[:, 0],), np.mean, method="percentile", n_resamples=4000, batch=100, rng=np.random.default_rng(0))
+    theirs = stats.bootstrap(
+        (values[:, 0],), np.mean, method="percentile", n_resamples=4000, batch=100, rng=np.random.default_rng(0)
+    )
     np.testing.assert_allclose([low[0], high[0]], theirs.confidence_interval, atol=1e-12)
 
 
@@ -137,10 +139,22 @@ def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = N
             with folder.making(key) as cell:
                 write_tables(cell, {task: rows}, {})
                 write_text(cell / "results.json", json.dumps({"results": {task: {"alias": task}}, "configs": {}}))
-                write_text(cell / f"samples_{task}.jsonl", "".join(json.dumps({**row, "prompt_hash": "p", "target_hash": "t", "filtered_resps": row["resps"]}) + "\n" for row in rows))
+                write_text(
+                    cell / f"samples_{task}.jsonl",
+                    "".join(
+                        json.dumps({**row, "prompt_hash": "p", "target_hash": "t", "filtered_resps": row["resps"]})
+                        + "\n"
+                        for row in rows
+                    ),
+                )
                 write_artefact(cell / "cell.json", CELL, VERSION, {})
             entry = {"key": key, "variant": variant, "task": task, "metric": None, "selected_on": []}
-            entry |= {"model_args": {"pretrained": "m"}, "prepare": {}, "costs": variant, "command": f"lm_eval --x {key}"}
+            entry |= {
+                "model_args": {"pretrained": "m"},
+                "prepare": {},
+                "costs": variant,
+                "command": f"lm_eval --x {key}",
+            }
             cells.append({**entry, **entries.get(variant, {})})
         cost = {"parameters": 100, "flops_per_token": float(200 - len(variant)), "device": "cpu", "threads": 1}
         folder.write_measure(variant, cost)
@@ -172,7 +186,9 @@ def test_questions_that_differ_are_refused_with_how_many_match(tmp_path: Path) -
     path = made(tmp_path / "g", {"a": {"t": [1.0] * 4}, "b": {"t": rows}})
     with pytest.raises(InputError, match=r"'b' and the baseline 'a' .* of t: 4 and 4, 3 of them the same"):
         compare(path)
-    path = made(tmp_path / "h", {"a": {"t": [1.0] * 4}, "b": {"t": [question("t", i, float(i == 2)) for i in (3, 2, 1, 0)]}})
+    path = made(
+        tmp_path / "h", {"a": {"t": [1.0] * 4}, "b": {"t": [question("t", i, float(i == 2)) for i in (3, 2, 1, 0)]}}
+    )
     assert compare(path).rows["b", "t"].worse == 3  # in another order they are the same
 
 
@@ -211,9 +227,7 @@ def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
     seen = [digest(f"t question {i}?") for i in (0, 2, 9)]
     (router / "router.json").write_text(json.dumps({"schema": "x", "seen": seen}))
     values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
-    path = made(
-        tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}}
-    )
+    path = made(tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}})
     rows = compare(path).rows
     assert [rows[name, "t"].chosen_on for name in values] == [0, 3, 2]
     assert main(["grid", "compare", str(path)]) == 0
@@ -267,7 +281,9 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
 def browser() -> Any:
     """Chromium. `.ci/run` sees to it that it is there, and then nothing is skipped."""
     required = os.environ.get("LMEVAL_PRUNE_BROWSER") == "required"
-    path = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    path = next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -287,7 +303,9 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
     n = 30
     values: dict[str, dict[str, Any]] = {"dense": {}, "worse": {}, "better": {}}
     for task in ("one", "two"):
-        values["dense"][task] = [question(task, i, float(i % 2), "same" if i < 3 else f"<b>dense</b> {i}") for i in range(n)]
+        values["dense"][task] = [
+            question(task, i, float(i % 2), "same" if i < 3 else f"<b>dense</b> {i}") for i in range(n)
+        ]
         values["worse"][task] = [question(task, i, 0.0, "same" if i < 3 else f"worse {i}") for i in range(n)]
         values["better"][task] = [question(task, i, float(i % 2 or i < 20), f"better {i}") for i in range(n)]
     path = made(tmp_path / "g", values, "dense", better={"selected_on": ["one"]})

@@ -143,13 +143,13 @@ def cells_of(grid: Grid) -> list[Cell]:
             identity = _variant_identity(variant, given, model)
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
-        engine = given.engine.engine if "engine" in variant.model_args else _engine(given, model)
+        engine = str(variant.model_args.get("engine") or _engine(given, model))
         metadata = {**base, **grid.metadata}
         made = digest(metadata)
         for asked in grid.tasks:
             if (made, asked.name) not in tasks:
                 tasks[made, asked.name] = _task_identity(manager_of(metadata), asked, grid)
-            task, drawn = dict(tasks[made, asked.name]), {}
+            task, drawn = dict(tasks[made, asked.name]), dict[str, Any]()
             if task.pop("draws"):
                 drawn = {"seed": variant.seed}
             if task.pop("samples"):
@@ -240,7 +240,7 @@ class Model:
     def _generation_config(self) -> str:
         try:
             name = embedded.resolve(str(self.base["pretrained"]))
-            found = GenerationConfig.from_pretrained(name, revision=self.base.get("revision")).to_dict()
+            found = GenerationConfig.from_pretrained(name, revision=self.base.get("revision") or "main").to_dict()
         except OSError:  # it has none
             return ""
         return digest({key: str(value) for key, value in found.items() if key != "transformers_version"})
@@ -385,5 +385,3 @@ def _first(values: Any, count: int | None) -> Iterator[Any]:
     """The first values."""
     for place in range(len(values) if count is None else min(count, len(values))):
         yield values[place]
-
-

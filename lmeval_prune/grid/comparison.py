@@ -166,20 +166,18 @@ def _matrix(
         if found.questions == asked.questions:
             values[:, column] = found.values
             continue
-        places = [place_of.get(question) for question in found.questions]
-        matching = sum(place is not None for place in places)
-        if matching != len(places) or len(places) != len(place_of):
+        places = [place_of[question] for question in found.questions if question in place_of]
+        if len(places) != len(found.questions) or len(places) != len(place_of):
             raise InputError(
                 f"{name!r} and the baseline {baseline!r} were asked different questions of {task}: "
-                f"{len(places)} and {len(place_of)}, {matching} of them the same; compare runs of the same questions"
+                f"{len(found.questions)} and {len(place_of)}, {len(places)} of them the same; compare runs of the same "
+                f"questions"
             )
         values[places, column] = found.values
     return values, bool(np.isin(values, (0.0, 1.0)).all())
 
 
-def _rows(
-    names: Sequence[str], task: str, values: np.ndarray, base: int, is_binary: bool, seed: int
-) -> Iterator[Row]:
+def _rows(names: Sequence[str], task: str, values: np.ndarray, base: int, is_binary: bool, seed: int) -> Iterator[Row]:
     """Rows of one task, all tests at once."""
     count = len(values)
     lows, highs = bootstrap_band(values, seed)

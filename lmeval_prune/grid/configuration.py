@@ -242,7 +242,6 @@ def _preparation(variant: str, given: Any) -> dict[str, dict[str, Any]]:
     return {str(name): dict(settings or {}) for name, settings in given.items()}
 
 
-
 def _axes(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """Where `each:` stands."""
     if isinstance(value, dict):
@@ -268,7 +267,9 @@ def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 def _labels(axes: list[tuple[Any, ...]]) -> list[str]:
     """Of each axis its last key; the whole path, if two have the same."""
     short = [str(path[-1]) for path in axes]
-    return [name if short.count(name) == 1 else "_".join(map(str, path)) for name, path in zip(short, axes, strict=True)]
+    return [
+        name if short.count(name) == 1 else "_".join(map(str, path)) for name, path in zip(short, axes, strict=True)
+    ]
 
 
 def _named(template: str, values: dict[str, Any]) -> str:

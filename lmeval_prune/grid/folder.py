@@ -57,7 +57,9 @@ class GridFolder:
             InputError: there is no grid.
         """
         if not self._about.is_file():
-            raise InputError(f"{self.path} holds no grid; `lmeval-prune grid run GRID.yaml --output {self.path}` makes one")
+            raise InputError(
+                f"{self.path} holds no grid; `lmeval-prune grid run GRID.yaml --output {self.path}` makes one"
+            )
         return read_artefact(self._about, GRID, VERSION)[0]
 
     @property

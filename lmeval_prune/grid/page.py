@@ -70,7 +70,11 @@ def _questions(found: Comparison, folder: GridFolder) -> dict[str, Any]:
         places = list(zip(base["task"], base["doc_id"], strict=True))
         several = base["task"].nunique() > 1
         shown = [
-            {"id": f"{own}, {number}" if several else f"{number}", "question": _short(question), "target": _short(target)}
+            {
+                "id": f"{own}, {number}" if several else f"{number}",
+                "question": _short(question),
+                "target": _short(target),
+            }
             for own, number, question, target in zip(
                 base["task"], base["doc_id"], base["question"], base["target"], strict=True
             )
@@ -81,7 +85,9 @@ def _questions(found: Comparison, folder: GridFolder) -> dict[str, Any]:
         for name in names:
             path = folder.cell(cells[name]["key"])
             outcomes = read_outcomes(path, cells[name]["metric"])
-            by_place = {question[:2]: value for question, value in zip(outcomes.questions, outcomes.values, strict=True)}
+            by_place = {
+                question[:2]: value for question, value in zip(outcomes.questions, outcomes.values, strict=True)
+            }
             values[name] = [round(float(by_place[place]), 6) for place in places]
             if written <= MOST:
                 own = read_answers_of(path)

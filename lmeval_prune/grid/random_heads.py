@@ -39,13 +39,15 @@ class RandomHeads(Preparation):
         count = round(self.share * len(every))
         random.Random(self.seed).shuffle(every)
         left = {layer.label: layer.heads for layer in layers}
-        chosen = []
+        chosen: list[str] = []
         for layer, head in every:
             if len(chosen) < count and left[layer.label] > 1:
                 left[layer.label] -= 1
                 chosen.append(f"{layer.label}H{head}")
         if len(chosen) < max(count, 1):
-            raise InputError(f"random_heads.share={self.share} of {len(every)} heads leaves a layer none, or draws none")
+            raise InputError(
+                f"random_heads.share={self.share} of {len(every)} heads leaves a layer none, or draws none"
+            )
         HeadMask(chosen).save(folder / "mask.json", lm.model_map)
 
     def model_args(self, folder: Path) -> dict[str, Any]:

@@ -65,12 +65,16 @@ class OnRay:
             try:
                 ray.init(address=self.address, log_to_driver=False, logging_level=logging.WARNING)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise InputError(f"Ray cannot be reached at {self.address or 'this machine'} ({first_line(error)})") from None
+                raise InputError(
+                    f"Ray cannot be reached at {self.address or 'this machine'} ({first_line(error)})"
+                ) from None
         largest = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         for name, wanted in (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory or 0)):
             has = max((resources.get(name, 0) for resources in largest), default=0)
             if wanted > has:
-                raise InputError(f"a job asks for {wanted:g} {name}, and no node of the Ray cluster has more than {has:g}")
+                raise InputError(
+                    f"a job asks for {wanted:g} {name}, and no node of the Ray cluster has more than {has:g}"
+                )
         return ray
 
     def _lost(self, job: Job, error: Exception) -> Iterator[Finished]:

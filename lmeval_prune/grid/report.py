@@ -70,7 +70,11 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
 
 
 def _where(measured: dict[str, Any]) -> str:
-    return f"{measured['device']} with {measured['threads']} threads" if measured["device"] == "cpu" else measured["device"]
+    return (
+        f"{measured['device']} with {measured['threads']} threads"
+        if measured["device"] == "cpu"
+        else measured["device"]
+    )
 
 
 def _table(found: Comparison, task: str) -> str:
@@ -168,7 +172,9 @@ def write_lm_eval(path: str, output: str) -> Path:
         cell = folder.cell(entry["key"])
         results = json.loads((cell / "results.json").read_text(encoding="utf-8"))
         samples = {
-            one.stem.removeprefix("samples_"): [json.loads(line) for line in one.read_text(encoding="utf-8").splitlines()]
+            one.stem.removeprefix("samples_"): [
+                json.loads(line) for line in one.read_text(encoding="utf-8").splitlines()
+            ]
             for one in sorted(cell.glob("samples_*.jsonl"))
         }
         tracker = EvaluationTracker(output_path=output)

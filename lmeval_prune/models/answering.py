@@ -77,7 +77,9 @@ class Answering:
             self._record(requests, keys)
         return responses
 
-    def answer_ahead(self, requests: Sequence[Any], masks: Sequence[HeadMask | None], disable_tqdm: bool = False) -> None:
+    def answer_ahead(
+        self, requests: Sequence[Any], masks: Sequence[HeadMask | None], disable_tqdm: bool = False
+    ) -> None:
         """Decode generation requests under each of several masks in one pass of the engine, and store the answers.
 
         A request that comes later, with one of the masks applied, finds its answer.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as parquet
 
+from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.configuration import check_name
 from lmeval_prune.grid.folder import GridFolder
@@ -220,7 +221,12 @@ def _seen(cell: dict[str, Any]) -> set[str]:
     for value in cell["model_args"].values():
         if not isinstance(value, str) or len(value) > 4000:
             continue
-        path = Path(value)
+        path = Path(value).expanduser()
+        questions = path / "questions.parquet"  # of a store of outcomes
+        if questions.is_file():
+            found |= {
+                digest(text) for text in parquet.read_table(questions, columns=["question"])["question"].to_pylist()
+            }
         files = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.suffix == ".json" else []
         for one in files:
             try:

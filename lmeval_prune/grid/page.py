@@ -38,7 +38,10 @@ def write_page(found: Comparison, folder: GridFolder, path: Path) -> None:
         "pooled": POOLED,
         "made": f"Made by {CREATED_BY}.",
         "missing": found.missing,
-        "costs": [{"key": name, "label": COSTS[name][0], "less": COSTS[name][1]} for name in known],
+        "costs": [
+            {"key": name, "label": COSTS[name][0], "less": COSTS[name][1], "varies": _varies(found, name)}
+            for name in known
+        ],
         "variants": [_variant(found, name) for name in found.variants],
         "questions": questions,
         "questions_total": sum(len(one["shown"]) for one in questions.values()),
@@ -47,6 +50,10 @@ def write_page(found: Comparison, folder: GridFolder, path: Path) -> None:
     packed = base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
     template = Path(__file__).with_name("page.html.jinja")
     write_text(path, render(template, title=found.title, data=packed))
+
+
+def _varies(found: Comparison, name: str) -> bool:
+    return len({own.get(name) for own in found.costs.values() if own}) > 1
 
 
 def _variant(found: Comparison, name: str) -> dict[str, Any]:

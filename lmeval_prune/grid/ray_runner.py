@@ -12,6 +12,7 @@ from typing import Any
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.work import FAILED, Finished, Job
+from lmeval_prune.models.registered import registrars, repeat
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class OnRay:
         if self.memory:
             options["memory"] = self.memory
         task = ray.remote(**options)(_do)
-        waiting = {task.remote(job): job for job in jobs}
+        waiting = {task.remote(job, registrars()): job for job in jobs}
         while waiting:
             (ready,), _ = ray.wait(list(waiting), num_returns=1)
             job = waiting.pop(ready)
@@ -86,15 +87,13 @@ class OnRay:
                 yield Finished(key, FAILED, reason)
 
 
-def _do(job: Job) -> list[Finished]:
+def _do(job: Job, registered_by: tuple[str, ...]) -> list[Finished]:
     """In a Ray worker."""
     import torch
 
-    from lmeval_prune.plugin import registration
-
     if not (Path(job.folder) / "grid.json").is_file():
         raise InputError(f"this node does not see {job.folder}; name a folder that all nodes share")
-    registration.register()
+    repeat(registered_by)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else 1)
     return list(job.do())

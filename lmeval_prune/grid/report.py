@@ -70,11 +70,8 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
 
 
 def _where(measured: dict[str, Any]) -> str:
-    return (
-        f"{measured['device']} with {measured['threads']} threads"
-        if measured["device"] == "cpu"
-        else measured["device"]
-    )
+    on_cpu = measured["device"] == "cpu"
+    return f"a CPU ({measured['threads']} threads)" if on_cpu else str(measured["device"])
 
 
 def _table(found: Comparison, task: str) -> str:

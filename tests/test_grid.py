@@ -24,7 +24,7 @@ from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.grid.work import Loaded
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from tests.conftest import task_manager
+from tests.conftest import ROOT, task_manager
 
 RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
 
@@ -93,6 +93,26 @@ def test_a_cell_is_lm_eval_alone(tiny_folder: Path, whole: Path, tmp_path: Path)
         assert [row["resps"] for row in stored] == json.loads(json.dumps([row["resps"] for row in rows]))
         theirs = json.loads((whole / "cells" / entry["key"] / "results.json").read_text())["results"]
         assert theirs == json.loads(json.dumps(alone["results"]))
+
+
+def test_sampled_tries_of_masks_share_a_pass_too(tiny_folder: Path, tmp_path: Path) -> None:
+    variants = {"dense": {}, "head": {"heads": "L1H2"}, "other seed": {"seed": 5}}
+    tasks = [{"task": "prune_tiny_words_pass4", "gen_kwargs": {"max_gen_toks": 6}}]
+    assert run(Grid.of(described(tiny_folder, variants=variants, tasks=tasks, limit=3)), str(tmp_path / "g")).new == 3
+    tries = {}
+    for path in (tmp_path / "g").glob("cells/*/cell.json"):
+        about = json.loads(path.read_text())
+        (samples,) = path.parent.glob("samples_*.jsonl")
+        tries[about["variant"]] = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
+        assert about["ran"]["variants_in_this_pass"] == {"dense": 2, "head": 1, "other seed": 1}[about["variant"]]
+        arguments = {**about["model_args"], "engine": "batched", "device": "cpu"}
+        torch.manual_seed(about["seed"])
+        seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"), about["seed"])
+        evaluation = {**about["evaluation"], **seeds, "task_manager": task_manager()}
+        alone = simple_evaluate(model="pruned-hf", model_args=arguments, **evaluation)
+        (rows,) = alone["samples"].values()
+        assert tries[about["variant"]] == [row["resps"] for row in rows]
+    assert len({str(one) for one in tries.values()}) == 3
 
 
 def test_variants_differ_and_masks_shared_a_pass(whole: Path) -> None:
@@ -214,6 +234,20 @@ def test_a_preparation_is_made_once(tiny_folder: Path, whole: Path) -> None:
     assert len(made) == 2 and {cell["prepared"] for cell in cells if cell["prepare"]} == made
     masks = [json.loads((whole / "prepared" / name / "mask.json").read_text())["settings"]["heads"] for name in made]
     assert all(len(heads) == 3 for heads in masks) and masks[0] != masks[1]  # 40% of 8
+
+
+def test_cells_fail_with_their_preparation(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmeval_prune.grid.random_heads import RandomHeads
+
+    given = described(tiny_folder, variants={"dense": {}, "random {seed}": RANDOM}, tasks=["prune_tiny_choice"])
+    with monkeypatch.context() as patch:
+        patch.setattr(RandomHeads, "make", lambda *_: 1 / 0)
+        summary = run(Grid.of(given), str(tmp_path / "g"))
+    reason = "its preparation failed: ZeroDivisionError: division by zero"
+    assert summary.new == 1 and {one[2] for one in summary.failed} == {reason}
+    assert run(Grid.of(given), str(tmp_path / "g"), retry_failed=True).failed == []
 
 
 # ---------------------------------------------------------------------- the hash
@@ -352,6 +386,13 @@ def test_senseless_grids_are_refused(tiny_folder: Path, changes: dict, message: 
     given = {"tasks": ["prune_tiny_words"], **changes, "variants": variants, "baseline": baseline}
     with pytest.raises(InputError, match=message):
         cells_of(Grid.of(described(tiny_folder, **given)))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grid").glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets_can_be_read(path: Path) -> None:
+    grid = Grid.read(str(path))
+    assert {asked.task for asked in grid.tasks} <= set(task_manager().all_tasks)
+    assert grid.baseline in {variant.name for variant in grid.variants}
 
 
 def test_the_command_of_a_cell_does_the_same(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -155,7 +156,8 @@ def cells_of(grid: Grid) -> list[Cell]:
             if task.pop("samples"):
                 drawn |= {"engine": engine}
             template = model.chat_template(grid.apply_chat_template)
-            answers = f"{Path(str(base['pretrained'])).name}-{digest(model.identity)[:8]}/{asked.name}"
+            place = (f"{Path(str(base['pretrained'])).name}-{digest(model.identity)[:8]}", asked.name)
+            answers = "/".join(re.sub(r"[^\w.-]", "_", part) for part in place)
             cell = Cell(
                 variant.name,
                 asked.name,

@@ -236,9 +236,7 @@ def test_a_preparation_is_made_once(tiny_folder: Path, whole: Path) -> None:
     assert all(len(heads) == 3 for heads in masks) and masks[0] != masks[1]  # 40% of 8
 
 
-def test_cells_fail_with_their_preparation(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmeval_prune.grid.random_heads import RandomHeads
 
     given = described(tiny_folder, variants={"dense": {}, "random {seed}": RANDOM}, tasks=["prune_tiny_choice"])

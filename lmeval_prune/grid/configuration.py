@@ -187,7 +187,13 @@ def _asked(given: Any, defaults: dict[str, Any]) -> Asked:
     made = Asked(**{name: _typed(Asked, name, value) for name, value in merged.items() if value is not None})
     if made.limit is not None and made.limit <= 0:
         raise InputError(f"limit of {made.task} must be above 0, not {made.limit}")
-    return made if made.name else Asked(**{**vars(made), "name": Path(made.task).stem if made.task.endswith((".yaml", ".yml")) else made.task})
+    return (
+        made
+        if made.name
+        else Asked(
+            **{**vars(made), "name": Path(made.task).stem if made.task.endswith((".yaml", ".yml")) else made.task}
+        )
+    )
 
 
 def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterator[Variant]:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError
 from lmeval_prune.grid.cells import Cell, cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.runners import Here, Runner
-from lmeval_prune.grid.work import BUSY, FAILED, Job
+from lmeval_prune.grid.work import BUSY, FAILED, Job, Loaded
 
 logger = logging.getLogger(__name__)
 WAIT = 2.0  # seconds between looks at what another run is doing
@@ -58,13 +57,16 @@ def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: boo
     before = {cell.key for cell in cells if folder.done(cell.key)}
     if before:
         logger.info("%d of %d cells are there", len(before), len(cells))
-    _prepare(cells, folder, runner)
 
     def left() -> list[Cell]:
         return [cell for cell in cells if not folder.done(cell.key) and folder.failure(cell.key) is None]
 
     names = {cell.key: f"{cell.variant} on {cell.task}" for cell in cells}
-    _until_done(left, lambda rest: jobs_of(grid, rest, folder), runner, names)
+    try:
+        _prepare(cells, folder, runner)
+        _until_done(left, lambda rest: jobs_of(grid, rest, folder), runner, names)
+    finally:
+        Loaded.release()
     reasons = [(cell, folder.failure(cell.key)) for cell in cells if not folder.done(cell.key)]
     failed = [(cell.variant, cell.task, reason or "not run") for cell, reason in reasons]
     new = sum(folder.done(cell.key) and cell.key not in before for cell in cells)
@@ -135,9 +137,3 @@ def _until_done(
             logger.info("[%d/%d] %s: %s", ended, total, names.get(one.key, one.key), what)
         if not moved and left():
             time.sleep(WAIT)
-
-
-def refuse_unknown(name: str, known: Sequence[str]) -> None:
-    """Refuse a runner that is not there."""
-    if name not in known:
-        raise InputError(f"there is no runner {name!r}; there are {', '.join(known)}")

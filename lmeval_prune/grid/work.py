@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,10 +126,14 @@ class Loaded:
     @classmethod
     def release(cls) -> None:
         """Let the model go."""
-        if cls.lm is not None:
-            cls.lm.close()
-        cls.lm, cls.key = None, ""
+        lm, cls.lm, cls.key = cls.lm, None, ""
+        if lm is not None:
+            with suppress(Exception):  # it may be half begun
+                lm.close()
+        del lm
         gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class Worker:

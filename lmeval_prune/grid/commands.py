@@ -28,7 +28,7 @@ def run(
         output: folder of the grid
         runner: here, or ray
         retry_failed: try again what has failed
-        ray_address: of a Ray cluster (default: one that Ray finds, else a local one)
+        ray_address: of a Ray cluster (default: RAY_ADDRESS, else a local one is started)
         cpus: of a job on Ray
         gpus: of a job on Ray
         memory: bytes of a job on Ray

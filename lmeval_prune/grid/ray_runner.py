@@ -15,6 +15,8 @@ from lmeval_prune.grid.work import FAILED, Finished, Job
 from lmeval_prune.models.registered import registrars, repeat
 
 logger = logging.getLogger(__name__)
+# of the environment, what a job needs to find the same data and models
+CARRIED = ("LMEVAL_PRUNE_DATA", "LMEVAL_PRUNE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class OnRay:
     A job whose node dies is done again elsewhere, and goes on with the answers that are stored.
 
     Attributes:
-        address: of the cluster; default one that Ray finds, else a local one is started.
+        address: of the cluster; default that of `RAY_ADDRESS`, else a local one is started.
         cpus, gpus: of a job.
         memory: bytes of a job, for Ray's placing.
         retries: how often a job is done again whose worker or node died.
@@ -47,7 +49,8 @@ class OnRay:
         if self.memory:
             options["memory"] = self.memory
         task = ray.remote(**options)(_do)
-        waiting = {task.remote(job, registrars()): job for job in jobs}
+        here = (str(Path.cwd()), {name: os.environ[name] for name in CARRIED if name in os.environ})
+        waiting = {task.remote(job, registrars(), here): job for job in jobs}
         while waiting:
             (ready,), _ = ray.wait(list(waiting), num_returns=1)
             job = waiting.pop(ready)
@@ -87,10 +90,14 @@ class OnRay:
                 yield Finished(key, FAILED, reason)
 
 
-def _do(job: Job, registered_by: tuple[str, ...]) -> list[Finished]:
-    """In a Ray worker."""
+def _do(job: Job, registered_by: tuple[str, ...], here: tuple[str, dict[str, str]]) -> list[Finished]:
+    """In a Ray worker, as if it were the process that asks: its folder, its environment."""
     import torch
 
+    folder, environment = here
+    os.environ.update(environment)
+    if Path(folder).is_dir():
+        os.chdir(folder)
     if not (Path(job.folder) / "grid.json").is_file():
         raise InputError(f"this node does not see {job.folder}; name a folder that all nodes share")
     repeat(registered_by)

@@ -16,6 +16,7 @@ from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import InputError
+from lmeval_prune.artefacts import content_digest, new_folder
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
 from lmeval_prune.grid.cells import cells_of
@@ -24,6 +25,7 @@ from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.grid.work import Loaded
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.conftest import ROOT, task_manager
 
 RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
@@ -403,3 +405,47 @@ def test_the_command_of_a_cell_does_the_same(tiny_folder: Path, whole: Path, tmp
     (path,) = tmp_path.rglob("results_*.json")
     stored = json.loads((whole / "cells" / entry["key"] / "results.json").read_text())["results"]
     assert json.loads(path.read_text())["results"] == stored
+
+
+# ---------------------------------------------------------------------- what it stands on
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "a") as folder:
+        (folder / "x").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".a.half").mkdir()
+    (tmp_path / ".a.half" / "old").write_text("left by a kill")
+    with new_folder(tmp_path / "a") as folder:
+        (folder / "x").write_text("whole")
+        assert not (tmp_path / "a").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and [p.name for p in (tmp_path / "a").iterdir()] == ["x"]
+
+
+def test_content_counts_not_the_place(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("1")
+    (tmp_path / "b" / ".lock").write_text("")
+    assert content_digest(tmp_path / "a") == content_digest(tmp_path / "b")
+    (tmp_path / "b" / "x").rename(tmp_path / "b" / "y")
+    assert content_digest(tmp_path / "a") != content_digest(tmp_path / "b")
+
+
+def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None:
+    lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
+    lm.again(dtype="float64", device="cpu", heads="L1H2", engine="batched")
+    assert lm.pruning_info()["heads"] == ["L1H2"] and lm.engine is not None
+    with pytest.raises(InputError, match="load it again"):
+        lm.again(dtype="float32", device="cpu")
+    assert lm.pruning_info()["heads"] == ["L1H2"]
+    lm.again(dtype="float64", device="cpu")
+    assert lm.pruning_info()["heads"] == [] and lm.engine is None
+
+
+def test_several_processes_may_write_into_one_store(tmp_path: Path) -> None:
+    first, second = AnswerStore(tmp_path, None), AnswerStore(tmp_path, None)
+    assert (first.path.name, second.path.name) == ("rank-0.jsonl", "rank-1.jsonl")
+    first.close()
+    assert AnswerStore(tmp_path, None).path.name == "rank-0.jsonl"

@@ -8,6 +8,7 @@ engine where it gives the same texts, how many variants share a pass, the runner
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -338,10 +339,16 @@ _MANAGERS: dict[str, TaskManager] = {}
 
 
 def manager_of(metadata: dict[str, Any]) -> TaskManager:
-    """lm-eval's task manager, made once: it reads thousands of files."""
+    """lm-eval's task manager; it reads thousands of files, so those of other metadata share the index of the first."""
     key = digest(str(sorted(metadata.items())))
     if key not in _MANAGERS:
-        _MANAGERS[key] = TaskManager(metadata=metadata)
+        first = next(iter(_MANAGERS.values()), None)
+        factory = getattr(first, "_factory", None)
+        if first is None or factory is None:
+            _MANAGERS[key] = TaskManager(metadata=metadata)
+        else:
+            _MANAGERS[key] = copy.copy(first)
+            _MANAGERS[key].metadata, _MANAGERS[key]._factory = metadata, type(factory)(meta=metadata)
     return _MANAGERS[key]
 
 

@@ -2,6 +2,7 @@
 
 import resource
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,17 @@ def main() -> None:
             entry = {"key": f"c{number}", "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
             cells.append({**entry, "model_args": {}, "prepare": {}, "costs": "", "command": "lm_eval"})
         folder.begin("Large", None, cells)
+        before = time.process_time()
         page, seconds = timed(lambda: write_report(place))
+        busy = time.process_time() - before
         size = Path(page).stat().st_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    results = {"cells": CELLS, "questions": QUESTIONS, "seconds": round(seconds, 1)}
+    results = {
+        "cells": CELLS,
+        "questions": QUESTIONS,
+        "seconds": round(seconds, 1),
+        "processor_seconds": round(busy, 1),
+    }
     write("grid_compare", {"environment": found, **results, "peak_gib": round(peak / 2**30, 2), "page_bytes": size})
 
 

@@ -77,6 +77,7 @@ class Comparison:
         fronts: by figure of `COSTS`, the variants that no other beats in it and in pooled accuracy.
         missing: cells that are not there: variant, task, why.
         cells: the grid's entries, by variant and task.
+        outcomes: of each task its questions, and of each variant their figures.
     """
 
     title: str
@@ -88,6 +89,7 @@ class Comparison:
     fronts: dict[str, list[str]]
     missing: list[tuple[str, str, str]]
     cells: dict[tuple[str, str], dict[str, Any]] = field(repr=False)
+    outcomes: dict[str, tuple[list[tuple[str, int, str]], dict[str, np.ndarray]]] = field(repr=False)
 
 
 def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
@@ -120,10 +122,13 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     pooled: dict[str, list[np.ndarray]] = {}
     chosen: dict[str, int] = {}
     binary: list[bool] = []
+    outcomes: dict[str, tuple[list[tuple[str, int, str]], dict[str, np.ndarray]]] = {}
     for task in tasks:
         present = [name for name in variants if (name, task) in there]
-        values, is_binary = _matrix(folder, there, baseline, present, task)
+        questions, values = _matrix(folder, there, baseline, present, task)
+        is_binary = bool(np.isin(values, (0.0, 1.0)).all())
         binary.append(is_binary)
+        outcomes[task] = questions, dict(zip(present, values.T, strict=True))
         base = present.index(baseline)
         for row in _rows(present, task, values, base, is_binary, seed):
             row.chosen_on = _chosen_on(folder, there[row.variant, task], task)
@@ -143,13 +148,15 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         row.p_holm = adjusted
     costs = {name: _costs(folder, cells, name) for name in variants}
     title = about["title"]
-    return Comparison(title, baseline, variants, tasks, rows, costs, _fronts(rows, costs, tasks[-1]), missing, cells)
+    return Comparison(
+        title, baseline, variants, tasks, rows, costs, _fronts(rows, costs, tasks[-1]), missing, cells, outcomes
+    )
 
 
 def _matrix(
     folder: GridFolder, there: dict[tuple[str, str], Any], baseline: str, names: Sequence[str], task: str
-) -> tuple[np.ndarray, bool]:
-    """Values of a task's questions, (questions, variants), and whether they are all right or wrong.
+) -> tuple[list[tuple[str, int, str]], np.ndarray]:
+    """A task's questions, and their figures, (questions, variants).
 
     Raises:
         InputError: a variant was asked other questions than the baseline.
@@ -175,7 +182,7 @@ def _matrix(
                 f"questions"
             )
         values[places, column] = found.values
-    return values, bool(np.isin(values, (0.0, 1.0)).all())
+    return asked.questions, values
 
 
 def _rows(names: Sequence[str], task: str, values: np.ndarray, base: int, is_binary: bool, seed: int) -> Iterator[Row]:

@@ -127,6 +127,7 @@ def _chosen(columns: list[str], metric: str | None, table: pa.Table, rows: np.nd
     return max(passes, key=lambda name: int(name.partition(",")[0][5:])) if passes else next(iter(whole), None)
 
 
-def read_answers_of(folder: Path) -> pd.DataFrame:
-    """Questions and answers of a cell."""
-    return parquet.read_table(folder / ANSWERS).to_pandas()
+def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
+    """Questions, gold answers and answers of a cell, by task and number."""
+    table = parquet.read_table(folder / ANSWERS, columns=["task", "doc_id", "question", "target", "answer"])
+    return {(row["task"], row["doc_id"]): row for row in table.to_pylist()}

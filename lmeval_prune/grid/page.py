@@ -14,7 +14,7 @@ import numpy as np
 from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.grid.comparison import COSTS, POOLED, Comparison
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.outcomes import read_answers_of, read_outcomes
+from lmeval_prune.grid.outcomes import read_answers
 from lmeval_prune.reporting.documents import render
 
 LONGEST = 1600  # characters of an answer that are shown
@@ -65,46 +65,32 @@ def _variant(found: Comparison, name: str) -> dict[str, Any]:
 
 
 def _questions(found: Comparison, folder: GridFolder) -> dict[str, Any]:
-    """Of each task its questions, and of each variant values and, if they are not too many, answers."""
+    """Of each task its questions, and of each variant figures and, if they are not too many, answers."""
     result: dict[str, Any] = {}
-    written = 0
-    for task in found.tasks:
-        names = [name for name in found.variants if (name, task) in found.rows and task != POOLED]
-        if not names:
-            continue
-        cells = {name: found.cells[name, task] for name in names}
-        base = read_answers_of(folder.cell(cells[found.baseline]["key"]))
-        places = list(zip(base["task"], base["doc_id"], strict=True))
-        several = base["task"].nunique() > 1
-        shown = [
-            {
-                "id": f"{own}, {number}" if several else f"{number}",
-                "question": _short(question),
-                "target": _short(target),
-            }
-            for own, number, question, target in zip(
-                base["task"], base["doc_id"], base["question"], base["target"], strict=True
-            )
-        ]
-        values: dict[str, list[float]] = {}
+    left = MOST
+    for task, (questions, outcomes) in found.outcomes.items():
+        base = read_answers(folder.cell(found.cells[found.baseline, task]["key"]))
+        several = len({own for own, _, _ in questions}) > 1
+        shown = []
+        for own, number, _ in questions:
+            row = base[own, number]
+            place = f"{own}, {number}" if several else f"{number}"
+            shown.append({"id": place, "question": _short(row["question"]), "target": _short(row["target"])})
         answers: dict[str, list[int]] = {}
         texts: dict[str, int] = {}
-        for name in names:
-            path = folder.cell(cells[name]["key"])
-            outcomes = read_outcomes(path, cells[name]["metric"])
-            by_place = {
-                question[:2]: value for question, value in zip(outcomes.questions, outcomes.values, strict=True)
-            }
-            values[name] = [round(float(by_place[place]), 6) for place in places]
-            if written <= MOST:
-                own = read_answers_of(path)
-                said = dict(zip(zip(own["task"], own["doc_id"], strict=True), own["answer"], strict=True))
-                before = len(texts)
-                answers[name] = [texts.setdefault(_short(said[place]), len(texts)) for place in places]
-                written += sum(map(len, list(texts)[before:]))
+        for name in outcomes if left > 0 else ():
+            said = read_answers(folder.cell(found.cells[name, task]["key"]))
+            answers[name] = []
+            for own, number, _ in questions:
+                text = _short(said[own, number]["answer"])
+                left -= len(text) if text not in texts else 0
+                answers[name].append(texts.setdefault(text, len(texts)))
+            if left <= 0:
+                break
+        values = {name: [round(float(value), 6) for value in figures] for name, figures in outcomes.items()}
         binary = all(value in (0.0, 1.0) for own in values.values() for value in own)
         result[task] = {"shown": shown, "values": values, "binary": binary}
-        if written <= MOST:
+        if left > 0:
             result[task] |= {"texts": list(texts), "answers": answers}
     return result
 

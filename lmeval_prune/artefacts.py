@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +118,40 @@ def read_artefact(
     if not isinstance(number, int) or number > version:
         raise InputError(f"{path} has schema version {number!r}; this lmeval-prune reads up to {version}: upgrade it")
     return content, hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Make a folder that appears whole, when the block ends; one that a killed process left half is made anew.
+
+    Only one process at a time may make a folder of that name.
+
+    Yields:
+        Where to write. If the block raises, nothing stays.
+    """
+    path = Path(path)
+    half = path.with_name(f".{path.name}.half")
+    shutil.rmtree(half, ignore_errors=True)
+    try:
+        half.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot be made: {error.strerror}") from error
+    try:
+        yield half
+        half.replace(path)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def content_digest(path: str | os.PathLike[str]) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of a file's bytes, or of a folder's files and their names.
+
+    What begins with a dot (locks, halves) does not count, nor does where the file or folder is.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(one for one in path.rglob("*") if one.is_file())
+        named = [(one.relative_to(path).as_posix(), one) for one in files]
+        return digest([[name, content_digest(one)] for name, one in named if not re.search(r"(^|/)\.", name)])
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -29,9 +29,11 @@ COMMANDS = {
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",
     "report sprint": "lmeval_prune.sprint.commands:report",
+    "grid run": "lmeval_prune.grid.commands:run",
+    "grid compare": "lmeval_prune.grid.commands:compare",
 }
 
-WITH_LM_EVAL = ("run", "sweep")  # run lm-eval, which is to know us, with the bridge or without
+WITH_LM_EVAL = ("run", "sweep", "grid run")  # run lm-eval, which is to know us, with the bridge or without
 
 
 def main(argv: Sequence[str] | None = None) -> int:

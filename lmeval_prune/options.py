@@ -36,6 +36,16 @@ def either(*names: str) -> Callable[[Any], Any]:
     return declare
 
 
+def first(name: str) -> Callable[[Any], Any]:
+    """Declare that a command's first word, if it is no option, is this option; else it is `name`."""
+
+    def declare(function: Any) -> Any:
+        function.first = name
+        return function
+
+    return declare
+
+
 def read(
     command: str, function: Callable[..., int], words: Sequence[str], commands: Iterable[str] = ()
 ) -> dict[str, Any]:
@@ -44,7 +54,8 @@ def read(
     Args:
         command: its name; the first word of it is its section in a recipe.
         function: which declares the options.
-        words: of the command line, after the command; a first one that is no option is the option `name`.
+        words: of the command line, after the command; a first one that is no option is the option `name`, or the one
+            that `first` declares.
         commands: names of all commands, which may have sections in a recipe, too.
 
     Returns:
@@ -58,8 +69,9 @@ def read(
     section = command.split()[0]
     about = f"YAML recipe: its section `{section}` gives options, and the command line counts over it"
     parser.add_argument("--config", metavar="FILE", help=about)
-    if "name" in parser.kinds and words and not words[0].startswith("-"):
-        words = ["--name", *words]
+    leading = getattr(function, "first", "name")
+    if leading in parser.kinds and words and not words[0].startswith("-"):
+        words = [f"--{leading}", *words]
     try:
         if not {"-h", "--help"} & set(words):
             words = _with_recipe(parser, command, words, getattr(function, "either", ()), [command, *commands])

@@ -7,7 +7,7 @@ from matplotlib.patches import FancyBboxPatch
 
 FLOORS = [
     [("cli · demo", "the commands"), ("plugin", "how lm-eval finds us")],
-    [("sprint", "outcomes, sweep, router, report")],
+    [("sprint", "outcomes, router, report"), ("grid", "cells, runners, comparison, page")],
     [("models", "pruned-hf and the store of answers")],
     [("decoding", "the engine: scheduler, KV cache, layer skipping")],
     [("interventions", "head masks, row masks, the attention call; kernels/")],

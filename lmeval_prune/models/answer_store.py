@@ -13,6 +13,7 @@ task, the try's number, or the router that chose the head: whoever asks the same
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -54,20 +55,19 @@ class AnswerStore:
 
     Args:
         folder: made if it does not exist.
-        rank: this process; it alone writes `rank-RANK.jsonl`.
+        rank: this process; it alone writes `rank-RANK.jsonl`. None: the first number that nobody writes to.
 
     Attributes:
+        path: the file that it writes.
         known: key → response.
 
     Raises:
         InputError: the folder holds something else, or another run is writing to it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int = 0) -> None:
+    def __init__(self, folder: str | os.PathLike[str], rank: int | None = 0) -> None:
         self.folder = Path(folder)
         about = self.folder / "answers.json"
-        self.path = self.folder / f"rank-{rank}.jsonl"
-        self._lock = _lock_of(self.path)
         self._file: Any = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,11 +76,11 @@ class AnswerStore:
                 raise InputError(f"{folder} holds {foreign[0]} and is not an answer store; give a new folder")
             if about.exists():
                 read_artefact(about, SCHEMA, SCHEMA_VERSION)
-            self._lock.acquire(timeout=0)
+            self.path, self._lock = self._own(rank)
             if not about.exists():  # several ranks may do this at once; they write the same
                 write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
         except Timeout:
-            raise InputError(f"another run is writing to {self.path}; wait for it, or give another folder") from None
+            raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
         except OSError as error:
             raise InputError(
                 f"responses={folder} cannot be used ({error}); give a folder that can be written"
@@ -90,6 +90,19 @@ class AnswerStore:
         except BaseException:
             self._lock.release()
             raise
+
+    def _own(self, rank: int | None) -> tuple[Path, FileLock]:
+        """The file that this process writes, and its lock, which is held."""
+        for number in itertools.count() if rank is None else [rank]:
+            path = self.folder / f"rank-{number}.jsonl"
+            lock = _lock_of(path)
+            try:
+                lock.acquire(timeout=0)
+                return path, lock
+            except Timeout:
+                if rank is not None:
+                    raise
+        raise AssertionError("there is always a next number")
 
     def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
         """Write one answer; it is with the operating system when this returns."""

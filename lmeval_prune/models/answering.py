@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions import Intervention, combined, interventions_on
+from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, Missing, Recorder, answer, occurrences
 from lmeval_prune.models.tries import DENSE
@@ -44,7 +44,7 @@ class Answering:
         folder = lm.given.responses
         if folder:
             digest(lm.identity)  # refuses what cannot be told apart, before anything is computed
-        self.store = AnswerStore(folder, lm.rank) if folder else None
+        self.store = AnswerStore(folder, lm.store_rank) if folder else None
 
     @property
     def lm(self) -> Any:
@@ -77,17 +77,60 @@ class Answering:
             self._record(requests, keys)
         return responses
 
+    def answer_ahead(
+        self, requests: Sequence[Any], masks: Sequence[HeadMask | None], disable_tqdm: bool = False
+    ) -> None:
+        """Decode generation requests under each of several masks in one pass of the engine, and store the answers.
+
+        A request that comes later, with one of the masks applied, finds its answer.
+
+        Args:
+            requests: of lm-eval's, as for `generate_until`.
+            masks: each comes to what is applied to the model now; None adds nothing.
+            disable_tqdm: show no progress.
+
+        Raises:
+            InputError: a mask does not fit, or a setting cannot be used.
+        """
+        lm, count = self.lm, len(masks)
+        assert self.store and lm.engine and not self.tries
+        self._look()
+        self._model = digest(lm.identity)
+        applied = [self._with(mask) for mask in masks]
+
+        def depends_on(request: Any, place: int) -> tuple[dict[str, Any], str]:
+            repeat, number = divmod(place, count)
+            return self._parts("generate_until", request, repeat, applied[number]), str(masks[number] or DENSE)
+
+        def run(missing: Missing) -> list[Any]:
+            def keep(place: int, text: str, tokens: list[int]) -> None:
+                missing.record(missing.keys[place], text, tokens=tokens)
+
+            repeats = [place // count for place in missing.repeats]
+            chosen = [masks[place % count] for place in missing.repeats]
+            lm.engine.progress = not disable_tqdm
+            return generation.generate_until(lm, lm.engine, missing.requests, repeats, keep, lm.seed, chosen)
+
+        self._busy = True
+        try:
+            every = [request for request in requests for _ in masks]
+            answer(self.store, every, "generate_until", depends_on, run)
+        finally:
+            self._busy = False
+
     # ------------------------------------------------------------------ what an answer depends on
 
     def interventions(self, head: str = DENSE) -> list[Any]:
         """Identities of what is applied to the model now, of a try's head, and of the layers that they name."""
         self._look()
         if head not in self._identities:
-            mask = self.tries.masks[head] if self.tries and head != DENSE else None
-            everything = combined([*self._live, *([mask] if mask else [])])
-            found: list[Any] = [one.identity(self.lm.model_map) for one in everything]
-            self._identities[head] = [*found, digest(self.lm.model_map.signature())] if found else []
+            self._identities[head] = self._with(self.tries.masks[head] if self.tries and head != DENSE else None)
         return self._identities[head]
+
+    def _with(self, mask: HeadMask | None) -> list[Any]:
+        everything = combined([*self._live, *([mask] if mask else [])])
+        found: list[Any] = [one.identity(self.lm.model_map) for one in everything]
+        return [*found, digest(self.lm.model_map.signature())] if found else []
 
     def _look(self) -> None:
         """See what is applied to the model; while it answers, an engine's own masks are, too."""
@@ -97,16 +140,18 @@ class Answering:
 
     def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         """JSON value of everything that an answer depends on; and the head of the try."""
-        arguments = list(request.args)
         head = self.tries.head(request, repeat) if self.tries else DENSE
-        drawn: list[Any] = []
+        return self._parts(kind, request, repeat, self.interventions(head)), head
+
+    def _parts(self, kind: str, request: Any, repeat: int, applied: list[Any]) -> dict[str, Any]:
+        """JSON value of everything that an answer depends on, given what is applied."""
+        arguments, drawn = list(request.args), []
         if kind == "generate_until":
             if self.tries or not generation.samples(arguments[1]):
                 arguments[1] = generation.greedily(arguments[1])
             else:  # the engine's draws are others than `generate`'s
                 drawn = [self.lm.given.engine.engine, *generation.draw_of(self.lm.seed, request, repeat)]
-        applied = self.interventions(head)
-        return {"model": self._model, "interventions": applied, "request": arguments, "drawn": drawn}, head
+        return {"model": self._model, "interventions": applied, "request": arguments, "drawn": drawn}
 
     # ------------------------------------------------------------------ answering
 

@@ -10,7 +10,7 @@ from lmeval_prune.errors import InputError
 
 # Arguments that change where and how fast a response is computed, but not what it should be; the type of the weights
 # is taken from the model.
-_NOT_PART_OF_AN_ANSWER = {
+NOT_PART_OF_AN_ANSWER = {
     *("batch_size", "max_batch_size", "device", "parallelize", "device_map", "max_memory_per_gpu", "max_cpu_memory"),
     *("offload_folder", "dtype"),
 }
@@ -32,7 +32,7 @@ def identity_of(lm: Any) -> dict[str, Any]:
         "dtype": str(lm.model.dtype),
         "tokenizer": lm.tokenizer_fingerprint,
         "generation_config": made_by.to_json_string() if made_by else "",
-        "arguments": {k: str(v) for k, v in sorted(others) if k not in _NOT_PART_OF_AN_ANSWER},
+        "arguments": {k: str(v) for k, v in sorted(others) if k not in NOT_PART_OF_AN_ANSWER},
         **({"adapters": digest(adapters)} if adapters else {}),
     }
 

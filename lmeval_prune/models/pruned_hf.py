@@ -74,6 +74,10 @@ class PrunedHFLM(HFLM):
                 f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded ({first_line(error)})"
             ) from error
         self._shard_over_cpu_ranks()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Apply what was given to the loaded model, and get ready to answer."""
         with ExitStack() as applied:  # on a live model nothing may stay when something below fails
             for one in self.given.interventions:
                 applied.enter_context(one.applied_to(self.model, self.model_map))
@@ -85,6 +89,23 @@ class PrunedHFLM(HFLM):
         """Undo what was applied and release the answer store. (The end of the object does so too.)"""
         self._applied.close()
         self.answering.close()
+
+    @reported
+    def again(self, **arguments: Any) -> None:
+        """Answer under other arguments of ours, with the weights that are loaded.
+
+        Args:
+            arguments: as when it was made, without `pretrained`; those of `hf` must be the same.
+
+        Raises:
+            InputError: an argument cannot be used, or is one of `hf` that differs.
+        """
+        given = Arguments.of(arguments)
+        if given.others != self.given.others or given.description != self.given.description:
+            raise InputError("the loaded model has other arguments of hf; load it again")
+        self.close()
+        self.given, self.seed = given, torch.initial_seed()
+        self._begin()
 
     # ------------------------------------------------------------------ loading
 
@@ -148,6 +169,11 @@ class PrunedHFLM(HFLM):
             atexit.register(_leave_group)
 
     # ------------------------------------------------------------------ identity
+
+    @property
+    def store_rank(self) -> int | None:
+        """By which number this process writes into a store of answers; see `AnswerStore`."""
+        return int(self.rank)
 
     @cached_property
     def model_map(self) -> ModelMap:

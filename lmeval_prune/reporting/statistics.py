@@ -1,4 +1,4 @@
-"""Statistics over questions: bootstrap bands, paired tests by flipping signs, Holm's correction."""
+"""Statistics over questions: bootstrap bands, paired tests, Holm's correction, what n questions could have shown."""
 
 from __future__ import annotations
 
@@ -23,10 +23,18 @@ def bootstrap_band(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tupl
     known = ~np.isnan(low)
     if len(values) < 2 or not known.any():
         return low, high
+    kept = values[:, known]
+
+    def means(places: np.ndarray, axis: int) -> np.ndarray:
+        """Of the questions drawn, (…, questions), how often each was: one product gives all columns' means."""
+        rows = places.reshape(-1, len(kept))
+        counts = np.bincount((rows + len(kept) * np.arange(len(rows))[:, None]).ravel(), minlength=rows.size)
+        found = kept.T @ counts.reshape(rows.shape).T / len(kept)
+        return found[:, 0] if places.ndim == 1 else found
+
     drawn = stats.bootstrap(
-        (values[:, known],),
-        np.mean,
-        axis=0,
+        (np.arange(len(kept)),),
+        means,
         vectorized=True,
         method="percentile",
         n_resamples=draws,
@@ -68,6 +76,56 @@ def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) 
         )
         found[known] = tested.pvalue
     return found
+
+
+def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
+    """Test exactly whether two variants are right equally often, from the questions that one of them alone has right.
+
+    Args:
+        better: of each test, how many questions the first alone has right.
+        worse: how many the second alone has right.
+
+    Returns:
+        Two-sided p-values of the binomial test with probability one half.
+    """
+    differ = np.asarray(better) + np.asarray(worse)
+    return np.minimum(1.0, 2 * stats.binom.cdf(np.minimum(better, worse), differ, 0.5))
+
+
+def detectable(deviation: np.ndarray, questions: int, right_or_wrong: bool, level: float = 0.05) -> np.ndarray:
+    """The smallest mean difference that so many questions would have shown four times in five.
+
+    That is (z(1 − level/2) + z(0.8)) · deviation / √questions. For right and wrong it is at least what the exact test
+    needs if no question goes the other way: k questions with 2 · 0.5ᵏ ≤ level.
+
+    Args:
+        deviation: standard deviation of the questions' differences.
+        questions: how many.
+        right_or_wrong: whether outcomes are 0 or 1.
+        level: of the two-sided test.
+    """
+    normal = stats.norm.ppf(1 - level / 2) + stats.norm.ppf(0.8)
+    least = np.ceil(np.log2(2 / level)) / questions if right_or_wrong else 0.0
+    return np.maximum(normal * np.asarray(deviation) / np.sqrt(questions), least)
+
+
+def pareto(costs: np.ndarray, gains: np.ndarray) -> np.ndarray:
+    """Which points no other one beats: none costs as little and gains as much, and one of both strictly.
+
+    Args:
+        costs: smaller is better; NaN is never on the front.
+        gains: larger is better.
+    """
+    front = np.zeros(len(costs), dtype=bool)
+    best = -np.inf
+    order = [i for i in np.lexsort((-gains, costs)) if not (np.isnan(costs[i]) or np.isnan(gains[i]))]
+    last = None
+    for i in order:
+        if gains[i] > best:
+            front[i], best, last = True, gains[i], i
+        elif last is not None and gains[i] == best and costs[i] == costs[last]:
+            front[i] = True
+    return front
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -1,0 +1,396 @@
+"""Cells: one evaluation of lm-eval's each, named by the hash of everything that its answers and scores depend on.
+
+What counts: the weights (not where they lie), what is applied to the model, the preparation, the task's configuration,
+its questions and exemplars, the chat template, the seed where something is drawn, and the versions of lm-eval, of
+transformers and of this package, whose scoring changes. What does not: names, paths, batch size, device, the decoding
+engine where it gives the same texts, how many variants share a pass, the runner.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lm_eval.evaluator_utils import get_sample_size
+from lm_eval.tasks import TaskManager
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.artefacts import content_digest, digest
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
+from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.grid.configuration import Asked, Grid, Variant
+from lmeval_prune.grid.preparations import preparation
+from lmeval_prune.interventions import HeadMask
+from lmeval_prune.models import generation
+from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.identity import NOT_PART_OF_AN_ANSWER, config_fingerprint, tokenizer_fingerprint
+from lmeval_prune.models.routers import RouterOptions
+
+# of a task's configuration: where its data comes from (the questions themselves count), and names
+_ELSEWHERE = {
+    *("dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "metadata", "tag", "group", "task_alias"),
+    *("training_split", "validation_split", "test_split", "fewshot_split"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variant on one task.
+
+    Attributes:
+        variant, task: their names in the grid.
+        model_args: of `pruned-hf`; a preparation's come to them.
+        prepare: `{NAME: fields}`, or empty.
+        evaluation: how lm-eval is asked: arguments of `simple_evaluate`.
+        metadata: for lm-eval's task manager.
+        seed: lm-eval's four seeds.
+        metric: that is compared, if the grid says so.
+        selected_on: tasks whose questions the variant was chosen on.
+        identity: what answers and scores depend on.
+        prepared: key of the preparation's result, or empty.
+        answers: folder of its answers among those of the grid.
+        batch_size, device, engine: how it is computed.
+    """
+
+    variant: str
+    task: str
+    model_args: dict[str, Any]
+    prepare: dict[str, dict[str, Any]]
+    evaluation: dict[str, Any]
+    metadata: dict[str, Any]
+    seed: int
+    metric: str | None
+    selected_on: list[str]
+    identity: dict[str, Any] = field(repr=False)
+    prepared: str
+    answers: str
+    batch_size: int | str
+    device: str | None
+    engine: str
+
+    @cached_property
+    def key(self) -> str:
+        """The hash that names its folder."""
+        return digest(self.identity)
+
+    @property
+    def costs(self) -> str:
+        """A digest of what its model's costs depend on: the model, and what is applied to it."""
+        return digest({name: self.identity[name] for name in ("model", "interventions", "preparation", "router")})
+
+    def arguments(self, prepared: Path) -> dict[str, Any]:
+        """All model_args.
+
+        Args:
+            prepared: the folder of preparations' results.
+        """
+        made = dict(self.model_args)
+        for name, settings in self.prepare.items():
+            made |= preparation(name, settings).model_args(prepared / self.prepared)
+        made.setdefault("engine", self.engine)
+        if made["engine"] == "batched":
+            made.setdefault("deterministic", True)  # no answer depends on which others are decoded beside it
+        return {name: value for name, value in made.items() if (name, value) != ("engine", "generate")}
+
+    def command(self, prepared: Path) -> str:
+        """The `lm_eval` command that does the same."""
+        words = ["lm_eval", "--model", "pruned-hf", "--model_args", json.dumps(self.arguments(prepared))]
+        given = self.evaluation
+        words += ["--tasks", given["tasks"][0], "--seed", str(self.seed), "--batch_size", str(self.batch_size)]
+        for name, value in (("device", self.device), ("limit", given["limit"]), ("num_fewshot", given["num_fewshot"])):
+            words += [] if value is None else [f"--{name}", str(value)]
+        for name, pairs in (("gen_kwargs", given["gen_kwargs"]), ("metadata", self.metadata)):
+            words += [f"--{name}", json.dumps(pairs)] if pairs else []
+        template = given["apply_chat_template"]
+        words += ["--apply_chat_template", *([template] if isinstance(template, str) else [])] if template else []
+        words += ["--system_instruction", given["system_instruction"]] if given["system_instruction"] else []
+        return shlex.join([*words, "--log_samples", "--output_path", "OUT"])
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for `of_json`."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Cell:
+        """The cell of `to_json`."""
+        return cls(**content)
+
+
+def cells_of(grid: Grid) -> list[Cell]:
+    """All cells of a grid, after checking everything that can be known without weights.
+
+    Raises:
+        InputError: something is unknown or does not fit, or two cells are the same.
+    """
+    models: dict[str, Model] = {}
+    tasks: dict[tuple[str, str], dict[str, Any]] = {}
+    cells: list[Cell] = []
+    for variant in grid.variants:
+        try:
+            given = Arguments.of(dict(variant.model_args))
+            base = loaded_with(given)
+            model = models.setdefault(digest(base), Model(base))
+            identity = _variant_identity(variant, given, model)
+        except InputError as error:
+            raise InputError(f"variant {variant.name!r}: {error}") from None
+        engine = str(variant.model_args.get("engine") or _engine(given, model))
+        metadata = {**base, **grid.metadata}
+        made = digest(metadata)
+        for asked in grid.tasks:
+            if (made, asked.name) not in tasks:
+                tasks[made, asked.name] = _task_identity(manager_of(metadata), asked, grid)
+            task, drawn = dict(tasks[made, asked.name]), dict[str, Any]()
+            if task.pop("draws"):
+                drawn = {"seed": variant.seed}
+            if task.pop("samples"):
+                drawn |= {"engine": engine}
+            template = model.chat_template(grid.apply_chat_template)
+            place = (f"{Path(str(base['pretrained'])).name}-{digest(model.identity)[:8]}", asked.name)
+            answers = "/".join(re.sub(r"[^\w.-]", "_", part) for part in place)
+            cell = Cell(
+                variant.name,
+                asked.name,
+                dict(variant.model_args),
+                variant.prepare,
+                _evaluation(asked, grid),
+                dict(grid.metadata),
+                variant.seed,
+                asked.metric,
+                list(variant.selected_on),
+                {**identity, "task": task, "template": template, "drawn": drawn, "versions": versions()},
+                identity["preparation"].get("key", ""),
+                answers,
+                grid.batch_size,
+                grid.device,
+                engine,
+            )
+            cells.append(cell)
+    seen: dict[str, Cell] = {}
+    for cell in cells:
+        if (other := seen.setdefault(cell.key, cell)) is not cell:
+            names = f"{other.variant!r} and {cell.variant!r}" if other.variant != cell.variant else f"{cell.variant!r}"
+            where = f"on {cell.task}" if other.task == cell.task else f"on {other.task} and {cell.task}"
+            raise InputError(f"two cells are the same: {names} {where}; nothing tells them apart, leave one out")
+    return cells
+
+
+def versions() -> dict[str, str]:
+    """Of what scores answers."""
+    return {name: version(name) for name in ("lmeval-prune", "lm_eval", "transformers")}
+
+
+def loaded_with(given: Arguments) -> dict[str, Any]:
+    """The model_args by which a model is loaded, of all that were given; `pretrained` is among them."""
+    described = {name: value for name, value in given.description.items() if value is not None}
+    return {**given.others, **described}
+
+
+class Model:
+    """A model without weights.
+
+    Args:
+        base: the model_args by which it is loaded.
+
+    Raises:
+        InputError: it is not there, or cannot be built.
+    """
+
+    def __init__(self, base: dict[str, Any]) -> None:
+        self.base = base
+        name, revision = embedded.resolve(str(base["pretrained"])), base.get("revision")
+        embedded.check_name(name)
+        trust = bool(base.get("trust_remote_code"))
+        try:
+            self.config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(base.get("tokenizer") or name), revision=revision, trust_remote_code=trust
+            )
+        except InputError:
+            raise
+        except UNREADABLE as error:
+            raise InputError(f"cannot read the model {base['pretrained']}: {first_line(error)}") from error
+        bare = skeleton(self.config, trust_remote_code=trust)
+        names = ("attention_path", "attention_output", "attention_heads")
+        self.map: ModelMap = map_model(bare, **{key: base[key] for key in names if key in base})
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """JSON value of all of the model that an answer depends on."""
+        skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision"}
+        dtype = str(self.base.get("dtype") or "auto").removeprefix("torch.")
+        own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")
+        return {
+            "weights": checkpoint_identity(str(self.base["pretrained"]), self.base.get("revision")),
+            "config": config_fingerprint(self.config),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "generation_config": self._generation_config(),
+            "dtype": own if dtype == "auto" else dtype,
+            "arguments": {key: _by_content(value) for key, value in sorted(self.base.items()) if key not in skipped},
+        }
+
+    def _generation_config(self) -> str:
+        try:
+            name = embedded.resolve(str(self.base["pretrained"]))
+            found = GenerationConfig.from_pretrained(name, revision=self.base.get("revision") or "main").to_dict()
+        except OSError:  # it has none
+            return ""
+        return digest({key: str(value) for key, value in found.items() if key != "transformers_version"})
+
+    def chat_template(self, wanted: bool | str) -> str:
+        """A digest of the template that prompts are put into; empty for none."""
+        if not wanted:
+            return ""
+        try:
+            name = wanted if isinstance(wanted, str) else None
+            return digest(self.tokenizer.get_chat_template(name))
+        except ValueError as error:
+            raise InputError(f"apply_chat_template: {first_line(error)}; leave it out for this model") from error
+
+
+def _by_content(value: Any) -> Any:
+    """A value as it counts: a file or folder by what is in it."""
+    if isinstance(value, str | os.PathLike) and Path(value).expanduser().exists():
+        return {"content": content_digest(Path(value).expanduser())}
+    return value if isinstance(value, bool | int | float | None) else str(value)
+
+
+def _variant_identity(variant: Variant, given: Arguments, model: Model) -> dict[str, Any]:
+    """What a variant is: the model, what is applied to it, and what is made first."""
+    routing = {name: variant.model_args[name] for name in RouterOptions.__annotations__ if name in variant.model_args}
+    applied = [one.identity(model.map) for one in given.interventions]
+    made: dict[str, Any] = {}
+    for name, settings in variant.prepare.items():
+        made = {"name": name, "settings": preparation(name, settings).settings()}
+        made["key"] = digest([model.identity, made])
+    return {
+        "model": model.identity,
+        "interventions": [*applied, digest(model.map.signature())] if applied else [],
+        "router": {name: _by_content(value) for name, value in routing.items()},
+        "preparation": made,
+    }
+
+
+def _engine(given: Arguments, model: Model) -> str:
+    """The faster way to the same texts."""
+    tokenwise = all(one.tokenwise for one in given.interventions)
+    return "batched" if tokenwise and not model.config.is_encoder_decoder else "generate"
+
+
+def is_masks(given: Arguments) -> bool:
+    """Whether a variant is heads that are masked, and nothing else."""
+    return given.tries is None and all(isinstance(one, HeadMask) for one in given.interventions)
+
+
+# ---------------------------------------------------------------------- tasks
+
+
+def _evaluation(asked: Asked, grid: Grid) -> dict[str, Any]:
+    """Arguments of `simple_evaluate`."""
+    return {
+        "tasks": [asked.task],
+        "limit": asked.limit if asked.limit is None or asked.limit < 1 else int(asked.limit),
+        "num_fewshot": asked.num_fewshot,
+        "gen_kwargs": dict(asked.gen_kwargs),
+        "system_instruction": grid.system_instruction,
+        "apply_chat_template": grid.apply_chat_template,
+        "fewshot_as_multiturn": bool(grid.apply_chat_template),  # as lm-eval's command does
+    }
+
+
+def _task_identity(manager: TaskManager, asked: Asked, grid: Grid) -> dict[str, Any]:
+    """What a task's prompts and scores depend on; and whether something is drawn, and answers are sampled."""
+    loaded = load(manager, asked.task)
+    found: dict[str, Any] = {}
+    draws = samples = False
+    for name, task in sorted(loaded.items()):
+        _override(task, asked)
+        config = task.dump_config()
+        shots = task.get_config("num_fewshot") or 0
+        if task.get_config("output_type") == "generate_until" and generation.samples(config["generation_kwargs"]):
+            samples = True
+        draws = draws or samples or bool(shots)
+        docs = list(_first(task.eval_docs, get_sample_size(task, asked.limit)))
+        found[name] = {
+            "class": f"{type(task).__module__}.{type(task).__qualname__}",
+            "version": str((config.get("metadata") or {}).get("version", "")),
+            "config": {key: value for key, value in config.items() if key not in _ELSEWHERE},
+            "questions": _digest_of(docs),
+            "exemplars": _digest_of(list(task.fewshot_docs())) if shots else "",
+        }
+    settled = json.loads(json.dumps(found, default=_named))
+    settled = {name: {**one, "config": digest(one["config"])} for name, one in settled.items()}
+    prompts = {"system": grid.system_instruction or "", "multiturn": bool(grid.apply_chat_template)}
+    return {"tasks": settled, **prompts, "draws": draws, "samples": samples}
+
+
+_MANAGERS: dict[str, TaskManager] = {}
+
+
+def manager_of(metadata: dict[str, Any]) -> TaskManager:
+    """lm-eval's task manager; it reads thousands of files, so those of other metadata share the index of the first."""
+    key = digest(str(sorted(metadata.items())))
+    if key not in _MANAGERS:
+        first = next(iter(_MANAGERS.values()), None)
+        factory = getattr(first, "_factory", None)
+        if first is None or factory is None:
+            _MANAGERS[key] = TaskManager(metadata=metadata)
+        else:
+            _MANAGERS[key] = copy.copy(first)
+            _MANAGERS[key].metadata, _MANAGERS[key]._factory = metadata, type(factory)(meta=metadata)
+    return _MANAGERS[key]
+
+
+def load(manager: TaskManager, name: str) -> dict[str, Any]:
+    """Load a task or the tasks of a group.
+
+    Raises:
+        InputError: there is none, or its data cannot be loaded.
+    """
+    if name not in manager.all_tasks and not Path(name).is_file():
+        raise InputError(f"there is no task {name}; `lm_eval ls tasks` lists them")
+    try:
+        loaded: dict[str, Any] = manager.load([name])["tasks"]
+    except InputError:
+        raise
+    except Exception as error:  # whatever a data set's loader raises
+        raise InputError(f"the task {name} cannot be loaded ({first_line(error)})") from error
+    return loaded
+
+
+def _override(task: Any, asked: Asked) -> None:
+    """Change a task's configuration as `simple_evaluate` does."""
+    if asked.gen_kwargs and task.get_config("output_type") == "generate_until":
+        task.set_config(key="generation_kwargs", value=dict(asked.gen_kwargs), update=True)
+    own = task.get_config("num_fewshot")
+    if asked.num_fewshot is not None and own != 0:
+        task.set_config(key="num_fewshot", value=asked.num_fewshot)
+    elif own is None:
+        task.set_config(key="num_fewshot", value=0)
+
+
+def _digest_of(docs: list[Any]) -> str:
+    return digest(json.loads(json.dumps(docs, default=_named)))
+
+
+def _named(value: Any) -> str:
+    """What JSON does not know, without the address where it happens to be."""
+    own = type(value) if type(value).__str__ is object.__str__ else None
+    return getattr(value, "__qualname__", None) or (own.__qualname__ if own else str(value))
+
+
+def _first(values: Any, count: int | None) -> Iterator[Any]:
+    """The first values."""
+    for place in range(len(values) if count is None else min(count, len(values))):
+        yield values[place]

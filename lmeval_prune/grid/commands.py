@@ -1,0 +1,82 @@
+"""`lmeval-prune grid run` and `grid compare`."""
+
+from __future__ import annotations
+
+import logging
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.options import first
+
+RUNNERS = ("here", "ray")
+
+
+@first("grid")
+def run(
+    grid: str,
+    output: str,
+    runner: str = "here",
+    retry_failed: bool = False,
+    ray_address: str | None = None,
+    cpus: float = 1,
+    gpus: float = 0,
+    memory: float | None = None,
+) -> int:
+    """Evaluate every variant of a grid on every task; an interrupted grid goes on.
+
+    Args:
+        grid: YAML file of the grid; `--grid` may be left out
+        output: folder of the grid
+        runner: here, or ray
+        retry_failed: try again what has failed
+        ray_address: of a Ray cluster (default: RAY_ADDRESS, else a local one is started)
+        cpus: of a job on Ray
+        gpus: of a job on Ray
+        memory: bytes of a job on Ray
+    """
+    from lmeval_prune.grid.configuration import Grid
+
+    if runner not in RUNNERS:
+        raise InputError(f"there is no runner {runner!r}; there are {', '.join(RUNNERS)}")
+    read = Grid.read(grid)
+    from lmeval_prune.grid.ray_runner import OnRay
+    from lmeval_prune.grid.run import run as run_grid
+    from lmeval_prune.grid.runners import Here
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("lmeval_prune.grid").setLevel(logging.INFO)
+    chosen = Here() if runner == "here" else OnRay(ray_address, cpus, gpus, memory)
+    try:
+        summary = run_grid(read, output, chosen, retry_failed)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on in {output}")
+        return 130
+    for variant, task, reason in summary.failed:
+        print(f"failed: {variant} on {task}: {reason}")
+    there = summary.cells - len(summary.failed)
+    print(f"{output}: {there} of {summary.cells} cells are there, {summary.new} of them new")
+    if summary.failed:
+        print("--retry-failed tries the others again")
+        return 1
+    print(f"compare them: lmeval-prune grid compare {output}")
+    return 0
+
+
+@first("folder")
+def compare(
+    folder: str, baseline: str | None = None, output: str | None = None, lm_eval: str | None = None, seed: int = 0
+) -> int:
+    """Compare a grid's variants with one of them, question by question: tables and a page.
+
+    Args:
+        folder: of the grid; `--folder` may be left out
+        baseline: name of a variant (default: the one that the grid names, else its first)
+        output: folder for the tables and the page (default: `compare` in the grid's folder)
+        lm_eval: folder for the results in lm-eval's own layout, for its visualisers
+        seed: of bootstrap and tests
+    """
+    from lmeval_prune.grid.report import write, write_lm_eval
+
+    print(write(folder, baseline, output, seed))
+    if lm_eval:
+        print(write_lm_eval(folder, lm_eval))
+    return 0

@@ -1,0 +1,145 @@
+"""A grid's folder: what it is to hold, and the cells that are done.
+
+    grid.json                   all cells of the grid as it was last asked
+    cells/KEY/                  a cell: cell.json, results.json (lm-eval's), samples_TASK.jsonl (lm-eval's),
+                                outcomes.parquet and answers.parquet (the same in columns, for comparisons)
+    failed/KEY.json             why a cell failed
+    prepared/KEY/               the result of a preparation
+    measures/KEY.json           what a variant costs
+    answers/                    answers as they come, so that a killed cell goes on
+
+A cell's folder appears whole or not at all. Who evaluates a cell holds its lock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lmeval_prune.artefacts import new_folder, read_artefact, write_artefact
+from lmeval_prune.errors import InputError
+
+GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
+VERSION = 1
+
+
+class GridFolder:
+    """The folder of a grid.
+
+    Args:
+        path: made when something is written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+
+    def begin(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
+        """Write down what the grid is to hold.
+
+        Raises:
+            InputError: the folder holds something else, or cannot be written.
+        """
+        if self.path.is_file():
+            raise InputError(f"{self.path} is a file; name a folder")
+        if self.path.is_dir() and not self._about.exists() and any(self.path.iterdir()):
+            raise InputError(f"{self.path} holds something that is no grid; name a new folder")
+        write_artefact(self._about, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
+
+    def read(self) -> dict[str, Any]:
+        """What `begin` wrote.
+
+        Raises:
+            InputError: there is no grid.
+        """
+        if not self._about.is_file():
+            raise InputError(
+                f"{self.path} holds no grid; `lmeval-prune grid run GRID.yaml --output {self.path}` makes one"
+            )
+        return read_artefact(self._about, GRID, VERSION)[0]
+
+    @property
+    def _about(self) -> Path:
+        return self.path / "grid.json"
+
+    @property
+    def prepared(self) -> Path:
+        """Where results of preparations are."""
+        return self.path / "prepared"
+
+    def cell(self, key: str) -> Path:
+        """Folder of a cell."""
+        return self.path / "cells" / key
+
+    def answers(self, name: str) -> Path:
+        """Store of answers of one model on one task."""
+        return self.path / "answers" / name
+
+    def done(self, key: str) -> bool:
+        """Whether a cell is there."""
+        return self.cell(key).is_dir()
+
+    def making(self, key: str) -> Any:
+        """A block that makes a cell's folder; see `new_folder`."""
+        return new_folder(self.cell(key))
+
+    def preparing(self, key: str) -> Any:
+        """A block that makes the folder of a preparation; see `new_folder`."""
+        return new_folder(self.prepared / key)
+
+    @contextmanager
+    def lock(self, key: str) -> Iterator[bool]:
+        """Hold a cell, a preparation or a measure; yields False if somebody else does."""
+        folder = self.path / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"{key}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    # ------------------------------------------------------------------ failures and measures
+
+    def fail(self, key: str, reason: str, trace: str) -> None:
+        """Record why a cell failed."""
+        write_artefact(self._failed(key), FAILED, VERSION, {"reason": reason, "trace": trace})
+
+    def failure(self, key: str) -> str | None:
+        """Why a cell failed, in one line; None if it did not."""
+        path = self._failed(key)
+        return str(read_artefact(path, FAILED, VERSION)[0]["reason"]) if path.is_file() else None
+
+    def forget_failure(self, key: str) -> None:
+        """Let a cell be tried again."""
+        self._failed(key).unlink(missing_ok=True)
+
+    def _failed(self, key: str) -> Path:
+        return self.path / "failed" / f"{key}.json"
+
+    def write_measure(self, key: str, content: dict[str, Any]) -> None:
+        """Write what a variant costs."""
+        write_artefact(self._measure(key), MEASURE, VERSION, content)
+
+    def measure(self, key: str) -> dict[str, Any] | None:
+        """What a variant costs, if it was measured."""
+        path = self._measure(key)
+        return read_artefact(path, MEASURE, VERSION)[0] if path.is_file() else None
+
+    def _measure(self, key: str) -> Path:
+        return self.path / "measures" / f"{key}.json"
+
+
+def dumped(value: Any) -> str:
+    """JSON as lm-eval writes it."""
+    from lm_eval.utils import handle_non_serializable
+
+    return json.dumps(value, default=handle_non_serializable, ensure_ascii=False)

@@ -1,0 +1,133 @@
+"""Outcomes of a cell in columns: a row a question, a column a metric; and, beside them, questions and answers.
+
+lm-eval's samples files hold whole prompts; comparing a thousand cells by them would read gigabytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from lmeval_prune.artefacts import digest
+from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.models.answer_store import write_table
+
+OUTCOMES, ANSWERS = "outcomes.parquet", "answers.parquet"
+FIRST = ("exact_match", "acc")  # metrics that are compared unless the grid names one
+
+
+def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs: dict[str, Any]) -> None:
+    """Write a cell's outcomes and answers.
+
+    Args:
+        folder: of the cell.
+        samples: lm-eval's, by task.
+        configs: lm-eval's, by task.
+    """
+    outcomes: dict[tuple[str, int], dict[str, Any]] = {}
+    answers: dict[tuple[str, int], dict[str, Any]] = {}
+    for task, rows in sorted(samples.items()):
+        config = configs.get(task) or {}
+        for row in rows:
+            place = (task, int(row["doc_id"]))
+            own = outcomes.setdefault(place, {"task": task, "doc_id": place[1], "question": row["doc_hash"]})
+            for metric in row["metrics"]:
+                value = row[metric]
+                if isinstance(value, bool | int | float | np.number) and not math.isnan(value):
+                    own[f"{metric},{row['filter']}"] = float(value)
+            answers.setdefault(place, _answer(task, row, config))
+    for name, table in ((OUTCOMES, outcomes), (ANSWERS, answers)):
+        frame = pd.DataFrame([table[place] for place in sorted(table)])
+        write_table(folder / name, pa.Table.from_pandas(frame, preserve_index=False))
+
+
+def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """What was asked and answered, as people read it; and by which text the question is known."""
+    doc, arguments = row["doc"], row["arguments"][0]
+    field = (config.get("metadata") or {}).get("question_field") or "question"
+    text = doc.get(field) if isinstance(doc, dict) else None
+    question = text if isinstance(text, str) and text else str(arguments[0])
+    responses = row["resps"]
+    if len(arguments) > 1 and isinstance(arguments[1], str):  # likelihoods of given texts
+        scores = [one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in responses]
+        best = max(range(len(scores)), key=lambda i: scores[i])
+        shown = [f"{row['arguments'][best][1]} (log-likelihood {scores[best]:.2f})"] if len(scores) > 1 else scores
+    else:
+        shown = [text for one in responses for text in one]
+    return {
+        "task": task,
+        "doc_id": int(row["doc_id"]),
+        "question": question,
+        "text_key": digest(question),
+        "target": str(row["target"]),
+        "answer": "\n\n— next try —\n\n".join(map(str, shown)),
+        "extracted": str(row.get("extracted", "")),
+    }
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """One metric of one cell.
+
+    Attributes:
+        questions: by what each question is known: task, number and hash.
+        values: of the metric.
+    """
+
+    questions: list[tuple[str, int, str]]
+    values: np.ndarray
+
+
+def read_outcomes(folder: Path, metric: str | None) -> Outcomes:
+    """Read the metric that is compared.
+
+    Args:
+        folder: of the cell.
+        metric: `METRIC` or `METRIC,FILTER`; None for the task's own.
+
+    Raises:
+        InputError: the cell is damaged, or has no such metric.
+    """
+    path = folder / OUTCOMES
+    try:
+        table = parquet.read_table(path)
+        tasks, numbers, keys = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); delete its folder and run the grid") from None
+    columns = [name for name in table.column_names if "," in name]
+    values = np.full(len(tasks), np.nan)
+    places = np.array(tasks)
+    for task in dict.fromkeys(tasks):
+        rows = places == task
+        chosen = _chosen(columns, metric, table, rows)
+        if chosen is None:
+            found = ", ".join(columns) or "no figure a question"
+            raise InputError(f"{task} has {found}, and not {metric or 'one to compare'}; give the task `metric: NAME`")
+        values[rows] = table[chosen].to_numpy(zero_copy_only=False)[rows]
+    return Outcomes(list(zip(tasks, numbers, keys, strict=True)), values)
+
+
+def _chosen(columns: list[str], metric: str | None, table: pa.Table, rows: np.ndarray) -> str | None:
+    """The column that is compared for one task: it has a value for each of its questions."""
+    whole = [name for name in columns if not np.isnan(table[name].to_numpy(zero_copy_only=False)[rows]).any()]
+    if metric:
+        return next((name for name in whole if metric in (name, name.partition(",")[0])), None)
+    for wanted in FIRST:
+        for name in whole:
+            if name.partition(",")[0] == wanted:
+                return name
+    passes = [name for name in whole if name.startswith("pass@") and name.partition(",")[0][5:].isdigit()]
+    return max(passes, key=lambda name: int(name.partition(",")[0][5:])) if passes else next(iter(whole), None)
+
+
+def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
+    """Questions, gold answers and answers of a cell, by task and number."""
+    table = parquet.read_table(folder / ANSWERS, columns=["task", "doc_id", "question", "target", "answer"])
+    return {(row["task"], row["doc_id"]): row for row in table.to_pylist()}

@@ -1,0 +1,451 @@
+"""The grid on tiny models: cells equal lm-eval alone, hashes, kills, two runners, failures, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune import InputError
+from lmeval_prune.artefacts import content_digest, new_folder
+from lmeval_prune.cli import main
+from lmeval_prune.grid import cells as cells_module
+from lmeval_prune.grid.cells import cells_of
+from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.run import run
+from lmeval_prune.grid.work import Loaded
+from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from tests.conftest import ROOT, task_manager
+
+RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_manager() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells_module, "TaskManager", lambda metadata: task_manager())
+        yield
+    Loaded.release()
+
+
+def described(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A grid as its YAML would have it."""
+    return {
+        "model": {"pretrained": str(folder), "dtype": "float64"},
+        "variants": {
+            "dense": {},
+            "head {heads}": {"heads": {"each": ["L0H1", "L1H2"]}},
+            "random {seed}": RANDOM,
+            "filter": {"token_filter": {"ratio": 0.4, "warmup": 3}},
+        },
+        "tasks": [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 8}}, "prune_tiny_choice"],
+        "limit": 4,
+        "batch_size": 4,
+        "device": "cpu",
+        "measure": False,
+        "baseline": "dense",
+        **changes,
+    }
+
+
+def outcomes(folder: Path) -> dict[str, Any]:
+    """Everything of a grid's cells that must not depend on how it was run."""
+    found = {}
+    for path in sorted((folder / "cells").iterdir()):
+        if not path.name.startswith("."):
+            files = {one.name: one.read_bytes() for one in path.glob("samples_*.jsonl")}
+            tables = {one.name: one.read_bytes() for one in path.glob("*.parquet")}
+            results = json.loads((path / "results.json").read_text())["results"]
+            found[path.name] = {**files, **tables, "results": results}
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grids") / "whole"
+    summary = run(Grid.of(described(tiny_folder)), str(folder))
+    assert summary.failed == [] and summary.cells == summary.new == 12
+    return folder
+
+
+def test_a_cell_is_lm_eval_alone(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    for entry in GridFolder(whole).read()["cells"]:
+        about = json.loads((whole / "cells" / entry["key"] / "cell.json").read_text())
+        arguments = {**entry["model_args"], "device": "cpu", "batch_size": 4}
+        if entry["prepare"]:
+            (key,) = {about["prepared"]}
+            arguments["mask"] = str(whole / "prepared" / key / "mask.json")
+        alone = simple_evaluate(
+            model="pruned-hf", model_args=arguments, task_manager=task_manager(), **about["evaluation"]
+        )
+        (rows,) = alone["samples"].values()
+        (path,) = (whole / "cells" / entry["key"]).glob("samples_*.jsonl")
+        stored = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [row["resps"] for row in stored] == json.loads(json.dumps([row["resps"] for row in rows]))
+        theirs = json.loads((whole / "cells" / entry["key"] / "results.json").read_text())["results"]
+        assert theirs == json.loads(json.dumps(alone["results"]))
+
+
+def test_sampled_tries_of_masks_share_a_pass_too(tiny_folder: Path, tmp_path: Path) -> None:
+    variants = {"dense": {}, "head": {"heads": "L1H2"}, "other seed": {"seed": 5}}
+    tasks = [{"task": "prune_tiny_words_pass4", "gen_kwargs": {"max_gen_toks": 6}}]
+    assert run(Grid.of(described(tiny_folder, variants=variants, tasks=tasks, limit=3)), str(tmp_path / "g")).new == 3
+    tries = {}
+    for path in (tmp_path / "g").glob("cells/*/cell.json"):
+        about = json.loads(path.read_text())
+        (samples,) = path.parent.glob("samples_*.jsonl")
+        tries[about["variant"]] = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
+        assert about["ran"]["variants_in_this_pass"] == {"dense": 2, "head": 1, "other seed": 1}[about["variant"]]
+        arguments = {**about["model_args"], "engine": "batched", "device": "cpu"}
+        torch.manual_seed(about["seed"])
+        seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"), about["seed"])
+        evaluation = {**about["evaluation"], **seeds, "task_manager": task_manager()}
+        alone = simple_evaluate(model="pruned-hf", model_args=arguments, **evaluation)
+        (rows,) = alone["samples"].values()
+        assert tries[about["variant"]] == [row["resps"] for row in rows]
+    assert len({str(one) for one in tries.values()}) == 3
+
+
+def test_variants_differ_and_masks_shared_a_pass(whole: Path) -> None:
+    responses, passes = {}, {}
+    for entry in GridFolder(whole).read()["cells"]:
+        about = json.loads((whole / "cells" / entry["key"] / "cell.json").read_text())
+        passes[entry["variant"], entry["task"]] = about["ran"]["variants_in_this_pass"]
+        if entry["task"] == "prune_tiny_words":
+            (path,) = (whole / "cells" / entry["key"]).glob("samples_*.jsonl")
+            responses[entry["variant"]] = str([json.loads(line)["resps"] for line in path.read_text().splitlines()])
+    assert len(set(responses.values())) == len(responses) == 6
+    assert passes["dense", "prune_tiny_words"] == 5 and passes["filter", "prune_tiny_words"] == 1
+    computed = [json.loads(p.read_text())["ran"]["answers_computed"] for p in whole.glob("cells/*/cell.json")]
+    assert sum(computed) == 12 * 4 + 6 * 12  # 4 questions; 4 with 4 choices: nothing twice
+
+
+# ---------------------------------------------------------------------- resumed, killed, shared
+
+
+def answers_stored(folder: Path) -> int:
+    return len({record["key"] for one in folder.glob("answers/*/*") for record in read_answers(one)})
+
+
+def test_a_grid_that_is_there_runs_nothing(tiny_folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.glob("cells/*/*")}
+    monkeypatch.setattr(AnswerStore, "add", lambda *_: pytest.fail("something was computed"))
+    assert run(Grid.of(described(tiny_folder)), str(whole)).new == 0
+    assert {path: path.stat().st_mtime_ns for path in whole.glob("cells/*/*")} == before
+
+
+def kill_after(count: int) -> None:
+    """Let this process kill itself at the count-th answer stored, text written, file or folder moved into its place."""
+    left = [count]
+
+    def watched(function: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    AnswerStore.add = watched(AnswerStore.add)
+    Path.replace = watched(Path.replace)
+
+
+def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL at ten random moments; what is there in the end is what an undisturbed run leaves."""
+    Loaded.release()
+    output, moments, killed, states = tmp_path / "killed", random.Random(1), 0, []
+    for _ in range(10):
+        moment = moments.randint(0, 25)
+        child = os.fork()
+        if child == 0:
+            try:
+                kill_after(moment)
+                run(Grid.of(described(tiny_folder)), str(output))
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        cells = [path for path in output.glob("cells/*") if not path.name.startswith(".")]
+        states.append((answers_stored(output), len(cells)))
+    assert killed >= 8 and len(set(states)) > 4, states
+    assert run(Grid.of(described(tiny_folder)), str(output)).failed == []
+    assert outcomes(output) == outcomes(whole)
+    assert not list(output.glob("cells/.*"))  # no half is left
+
+
+def test_two_runners_share_a_folder(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    """Two processes at once: no cell is evaluated twice, and the end is that of one."""
+    Loaded.release()
+    output, children = tmp_path / "two", []
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = int(bool(run(Grid.of(described(tiny_folder)), str(output)).failed))
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    assert outcomes(output) == outcomes(whole)
+    lines = [line for path in output.glob("answers/*/*/rank-*.jsonl") for line in path.read_text().splitlines()]
+    assert len(lines) == len({json.loads(line)["key"] for line in lines})
+
+
+def test_a_failed_cell_is_recorded_and_tried_again_on_request(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "grid.yaml"
+    given = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=["prune_tiny_choice"])
+    path.write_text(json.dumps(given))
+    tried = []
+
+    def broken(self: Any, requests: list[Any], **_: Any) -> Any:
+        tried.append(len(requests))
+        raise RuntimeError("no room\nleft")
+
+    from lmeval_prune.grid.work import VariantLM
+
+    command = ["grid", "run", str(path), "--output", str(tmp_path / "g")]
+    with monkeypatch.context() as patch:
+        patch.setattr(VariantLM, "loglikelihood", broken)
+        assert main(command) == 1
+        assert main(command) == 1 and len(tried) == 2  # not tried again
+    out = capsys.readouterr().out
+    assert "failed: head on prune_tiny_choice: RuntimeError: no room\n" in out and "0 of 2 cells are there" in out
+    assert main([*command, "--retry-failed"]) == 0
+    assert "2 of 2 cells are there, 2 of them new" in capsys.readouterr().out
+    assert not list((tmp_path / "g" / "failed").iterdir())
+
+
+def test_a_preparation_is_made_once(tiny_folder: Path, whole: Path) -> None:
+    made = {path.name for path in (whole / "prepared").iterdir()}
+    cells = [json.loads(path.read_text()) for path in whole.glob("cells/*/cell.json")]
+    assert len(made) == 2 and {cell["prepared"] for cell in cells if cell["prepare"]} == made
+    masks = [json.loads((whole / "prepared" / name / "mask.json").read_text())["settings"]["heads"] for name in made]
+    assert all(len(heads) == 3 for heads in masks) and masks[0] != masks[1]  # 40% of 8
+
+
+def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmeval_prune.grid.random_heads import RandomHeads
+
+    given = described(tiny_folder, variants={"dense": {}, "random {seed}": RANDOM}, tasks=["prune_tiny_choice"])
+    with monkeypatch.context() as patch:
+        patch.setattr(RandomHeads, "make", lambda *_: 1 / 0)
+        summary = run(Grid.of(given), str(tmp_path / "g"))
+    reason = "its preparation failed: ZeroDivisionError: division by zero"
+    assert summary.new == 1 and {one[2] for one in summary.failed} == {reason}
+    assert run(Grid.of(given), str(tmp_path / "g"), retry_failed=True).failed == []
+
+
+# ---------------------------------------------------------------------- the hash
+
+
+BASE: dict[str, Any] = {"variants": {"v": {"heads": "L0H1"}}, "tasks": ["prune_tiny_words"]}
+CHANGES_ANSWERS: list[dict[str, Any]] = [
+    {"variants": {"v": {}}},
+    {"variants": {"v": {"heads": "L0H2"}}},
+    {"variants": {"v": {"heads": "L0H1", "token_filter": 0.2}}},
+    {"variants": {"v": {"token_filter": {"ratio": 0.2, "warmup": 4}}}},
+    {"variants": {"v": {"heads": "L0H1", "dtype": "float32"}}},
+    {"variants": {"v": {"heads": "L0H1", "max_length": 100}}},
+    {"variants": {"v": {"heads": "L0H1", "add_bos_token": True}}},
+    {"variants": {"v": {"prepare": {"random_heads": {"share": 0.4}}}}},
+    {"variants": {"v": {"prepare": {"random_heads": {"share": 0.4, "seed": 1}}}}},
+    {"variants": {"v": {"prepare": {"random_heads": {"share": 0.5}}}}},
+    {"variants": {"v": {"router": "random", "router_pool": "L0H1+dense"}}},
+    {"variants": {"v": {"router": "random", "router_pool": "L0H1+dense", "router_seed": 1}}},
+    {"limit": 3},
+    {"limit": None},
+    {"tasks": ["prune_tiny_choice"]},
+    {"tasks": [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 7}}]},
+    {"tasks": [{"task": "prune_tiny_words", "gen_kwargs": {"do_sample": True, "temperature": 0.5}}]},
+    {"tasks": [{"task": "prune_tiny_words", "gen_kwargs": {"do_sample": True, "temperature": 0.5}}], "seed": 7},
+    {"tasks": ["prune_tiny_words_pass4"]},
+    {"apply_chat_template": True},
+    {"system_instruction": "Be brief."},
+]
+CHANGES_NOTHING: list[dict[str, Any]] = [
+    {"batch_size": 1},
+    {"device": None},
+    {"title": "Another"},
+    {"together": 1},
+    {"measure": True},
+    {"seed": 7},  # nothing is drawn
+    {"baseline": "v"},
+    {"variants": {"another name": {"heads": "L0H1"}}},
+    {"variants": {"v": {"heads": ["L0H1"]}}},
+    {"variants": {"v": {"heads": {"heads": "L0H1", "allow_empty_layer": True}}}},
+    {"variants": {"v": {"heads": "L0H1", "engine": "generate"}}},
+    {"variants": {"v": {"heads": "L0H1", "engine": "batched", "engine_rows": 3}}},
+    {"variants": {"v": {"heads": "L0H1", "selected_on": ["prune_tiny_words"]}}},
+    {"variants": {"v": {"heads": "L0H1", "dtype": "auto"}}},  # the checkpoint's own is float64
+    {"tasks": [{"task": "prune_tiny_words", "name": "other", "metric": "exact_match"}]},
+    {"tasks": [{"task": "prune_tiny_words", "num_fewshot": 2}]},  # the task says 0, and lm-eval keeps that
+    {"limit": 4.0},
+]
+
+
+def key_of(folder: Path, **changes: Any) -> str:
+    (cell,) = cells_of(Grid.of(described(folder, **{"baseline": None, **BASE, **changes})))
+    return cell.key
+
+
+def test_the_hash_changes_with_what_changes_answers_and_with_nothing_else(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = key_of(tiny_folder)
+    others = [key_of(tiny_folder, **change) for change in CHANGES_ANSWERS]
+    assert len({key, *others}) == 1 + len(CHANGES_ANSWERS)
+    for change in CHANGES_NOTHING:
+        assert key_of(tiny_folder, **change) == key, change
+
+    copy = tmp_path / "elsewhere"
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    model.save_pretrained(copy)
+    tokenizer.save_pretrained(copy)
+    assert key_of(copy) == key  # where it lies does not count
+    model.generation_config.repetition_penalty = 1.5
+    model.save_pretrained(copy)
+    changed = key_of(copy)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
+    model.save_pretrained(copy)
+    assert len({key, changed, key_of(copy)}) == 3
+    monkeypatch.setattr(cells_module, "versions", lambda: {"lm_eval": "9"})
+    assert key_of(tiny_folder) != key
+
+
+def test_a_mask_counts_by_its_heads_and_a_router_by_its_content(tiny_folder: Path, tmp_path: Path) -> None:
+    from lmeval_prune import HeadMask
+    from lmeval_prune.architectures import map_model
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    HeadMask("L0H1").save(tmp_path / "mask.json", map_model(model))
+    assert key_of(tiny_folder, variants={"v": {"mask": str(tmp_path / "mask.json")}}) == key_of(tiny_folder)
+
+
+# ---------------------------------------------------------------------- the YAML
+
+
+def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
+    variants = {
+        "a {heads}": {"heads": {"each": ["L0H1", "L0H2"]}, "dtype": {"each": ["float32", "float64"]}},
+        "b": {"token_filter": {"ratio": {"each": [0.1, 0.2]}}, "seed": 3},
+        "c": None,
+    }
+    grid = Grid.of(described(tiny_folder, variants=variants, baseline=None))
+    assert [one.name for one in grid.variants] == [
+        *("a L0H1 dtype=float32", "a L0H1 dtype=float64", "a L0H2 dtype=float32", "a L0H2 dtype=float64"),
+        *("b ratio=0.1", "b ratio=0.2", "c"),
+    ]
+    assert grid.variants[4].model_args["token_filter"] == {"ratio": 0.1} and grid.variants[4].seed == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variants": {"v": {"head": "L0H1"}}}, "unknown axis or setting 'head'; did you mean 'heads'"),
+        ({"variants": {"v": {"colour": {"each": [1, 2]}}}}, "unknown axis or setting 'colour'"),
+        ({"variants": {"v": {"heads": {"each": []}}}}, "a list that is not empty"),
+        ({"variants": {"v {x}": {"heads": {"each": ["L0H1"]}}}}, "has no axis 'x'"),
+        ({"variants": {"v": {"heads": "L9H0"}}}, "variant 'v': .*no attention in layer 9"),
+        ({"variants": {"v": {}, "w": {"seed": 5}}}, "two cells are the same: 'v' and 'w' on prune_tiny_words"),
+        ({"variants": {"v": {"heads": "L0H1"}, "w": {"heads": [[0, 1]]}}}, "two cells are the same"),
+        ({"variants": {"v": {"prepare": "random_head"}}}, "no preparation 'random_head'; did you mean"),
+        ({"variants": {"v": {"prepare": {"random_heads": {"share": 2}}}}}, "must be between 0 and 1"),
+        ({"variants": {"v": {"prepare": {"random_heads": {}}}}}, "random_heads needs share"),
+        ({"variants": {"v": {"batch_size": 3}}}, "batch_size is no axis"),
+        ({"variants": {"v": {"pretrained": "./nothing"}}}, "there is no such folder"),
+        ({"variants": {}}, "has `variants:` and `tasks:`"),
+        ({"tasks": ["prune_tinny"]}, "there is no task prune_tinny"),
+        ({"tasks": [{"task": "prune_tiny", "limits": 3}]}, "no setting 'limits'; did you mean 'limit'"),
+        ({"tasks": ["prune_tiny", "prune_tiny"]}, "two tasks are called 'prune_tiny'"),
+        ({"baseline": "dens"}, "no baseline 'dens' in the grid; did you mean 'dense'"),
+        ({"batch": 3}, "no setting 'batch'; did you mean 'batch_size'"),
+        ({"limit": 0}, "limit of prune_tiny_words must be above 0"),
+        ({"together": 0}, "together must be at least 1"),
+    ],
+)
+def test_senseless_grids_are_refused(tiny_folder: Path, changes: dict, message: str) -> None:
+    variants = changes.get("variants", {"dense": {}})
+    baseline = changes.get("baseline")
+    given = {"tasks": ["prune_tiny_words"], **changes, "variants": variants, "baseline": baseline}
+    with pytest.raises(InputError, match=message):
+        cells_of(Grid.of(described(tiny_folder, **given)))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "grid").glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets_can_be_read(path: Path) -> None:
+    grid = Grid.read(str(path))
+    assert {asked.task for asked in grid.tasks} <= set(task_manager().all_tasks)
+    assert grid.baseline in {variant.name for variant in grid.variants}
+
+
+def test_the_command_of_a_cell_does_the_same(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    from tests.test_command_line import call
+
+    entry = next(cell for cell in GridFolder(whole).read()["cells"] if cell["variant"] == "filter")
+    words = shlex.split(entry["command"])
+    done = call("-m", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = tmp_path.rglob("results_*.json")
+    stored = json.loads((whole / "cells" / entry["key"] / "results.json").read_text())["results"]
+    assert json.loads(path.read_text())["results"] == stored
+
+
+# ---------------------------------------------------------------------- what it stands on
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "a") as folder:
+        (folder / "x").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".a.half").mkdir()
+    (tmp_path / ".a.half" / "old").write_text("left by a kill")
+    with new_folder(tmp_path / "a") as folder:
+        (folder / "x").write_text("whole")
+        assert not (tmp_path / "a").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and [p.name for p in (tmp_path / "a").iterdir()] == ["x"]
+
+
+def test_content_counts_not_the_place(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("1")
+    (tmp_path / "b" / ".lock").write_text("")
+    assert content_digest(tmp_path / "a") == content_digest(tmp_path / "b")
+    (tmp_path / "b" / "x").rename(tmp_path / "b" / "y")
+    assert content_digest(tmp_path / "a") != content_digest(tmp_path / "b")
+
+
+def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None:
+    lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
+    lm.again(dtype="float64", device="cpu", heads="L1H2", engine="batched")
+    assert lm.pruning_info()["heads"] == ["L1H2"] and lm.engine is not None
+    with pytest.raises(InputError, match="load it again"):
+        lm.again(dtype="float32", device="cpu")
+    assert lm.pruning_info()["heads"] == ["L1H2"]
+    lm.again(dtype="float64", device="cpu")
+    assert lm.pruning_info()["heads"] == [] and lm.engine is None
+
+
+def test_several_processes_may_write_into_one_store(tmp_path: Path) -> None:
+    first, second = AnswerStore(tmp_path, None), AnswerStore(tmp_path, None)
+    assert (first.path.name, second.path.name) == ("rank-0.jsonl", "rank-1.jsonl")
+    first.close()
+    assert AnswerStore(tmp_path, None).path.name == "rank-0.jsonl"

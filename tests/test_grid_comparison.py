@@ -1,0 +1,354 @@
+"""Comparing a grid: statistics against scipy and brute force, what is refused, size, the page in a browser."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lmeval_prune import InputError
+from lmeval_prune.artefacts import write_artefact, write_text
+from lmeval_prune.cli import main
+from lmeval_prune.grid.comparison import POOLED, compare
+from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
+from lmeval_prune.grid.outcomes import write_tables
+from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
+
+RNG = np.random.default_rng(0)
+
+
+# ---------------------------------------------------------------------- statistics
+
+
+def test_mcnemar_is_scipys_binomial_test() -> None:
+    pairs = [(b, w) for b in range(12) for w in range(12)] + [(100, 61), (0, 500)]
+    found = mcnemar_test(*np.array(pairs).T)
+    literal = [stats.binomtest(b, b + w, 0.5).pvalue if b + w else 1.0 for b, w in pairs]
+    np.testing.assert_allclose(found, literal, rtol=1e-9)
+
+
+def test_mcnemar_by_brute_force() -> None:
+    """All ways in which the questions that differ could have gone."""
+    for better, worse in ((3, 1), (5, 0), (2, 2), (6, 1)):
+        n = better + worse
+        ways = [abs(2 * sum(way) - n) >= abs(better - worse) for way in itertools.product((0, 1), repeat=n)]
+        assert mcnemar_test(np.array([better]), np.array([worse]))[0] == pytest.approx(np.mean(ways))
+
+
+def test_sign_flips_by_brute_force() -> None:
+    differences = np.array([[0.3, -0.1, 0.2, 0.5, -0.4, 0.1], [1, 1, 0, 0, 1, -1]], dtype=float).T
+    signs = np.array(list(itertools.product((-1, 1), repeat=6)))
+    literal = (np.abs(signs @ differences) >= np.abs(differences.sum(0)) - 1e-12).mean(0)
+    np.testing.assert_allclose(sign_flip_test(differences), literal, atol=1e-12)
+
+
+def test_holm_by_its_definition() -> None:
+    for _ in range(20):
+        ps = RNG.random(7) ** 2
+        order = np.argsort(ps)
+        literal = np.empty(7)
+        for rank, i in enumerate(order):
+            literal[i] = min(1.0, max((7 - j) * ps[order[j]] for j in range(rank + 1)))
+        np.testing.assert_allclose(holm(ps.tolist()), literal)
+
+
+def test_bootstrap_is_resampling_with_replacement() -> None:
+    values = RNG.random((40, 3))
+    low, high = bootstrap_band(values, draws=4000)
+    drawn = values[np.random.default_rng(1).integers(0, 40, (4000, 40))].mean(1)
+    np.testing.assert_allclose([low, high], np.percentile(drawn, [2.5, 97.5], axis=0), atol=0.01)
+    theirs = stats.bootstrap(
+        (values[:, 0],), np.mean, method="percentile", n_resamples=4000, batch=100, rng=np.random.default_rng(0)
+    )
+    np.testing.assert_allclose([low[0], high[0]], theirs.confidence_interval, atol=1e-12)
+
+
+def test_a_null_experiment_rejects_at_the_nominal_rate() -> None:
+    """Two copies of one model whose outcomes are shuffled within a question: 5% of tests say that they differ."""
+    rng = np.random.default_rng(3)
+    first, second = (rng.random((300, 4000)) < 0.4 for _ in range(2))
+    better, worse = (first & ~second).sum(0), (second & ~first).sum(0)
+    rate = (mcnemar_test(better, worse) < 0.05).mean()
+    assert 0.03 < rate <= 0.055  # an exact test of whole numbers keeps below its level
+    graded = rng.normal(size=(200, 1500)) * rng.choice((-1, 1), size=(200, 1500))
+    assert (sign_flip_test(graded, draws=999) < 0.05).mean() == pytest.approx(0.05, abs=0.015)
+
+
+def test_a_detectable_difference_is_detected_four_times_in_five() -> None:
+    rng, n = np.random.default_rng(4), 400
+    discordant, least = 0.2, 0.0
+    for _ in range(20):  # the difference at which deviation and power agree
+        least = float(detectable(np.sqrt(discordant - least**2), n, True))
+    kinds = rng.multinomial(n, [(discordant + least) / 2, (discordant - least) / 2, 1 - discordant], size=4000)
+    power = (mcnemar_test(kinds[:, 0], kinds[:, 1]) < 0.05).mean()
+    assert power == pytest.approx(0.8, abs=0.06)
+    assert detectable(np.array([0.0]), 100, True)[0] == 0.06  # six questions, all one way: p = 0.031
+    assert mcnemar_test(np.array([6]), np.array([0]))[0] < 0.05 < mcnemar_test(np.array([5]), np.array([0]))[0]
+
+
+def test_pareto_by_brute_force() -> None:
+    for _ in range(30):
+        costs, gains = RNG.integers(0, 6, 25).astype(float), RNG.integers(0, 6, 25).astype(float)
+        costs[3] = np.nan
+        known = ~np.isnan(costs)
+
+        def beaten(i: int, costs: np.ndarray = costs, gains: np.ndarray = gains, known: np.ndarray = known) -> bool:
+            as_good = known & (costs <= costs[i]) & (gains >= gains[i])
+            return bool((as_good & ((costs < costs[i]) | (gains > gains[i]))).any())
+
+        assert pareto(costs, gains).tolist() == [bool(known[i] and not beaten(i)) for i in range(25)]
+
+
+# ---------------------------------------------------------------------- grids made by hand
+
+
+def question(task: str, number: int, value: float, text: str = "", metric: str = "exact_match") -> dict[str, Any]:
+    """A row of lm-eval's samples."""
+    return {
+        "doc_id": number,
+        "doc": {"question": f"{task} question {number}?"},
+        "target": "42",
+        "arguments": [[f"prompt {number}", {"until": []}]],
+        "resps": [[text or f"answer {value}"]],
+        "filter": "none",
+        "metrics": [metric],
+        "doc_hash": f"hash {number}",
+        metric: value,
+        "extracted": "42",
+    }
+
+
+def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = None, **entries: Any) -> Path:
+    """A grid's folder with these outcomes, by variant and task."""
+    folder, cells = GridFolder(path), []
+    folder.begin("By hand", baseline, [])
+    for variant, tasks in values.items():
+        for task, own in tasks.items():
+            key = f"{variant}-{task}".replace(" ", "_")
+            rows = own if isinstance(own, list) and own and isinstance(own[0], dict) else None
+            rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
+            with folder.making(key) as cell:
+                write_tables(cell, {task: rows}, {})
+                write_text(cell / "results.json", json.dumps({"results": {task: {"alias": task}}, "configs": {}}))
+                write_text(
+                    cell / f"samples_{task}.jsonl",
+                    "".join(
+                        json.dumps({**row, "prompt_hash": "p", "target_hash": "t", "filtered_resps": row["resps"]})
+                        + "\n"
+                        for row in rows
+                    ),
+                )
+                write_artefact(cell / "cell.json", CELL, VERSION, {})
+            entry = {"key": key, "variant": variant, "task": task, "metric": None, "selected_on": []}
+            entry |= {
+                "model_args": {"pretrained": "m"},
+                "prepare": {},
+                "costs": variant,
+                "command": f"lm_eval --x {key}",
+            }
+            cells.append({**entry, **entries.get(variant, {})})
+        cost = {"parameters": 100, "flops_per_token": float(200 - len(variant)), "device": "cpu", "threads": 1}
+        folder.write_measure(variant, cost)
+    folder.begin("By hand", baseline, cells)
+    return path
+
+
+def test_differences_are_those_of_the_questions(tmp_path: Path) -> None:
+    a, b, c = (RNG.random((3, 60)) < [[0.5], [0.7], [0.5]]).astype(float)
+    grades = {name: RNG.random(30) for name in "abc"}
+    values = {n: {"one": v.tolist(), "two": grades[n].tolist()} for n, v in zip("abc", (a, b, c), strict=True)}
+    found = compare(made(tmp_path / "g", values), "a")
+    row = found.rows["b", "one"]
+    better, worse = int(((b == 1) & (a == 0)).sum()), int(((a == 1) & (b == 0)).sum())
+    assert (row.better, row.worse, row.test) == (better, worse, "McNemar")
+    assert row.difference == pytest.approx(b.mean() - a.mean())
+    assert row.p == pytest.approx(stats.binomtest(better, better + worse).pvalue)
+    assert found.rows["b", "two"].test == "sign flips"
+    pooled, whole = found.rows["b", POOLED], np.concatenate([b, grades["b"]]) - np.concatenate([a, grades["a"]])
+    assert pooled.questions == 90 and pooled.difference == pytest.approx(whole.mean())
+    tested = [one for one in found.rows.values() if one.p is not None]
+    assert len(tested) == 6 and [one.p_holm for one in tested] == holm([one.p for one in tested])
+    assert found.rows["a", "one"].p is None and found.rows["a", "one"].mean == pytest.approx(a.mean())
+    assert row.difference_low < row.difference < row.difference_high
+
+
+def test_questions_that_differ_are_refused_with_how_many_match(tmp_path: Path) -> None:
+    rows = [question("t", i, 1.0) for i in range(1, 5)]
+    path = made(tmp_path / "g", {"a": {"t": [1.0] * 4}, "b": {"t": rows}})
+    with pytest.raises(InputError, match=r"'b' and the baseline 'a' .* of t: 4 and 4, 3 of them the same"):
+        compare(path)
+    path = made(
+        tmp_path / "h", {"a": {"t": [1.0] * 4}, "b": {"t": [question("t", i, float(i == 2)) for i in (3, 2, 1, 0)]}}
+    )
+    assert compare(path).rows["b", "t"].worse == 3  # in another order they are the same
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"baseline": "dens"}, "no baseline 'dens' in the grid; did you mean 'dense'"),
+        ({"baseline": "other"}, "it has dense, x"),
+    ],
+)
+def test_a_baseline_that_is_not_there_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compare(made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}}), **change)
+
+
+def test_no_grid_and_no_cells_are_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no grid"):
+        compare(tmp_path)
+    path = made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
+    shutil.rmtree(path / "cells" / "x-t")
+    found = compare(path)
+    assert found.missing == [("x", "t", "not run yet")] and ("x", "t") not in found.rows
+    shutil.rmtree(path / "cells" / "dense-t")
+    with pytest.raises(InputError, match="no cell of the baseline 'dense' is there"):
+        compare(path)
+    bad = made(tmp_path / "b", {"dense": {"t": [question("t", 0, 1.0)]}}, dense={"metric": "acc"})
+    with pytest.raises(InputError, match="t has exact_match,none, and not acc"):
+        compare(bad)
+
+
+def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
+    from lmeval_prune.artefacts import digest
+
+    router = tmp_path / "router"
+    router.mkdir()
+    seen = [digest(f"t question {i}?") for i in (0, 2, 9)]
+    (router / "router.json").write_text(json.dumps({"schema": "x", "seen": seen}))
+    values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
+    path = made(tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}})
+    rows = compare(path).rows
+    assert [rows[name, "t"].chosen_on for name in values] == [0, 3, 2]
+    assert main(["grid", "compare", str(path)]) == 0
+    assert "routed †" in (path / "compare" / "report.md").read_text()
+
+
+def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    values = {n: {"t": (RNG.random(40) < p).astype(float).tolist()} for n, p in (("dense", 0.5), ("x|y", 0.9))}
+    path = made(tmp_path / "g", values, "dense")
+    assert main(["grid", "compare", str(path), "--output", str(tmp_path / "o"), "--lm_eval", str(tmp_path / "l")]) == 0
+    assert str(tmp_path / "o" / "page.html") in capsys.readouterr().out
+    names = {"table.csv", "comparison.json", "report.md", "page.html", "pareto.png", "pareto.svg"}
+    assert {one.name for one in (tmp_path / "o").iterdir()} == names
+    (results,) = (tmp_path / "l" / "dense").glob("results_*.json")
+    assert "task_hashes" in json.loads(results.read_text())
+    (samples,) = (tmp_path / "l" / "dense").glob("samples_t_*.jsonl")
+    assert len(samples.read_text().splitlines()) == 40
+    page = (tmp_path / "o" / "page.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+    assert main(["grid", "compare", str(path), "--baseline", "nobody"]) == 2
+    assert "no baseline 'nobody'" in capsys.readouterr().err
+
+
+def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
+    """Within a minute and 2 GB; made beforehand by linking few cells, so that the test is quick."""
+    folder, cells = GridFolder(tmp_path / "g"), []
+    folder.begin("Large", None, [])
+    for kind in range(10):
+        with folder.making(f"k{kind}") as cell:
+            values = RNG.random(1000) < 0.5
+            rows = [question("t", i, float(value)) for i, value in enumerate(values)]
+            write_tables(cell, {"t": rows}, {})
+    for number in range(1000):
+        key = f"c{number}"
+        folder.cell(key).symlink_to(folder.cell(f"k{number % 10}"))
+        entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": [], "model_args": {}}
+        cells.append({**entry, "prepare": {}, "costs": "", "command": ""})
+    folder.begin("Large", None, cells)
+    begin = time.process_time()
+    assert len(compare(tmp_path / "g").rows) == 1000
+    seconds = time.process_time() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"{seconds:.1f} s, {peak / 2**30:.2f} GiB")
+    assert peak < 2 * 2**30
+
+
+# ---------------------------------------------------------------------- the page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    """Chromium. `.ci/run` sees to it that it is there, and then nothing is skipped."""
+    required = os.environ.get("LMEVAL_PRUNE_BROWSER") == "required"
+    path = next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        if required:
+            raise
+        pytest.skip("playwright is not installed")
+    if path is None:
+        assert not required, "no chromium"
+        pytest.skip("no chromium is installed; LMEVAL_PRUNE_BROWSER=required makes this an error")
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    n = 30
+    values: dict[str, dict[str, Any]] = {"dense": {}, "worse": {}, "better": {}}
+    for task in ("one", "two"):
+        values["dense"][task] = [
+            question(task, i, float(i % 2), "same" if i < 3 else f"<b>dense</b> {i}") for i in range(n)
+        ]
+        values["worse"][task] = [question(task, i, 0.0, "same" if i < 3 else f"worse {i}") for i in range(n)]
+        values["better"][task] = [question(task, i, float(i % 2 or i < 20), f"better {i}") for i in range(n)]
+    path = made(tmp_path / "g", values, "dense", better={"selected_on": ["one"]})
+    assert main(["grid", "compare", str(path)]) == 0
+    page = browser.new_page(viewport={"width": 1280, "height": 1500})
+    asked, errors = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto((path / "compare" / "page.html").as_uri())
+    page.wait_for_selector("body[data-ready=true]")
+
+    def variants() -> list[str]:
+        return [row.get_attribute("data-variant") for row in page.query_selector_all("#table tbody tr.row")]
+
+    assert variants() == ["better", "dense", "worse"]  # by mean, highest first
+    page.click("th[data-key=mean]")
+    assert variants() == ["worse", "dense", "better"]
+    page.click("th[data-key=name]")
+    assert variants() == ["better", "dense", "worse"]
+    assert "chosen on 30 of these questions" in page.inner_text("tr[data-variant=better]")
+    page.fill("#filter", "WOR")
+    assert variants() == ["worse"] and page.inner_text("#shown") == "1 of 3"
+    page.click("tr[data-variant=worse]")
+    assert "lm_eval --x worse-one" in page.inner_text("tr.detail")
+    page.fill("#filter", "")
+    page.click("#significant")
+    assert variants() == ["better", "dense", "worse"]  # all differ: 20 and 30 of 60, all one way
+    page.select_option("#task", "two")
+    assert page.input_value("#asked") == "two" and "chosen" not in page.inner_text("tr[data-variant=better]")
+
+    page.select_option("#first", "dense")
+    page.select_option("#second", "worse")
+    counts = {b.get_attribute("data-kind"): b.inner_text() for b in page.query_selector_all("#counts button")}
+    assert counts["onlyA"] == "only A right: 15" and counts["neither"] == "neither right: 15"
+    assert counts["differ"] == "answers differ: 27" and counts["all"] == "all: 30"
+    page.click("[data-kind=onlyA]")
+    item = page.inner_text("#questions .item:nth-child(2)")
+    assert "two question 3?" in item and "<b>dense</b> 3" in item and "worse 3" in item  # text, not markup
+    assert len(page.query_selector_all("#plot circle")) == 3
+    page.click("#plot circle[data-variant=better]")
+    assert page.input_value("#second") == "better"
+    page.select_option("#cost", "flops_per_token")
+    assert "FLOPs a token" in page.inner_html("#plot")
+    assert errors == [] and all(url.startswith("file:") for url in asked), (errors, asked)
+    page.close()

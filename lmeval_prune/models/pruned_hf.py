@@ -17,6 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
 from lmeval_prune.artefacts import CREATED_BY
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.pruned import has_own_layers, model_class, read_manifest
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
@@ -100,6 +101,9 @@ class PrunedHFLM(HFLM):
             from transformers import GgufConfig
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
+        own = self.AUTO_MODEL_CLASS
+        if has_own_layers(self.config):  # loaded by our own code, whatever lies in the folder
+            self.AUTO_MODEL_CLASS = model_class(self.config)
         try:
             super()._create_model(*args, gguf_file=gguf_file, **kwargs)
         except TypeError as error:  # transformers gives the model's class what nobody else knows
@@ -107,6 +111,8 @@ class PrunedHFLM(HFLM):
             if stray and stray[1] in self.given.others:
                 raise unknown(stray[1]) from error
             raise
+        finally:
+            self.AUTO_MODEL_CLASS = own
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Resolve interventions on a model without weights, so that a mistake costs no minutes of loading."""

@@ -50,16 +50,22 @@ def channels_for(model: nn.Module, alike: bool) -> dict[str, str]:
     return {block.label: lost[place % 2] if alike or not place else "5" for place, block in enumerate(blocks)}
 
 
+def stored(family: str, folder: Path) -> Any:
+    """A tiny model as it is when loaded: in the tests' float64 some of its constants are rounded to float32 else."""
+    model: Any = tiny(family)
+    model.save_pretrained(folder / "parent")
+    return load_pretrained(folder / "parent", **implementations(model))
+
+
 def padded() -> dict[str, torch.Tensor]:
     mask = torch.ones(3, 7, dtype=torch.long)
     mask[1, :2] = mask[2, :4] = 0
     return {"attention_mask": mask}
 
 
-def positions(family: str) -> dict[str, torch.Tensor]:
-    """A batch with padding on the left, and positions where a model takes them."""
-    found = padded()
-    return found
+def implementations(model: Any) -> dict[str, str]:
+    """As the tiny models have them: not every family has sdpa, nor grouped products float64."""
+    return {"attn_implementation": model.config._attn_implementation, "experts_implementation": "eager"}
 
 
 def compare(family: str, one: nn.Module, plan: Plan | None, other: nn.Module, generate: bool = True) -> None:
@@ -67,11 +73,11 @@ def compare(family: str, one: nn.Module, plan: Plan | None, other: nn.Module, ge
     inputs = tokens()
     with plan.applied_to(one) if plan else torch.no_grad():
         expected = output(one, inputs, **padded())
-        assert expected.isfinite().any()
         texts = generated(family, one) if generate else {}
     got = output(other, inputs, **padded())
     shown = padded()["attention_mask"].bool()
-    torch.testing.assert_close(got[shown], expected[shown], rtol=0, atol=1e-9)
+    torch.testing.assert_close(got[shown], expected[shown], rtol=0, atol=1e-9, equal_nan=True)
+    assert expected[0].isfinite().all()  # where nothing is padded
     if generate:
         again = generated(family, other)
         assert texts.keys() == again.keys()
@@ -94,7 +100,7 @@ def generated(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_path: Path) -> None:
     """In every unit of the family, alike layers and differing ones, with channels; the model itself stays as it is."""
-    model = tiny(family)
+    model = stored(family, tmp_path)
     before = copy.deepcopy(model.state_dict())
     dense = output(model, tokens())
     for unit in units_of(map_model(model).attention[0]):
@@ -103,7 +109,7 @@ def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_pat
             plan = Plan(heads_for(model, unit, alike), channels)
             found = cut_to(tmp_path / f"{unit}-{alike}", model, plan)
             compare(family, model, plan, found.model, generate=False)
-            loaded = load_pretrained(tmp_path / f"{unit}-{alike}")
+            loaded = load_pretrained(tmp_path / f"{unit}-{alike}", **implementations(model))
             assert loaded.dtype == torch.float64
             compare(family, model, plan, loaded)
             removed = found.manifest["removed"]
@@ -119,7 +125,7 @@ def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_pat
 
 @pytest.mark.parametrize("family", sorted(UNCUTTABLE))
 def test_families_whose_heads_cannot_be_cut_are_refused_and_their_channels_go(family: str, tmp_path: Path) -> None:
-    model = tiny(family)
+    model = stored(family, tmp_path)
     assert uncuttable(map_model(model))
     stack = map_model(model).stacks[0]
     head = f"{stack}.L0H1" if stack else "L0H1"
@@ -128,4 +134,4 @@ def test_families_whose_heads_cannot_be_cut_are_refused_and_their_channels_go(fa
     for alike in (True, False):
         plan = Plan((), channels_for(model, alike))
         cut_to(tmp_path / str(alike), model, plan)
-        compare(family, model, plan, load_pretrained(tmp_path / str(alike)))
+        compare(family, model, plan, load_pretrained(tmp_path / str(alike), **implementations(model)))

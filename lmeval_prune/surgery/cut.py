@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import ModelMap, adapters_of, loadable_fingerprints, map_model, uncuttable
+from lmeval_prune.architectures import AttentionLayer, ModelMap, adapters_of, loadable_fingerprints, map_model, uncuttable
 from lmeval_prune.architectures.blocks import attribute_of, in_features, is_transposed
 from lmeval_prune.checkpoints.pruned import has_own_layers, pruned_class, read_manifest, save_checkpoint, stock_class
 from lmeval_prune.errors import InputError
@@ -285,7 +285,7 @@ def _stock_candidates(
     changes: dict[str, Any] = {}
     if not all(one.unchanged for one in kept) or has_own_layers(model.config):
         ((heads, kv_heads),) = sizes
-        changes |= {"num_attention_heads": heads, "head_dim": kept[0].layer.head_dim}
+        changes |= {"num_attention_heads": heads, **_head_dim(kept[0].layer)}
         changes |= {name: kv_heads for name in ("num_key_value_heads", "num_kv_heads") if _has(config, name)}
     for stack, found in widths.items():
         names = (f"{stack}_ffn_dim",) if stack and _has(config, f"{stack}_ffn_dim") else _CHANNELS
@@ -310,6 +310,14 @@ def _stock_candidates(
             yield MistralForCausalLM, as_mistral, note
 
 
+def _head_dim(layer: AttentionLayer) -> dict[str, int]:
+    """The width of a head, which must be said where it no longer follows from the number of heads.
+
+    With latent attention it never did, and the name means something else.
+    """
+    return {} if layer.family.key_value_pairs else {"head_dim": layer.head_dim}
+
+
 def _has(config: Any, name: str) -> bool:
     return name in config.to_dict() or name in (config.attribute_map or {})
 
@@ -323,9 +331,15 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
         found = type(config).from_dict(values)
     except Exception:  # each class has its own way of refusing
         return None
-    found._attn_implementation = config._attn_implementation
+    _same_implementations(found, config)
     found._name_or_path = config._name_or_path
     return found
+
+
+def _same_implementations(config: Any, other: Any) -> None:
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if getattr(other, name, None) is not None:
+            setattr(config, name, getattr(other, name))
 
 
 def _built(kind: Any, config: Any, device: str) -> Any:
@@ -396,8 +410,8 @@ def _add_layer_configs(
     if _has(config, "intermediate_size"):
         for block in model_map.feed_forward:
             layers.setdefault(block.index, {})["intermediate_size"] = len(channels[block.label])
-    if not _has(config, "head_dim") or not getattr(config, "head_dim", None):
-        config.head_dim = kept[0].layer.head_dim
+    for name, value in _head_dim(kept[0].layer).items():
+        setattr(config, name, value)
     config.allow_global_per_layer_attribute_access = True
     config.per_layer_config = layers
 
@@ -407,10 +421,15 @@ def _filled(kind: Any, config: Any, model: Any, tensors: dict[str, Tensor]) -> A
     config = copy.deepcopy(config)
     config._name_or_path = f"{getattr(model.config, '_name_or_path', '')}-pruned"
     smaller: Any = kind._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    _same_implementations(smaller.config, model.config)
     smaller = smaller.to(next(iter(tensors.values())).device)
     for name, parameter in smaller.named_parameters():
         parameter.data = parameter.data.to(tensors[name].dtype)
     smaller.load_state_dict(tensors, strict=True)
+    constants = dict(model.named_buffers())
+    for name, buffer in smaller.named_buffers():  # as the model has them: they may have been computed in another type
+        if name not in tensors and name in constants and constants[name].shape == buffer.shape:
+            buffer.data = constants[name].detach().clone()
     smaller.tie_weights()
     if getattr(model, "generation_config", None) is not None:
         smaller.generation_config = copy.deepcopy(model.generation_config)

@@ -21,7 +21,19 @@ from tests.tiny_models import ALL, CAUSAL, ENCODERS, SEQ2SEQ, output, tiny, toke
 
 UNCUTTABLE = {"olmo2", "olmo3", "codegen", "bloom", "mpt", "t5", "mt5"}
 CUTTABLE = [family for family in ALL if family not in UNCUTTABLE]
-EVERYDAY = ["llama", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "bert", "bart"]
+EVERYDAY = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "deepseek_v3",
+    "bert",
+    "bart",
+]
 FAMILIES = [family if family in EVERYDAY else pytest.param(family, marks=pytest.mark.long) for family in CUTTABLE]
 EXPERTS_ONLY = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss"}
 
@@ -93,7 +105,9 @@ def generated(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for cache in caches:
         own = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
-        found[cache] = model.generate(tokens(2, 5), attention_mask=padded()["attention_mask"][:2, :5], **settings, **own)
+        found[cache] = model.generate(
+            tokens(2, 5), attention_mask=padded()["attention_mask"][:2, :5], **settings, **own
+        )
     return found
 
 

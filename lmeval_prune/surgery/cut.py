@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import AttentionLayer, ModelMap, adapters_of, loadable_fingerprints, map_model, uncuttable
+from lmeval_prune.architectures import (
+    AttentionLayer,
+    ModelMap,
+    adapters_of,
+    loadable_fingerprints,
+    map_model,
+    uncuttable,
+)
 from lmeval_prune.architectures.blocks import attribute_of, in_features, is_transposed
 from lmeval_prune.checkpoints.pruned import has_own_layers, pruned_class, read_manifest, save_checkpoint, stock_class
 from lmeval_prune.errors import InputError
@@ -241,7 +248,9 @@ def _dressed(
     shapes = {name: list(x.shape) for name, x in tensors.items()}
     own = {name: tuple(x.shape) for name, x in like.state_dict().items()}
     config.pruned_modules = {
-        "shapes": {name: shape for name, shape in shapes.items() if own.get(name) != tuple(shape) and _is_own(name, like)},
+        "shapes": {
+            name: shape for name, shape in shapes.items() if own.get(name) != tuple(shape) and _is_own(name, like)
+        },
         "attributes": _attributes(model_map, kept, like),
     }
     config.architectures = [f"Pruned{stock.__name__}"]

@@ -60,7 +60,9 @@ class KeptHeads:
             for place, number in enumerate(numbers):
                 old = self.layer.rows(part, number)
                 pieces.setdefault(old.module, []).append((self._start(part, place), range(old.start, old.stop)))
-        return {module: [row for _, rows in sorted(found, key=_first) for row in rows] for module, found in pieces.items()}
+        return {
+            module: [row for _, rows in sorted(found, key=_first) for row in rows] for module, found in pieces.items()
+        }
 
     def _start(self, part: str, place: int) -> int:
         """First row of a head that stays, in the projection as it will be."""

@@ -25,13 +25,17 @@ COMMANDS = {
     "heads": "lmeval_prune.commands:heads",
     "mask": "lmeval_prune.commands:mask",
     "filter-map": "lmeval_prune.commands:filter_map",
+    "importance": "lmeval_prune.surgery.commands:importance",
+    "prune": "lmeval_prune.surgery.commands:prune",
+    "cut": "lmeval_prune.surgery.commands:cut",
+    "profile": "lmeval_prune.profiling.commands:profile",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",
     "report sprint": "lmeval_prune.sprint.commands:report",
 }
 
-WITH_LM_EVAL = ("run", "sweep")  # run lm-eval, which is to know us, with the bridge or without
+WITH_LM_EVAL = ("run", "sweep", "importance", "prune")  # run lm-eval, which is to know us, with the bridge or without
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -44,7 +44,8 @@ def read(
     Args:
         command: its name; the first word of it is its section in a recipe.
         function: which declares the options.
-        words: of the command line, after the command; a first one that is no option is the option `name`.
+        words: of the command line, after the command; a first one that is no option is the option `name`,
+            first ones are the option `names`.
         commands: names of all commands, which may have sections in a recipe, too.
 
     Returns:
@@ -60,6 +61,9 @@ def read(
     parser.add_argument("--config", metavar="FILE", help=about)
     if "name" in parser.kinds and words and not words[0].startswith("-"):
         words = ["--name", *words]
+    if "names" in parser.kinds:
+        count = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+        words = ["--names", ",".join(words[:count]), *words[count:]] if count else words
     try:
         if not {"-h", "--help"} & set(words):
             words = _with_recipe(parser, command, words, getattr(function, "either", ()), [command, *commands])

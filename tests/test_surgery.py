@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune import InputError, map_model
 from lmeval_prune.architectures import uncuttable, units_of
-from lmeval_prune.checkpoints.pruned import load_pretrained, read_manifest
+from lmeval_prune.checkpoints.pruned import load_pretrained
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.surgery import cut, cut_to
-from tests.tiny_models import ALL, CAUSAL, ENCODERS, SEQ2SEQ, output, tiny, tokens
+from tests.tiny_models import ALL, CAUSAL, ENCODERS, output, tiny, tokens
 
 UNCUTTABLE = {"olmo2", "olmo3", "codegen", "bloom", "mpt", "t5", "mt5"}
 CUTTABLE = [family for family in ALL if family not in UNCUTTABLE]

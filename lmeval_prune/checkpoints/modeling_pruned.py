@@ -33,7 +33,7 @@ class Pruned:
     """What makes a stock model class one whose layers differ: `class PrunedX(Pruned, X)`."""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
-        super().__init__(config, *inputs, **options)
+        super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         model: Any = self
         prefix = f"{model.base_model_prefix}."
         # the base model alone calls its parts without the name that it has inside a model with a head
@@ -49,7 +49,7 @@ class Pruned:
 
 def _reshape(module: nn.Module, name: str, shape: list[int]) -> None:
     """Give a parameter of a module another shape; its values are to be loaded."""
-    like = getattr(module, name)
+    like: Any = getattr(module, name)
     like = module.weight if like is None else like  # a bias that the stock model does not have
     setattr(module, name, nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device)))
     if name == "weight":

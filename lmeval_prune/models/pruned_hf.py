@@ -101,7 +101,7 @@ class PrunedHFLM(HFLM):
             from transformers import GgufConfig
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
-        own = self.AUTO_MODEL_CLASS
+        own: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
         if has_own_layers(self.config):  # loaded by our own code, whatever lies in the folder
             self.AUTO_MODEL_CLASS = model_class(self.config)
         try:

@@ -22,6 +22,7 @@ from lmeval_prune.interventions.attention_call import (
     Attended,
     AttentionCall,
     check_attention_calls,
+    eager_attention,
     put_in_front,
 )
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -72,7 +73,7 @@ def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Mea
         try:
             check_attention_calls(model_map)
             put_in_front(model_map, handler, stack)
-            for _, real in text.run(model_map.model):
+            for _, real in text.run(model_map.model):  # noqa: B007 - read by the handler
                 pass
         except InputError:
             if model_map.stacks != ("",):
@@ -130,14 +131,11 @@ def _from_outputs(
 ) -> None:
     """By the weights that the model gives out itself; all layers' of one batch are there at once."""
     model: Any = model_map.model
-    for ids, real in text.batches:
-        with torch.no_grad():
+    with eager_attention(model), torch.no_grad():  # others give out none, or wrong ones
+        for ids, real in text.batches:
             found = model(ids, attention_mask=real, output_attentions=True).attentions
-        if not found or any(weights is None for weights in found):
-            raise InputError(
-                f"this {model_map.model_type} model gives out no attention weights; load it with "
-                f"attn_implementation=eager"
-            )
-        first = (real.cumsum(1) == 1) & real.bool()
-        for layer, weights in zip(model_map.attention, found, strict=True):
-            add(layer.label, AttentionRows(weights, weights > 0, first, first), real.bool())
+            if not found or any(weights is None for weights in found):
+                raise InputError(f"this {model_map.model_type} model gives out no attention weights")
+            first = (real.cumsum(1) == 1) & real.bool()
+            for layer, weights in zip(model_map.attention, found, strict=True):
+                add(layer.label, AttentionRows(weights, weights > 0, first, first), real.bool())

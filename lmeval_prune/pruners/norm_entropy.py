@@ -120,7 +120,7 @@ def row_sums(rows: Rows) -> Tensor:
 
 def weight_of(module: torch.nn.Module) -> Tensor:
     """A projection's weight as (outputs, inputs)."""
-    weight: Tensor = module.weight.detach()  # type: ignore[operator, assignment]
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
     return weight.T if is_transposed(module) else weight
 
 
@@ -149,7 +149,7 @@ def activation_entropies(model_map: ModelMap, text: CalibrationText, normalized:
     with ExitStack() as stack:
         for block in model_map.feed_forward:
             change_input(block.down, partial(collect, block.label), stack)
-        for _, real in text.run(model_map.model):
+        for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
             pass
     found: Scores = {}
     for label, (total, weighted) in sums.items():

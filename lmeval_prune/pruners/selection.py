@@ -1,4 +1,4 @@
-"""Which heads and channels go: the lowest scores, in whole units, and never the last of a layer unless it is allowed."""
+"""Which heads and channels go: the lowest scores, in whole units, never the last of a layer unless that is allowed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from lmeval_prune.architectures import AttentionLayer, ModelMap, check_unit
 from lmeval_prune.errors import InputError
 
-ALLOCATIONS = ("global", "uniform")
 Removed = dict[str, set[int]]  # by layer
 
 
@@ -83,6 +82,7 @@ def units_in(layer: AttentionLayer, scores: Tensor, unit: str, removed: Collecti
     share = layer.heads // layer.kv_heads
     groups = [range(g * share, (g + 1) * share) for g in range(layer.kv_heads)]
     alive = [[head for head in group if head not in removed] for group in groups]
+    members: list[tuple[int, ...]]
     if unit == "head":
         members = [(head,) for group in alive for head in group]
     elif unit == "group":

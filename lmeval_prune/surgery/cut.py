@@ -89,7 +89,7 @@ def cut(model: Any, plan: Plan) -> Cut:
         InputError: the plan does not fit the model, or such a model cannot be cut.
     """
     model_map = map_model(model)
-    check_cuttable(model_map, plan)
+    check_cuttable(model_map, bool(plan.heads))
     plan = plan.fit_to(model_map)
     pruned = {(layer.stack, layer.index): numbers for layer, numbers in plan.heads_by_layer(model_map)}
     kept = [KeptHeads.of(layer, pruned.get((layer.stack, layer.index), ())) for layer in model_map.attention]
@@ -134,16 +134,20 @@ def cut(model: Any, plan: Plan) -> Cut:
     return Cut(smaller, manifest, plan, model_map)
 
 
-def check_cuttable(model_map: ModelMap, plan: Plan) -> None:
+def check_cuttable(model_map: ModelMap, heads: bool) -> None:
     """Refuse a model that cannot be cut, by name; on a model without weights, too.
+
+    Args:
+        model_map: of the model.
+        heads: whether heads are to go.
 
     Raises:
         InputError: saying why.
     """
     reason = uncuttable(model_map)
-    if plan.heads and reason:
+    if heads and reason:
         raise InputError(
-            f"heads cannot be cut out of this {model_map.model_type} model: {reason}; evaluate the plan with plan=FILE, "
+            f"heads cannot be cut out of this {model_map.model_type} model: {reason}; evaluate the plan by plan=FILE, "
             f"or remove channels only"
         )
     if getattr(model_map.model, "is_quantized", False):
@@ -189,11 +193,11 @@ class _Surgeon:
             if one.fillers:
                 self._zero_columns(layer.o_proj, one.filler_columns())
         for block in self.model_map.feed_forward:
-            numbers = channels[block.label]
-            if len(numbers) < block.channels:
-                for module, rows in channel_rows(block, numbers).items():
+            staying = channels[block.label]
+            if len(staying) < block.channels:
+                for module, rows in channel_rows(block, staying).items():
                     self._rows(module, rows)
-                self._columns(block.down, numbers)
+                self._columns(block.down, staying)
             if len(lost.get(block.label, ())) == block.channels:  # all went: one stays, and adds nothing
                 self._zero_columns(block.down, [0])
         return self.found
@@ -390,7 +394,7 @@ def _attributes(model_map: ModelMap, kept: Sequence[KeptHeads], like: Any) -> di
             "kv_width": len(one.kv_heads) * layer.head_dim,
         }
         for module in layer.module.modules():
-            own = {
+            own: dict[str, Any] = {
                 name: counts[count]
                 for count, known in _COUNTS.items()
                 for name in known

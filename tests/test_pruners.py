@@ -115,10 +115,12 @@ def test_padding_on_the_left_does_not_count_either(family: str) -> None:
 
 
 def test_windows_that_slide_are_counted_as_such() -> None:
-    model, text = tiny("mistral", sliding_window=4), text_of()
+    model, text = tiny("mistral", sliding_window=4), CalibrationText.of("whole", tokens(4, 9), 2)
     found = attention_statistic(map_model(model), text, NormEntropy()._entropies)
     expected = literal(tiny("mistral", "eager", sliding_window=4), text, "normalized")
-    assert not torch.allclose(found["L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["L1"])
+    assert not torch.allclose(
+        found["L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["L1"]
+    )
     for label, one in found.items():
         torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
 

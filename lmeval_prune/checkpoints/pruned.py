@@ -150,6 +150,14 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     return read_artefact(path, SCHEMA, VERSION)[0] if path.is_file() else None
 
 
+def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a results file says of a cut checkpoint: its parent, and what was removed in all stages."""
+    removed = [stage["removed"] for stage in manifest["stages"]]
+    total = {name: sum(one[name] for one in removed) for name in ("heads", "kv_heads", "channels")}
+    parent = {name: manifest["stages"][0]["parent"][name] for name in ("name", "revision")}
+    return {"parent": parent, "class": manifest["class"], "stages": len(removed), "removed": total}
+
+
 def _write_model(folder: Path, model: Any) -> None:
     """Weights, configuration and generation configuration; of a `Pruned` model the code that loads it, too."""
     config = model.config

@@ -36,6 +36,17 @@ def costs(model: Any, tokens: int = 128) -> Costs:
     return Costs(*parameters(model), formula_flops(map_model(model), tokens), tokens)
 
 
+def cost_columns(model: Any) -> dict[str, int]:
+    """What a results file says of a model's costs."""
+    found = costs(model)
+    return {
+        "parameters": found.parameters,
+        "parameters_without_embeddings": found.without_embeddings,
+        "flops_per_prompt": found.flops,
+        "tokens_of_that_prompt": found.tokens,
+    }
+
+
 def parameters(model: nn.Module) -> tuple[int, int]:
     """All parameters, and those of no embedding."""
     embedded = {id(x) for module in model.modules() if isinstance(module, nn.Embedding) for x in module.parameters()}

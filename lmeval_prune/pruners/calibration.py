@@ -142,6 +142,10 @@ def _training_docs(name: str, task: Any) -> Iterator[Any]:
 
 
 def _with_answer(task: Any, doc: Any) -> str:
+    """A problem and its answer: with the working, where the data has it."""
+    worked = next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)
+    if "question" in doc and worked:
+        return f"Question: {doc['question']}\nAnswer: {worked}\n\n"
     target = task.doc_to_target(doc)
     if isinstance(target, int):
         target = task.doc_to_choice(doc)[target]

@@ -30,7 +30,7 @@ def importance(
         output: path of the artefact, a JSON file: a plan that removes nothing, and scores; its picture is beside it
         method: norm_entropy, global_threshold, magnitude, confidence or random
         options: of the method, e.g. alpha=0.5,entropy=raw
-        task: calibration text: training split of this task, e.g. prune_gsm8k_5shot
+        task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
         windows: windows of the calibration text
         tokens: tokens of a window
@@ -92,7 +92,7 @@ def prune(
         options: of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: scores channels (default: the same)
         scores: an artefact of `importance`, instead of scoring again
-        task: calibration text: training split of this task, e.g. prune_gsm8k_5shot
+        task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
         windows: windows of the calibration text
         tokens: tokens of a window

@@ -21,7 +21,7 @@ from lmeval_prune.pruners.norm_entropy import NormEntropy, channel_norms, head_n
 from lmeval_prune.pruners.options import PruneOptions, Schedule
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.selection import select_channels, select_heads, share_of
-from tests.tiny_models import ALL, ENCODERS, SEQ2SEQ, tiny, tokens
+from tests.tiny_models import ALL, ENCODERS, tiny, tokens
 
 LONG = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "cohere2", "ministral", "arcee", "helium", "glm4", "olmo3"}
 FAMILIES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in ALL]

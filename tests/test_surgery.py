@@ -249,7 +249,7 @@ def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Pa
     cut_to(tmp_path / "cut", model, loaded)
     torch.testing.assert_close(output(load_pretrained(tmp_path / "cut"), tokens()), expected, rtol=0, atol=1e-9)
     next(tmp_path.glob("plan.*.safetensors")).write_bytes(b"other")
-    with pytest.raises(InputError, match="is not the file that plan.json was written with"):
+    with pytest.raises(InputError, match=r"is not the file that plan\.json was written with"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -302,7 +302,7 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
             expected = output(parent, tokens())
         if name == "own":
             assert config["per_layer_config"]["0"] == {"num_attention_heads": 2, "num_key_value_heads": 1}
-            with pytest.raises((RuntimeError, ValueError, OSError), match="size mismatch|mismatch"):
+            with pytest.raises((RuntimeError, ValueError, OSError), match="mismatch"):
                 AutoModelForCausalLM.from_pretrained(tmp_path / name)
             found = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
             base = AutoModel.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)

@@ -14,7 +14,7 @@ UNITS = ("head", "group", "balanced")
 
 
 def units_of(layer: AttentionLayer) -> tuple[str, ...]:
-    """`head`, any query head; `group`, a key-value head with its query heads; `balanced`, a query head of each group."""
+    """`head`, any query head; `group`, a key-value head with its query heads; `balanced`, one of each group."""
     if layer.kv_heads == layer.heads:
         return ("head", "group")  # the same
     return ("head", "balanced") if layer.kv_heads == 1 else UNITS

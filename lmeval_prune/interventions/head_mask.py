@@ -133,6 +133,7 @@ class Drop:
         self.original = drop
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation without those columns."""
         drop = self.drop.get(x.device)
         if drop is None:
             drop = self.drop[x.device] = self.original.to(x.device)

@@ -60,9 +60,10 @@ def formula_flops(model_map: ModelMap, tokens: int) -> int:
     Both stacks of an encoder-decoder read as many tokens. Experts are not counted.
     """
     total = 0
-    for module in model_map.model.modules():
+    for name, module in model_map.model.named_modules():
         if isinstance(module, nn.Linear) or is_transposed(module):
-            total += 2 * tokens * in_features(module) * out_features(module)
+            read = 1 if ".pooler." in f".{name}" else tokens  # which reads one token of a text
+            total += 2 * read * in_features(module) * out_features(module)
     for layer in model_map.attention:
         total += 2 * tokens * tokens * layer.heads * (layer.query_dim + layer.head_dim)
     return total

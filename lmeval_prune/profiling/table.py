@@ -34,7 +34,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 def draw(rows: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Bars of each figure relative to the first model's."""
     names = list(rows)
-    first, keys = rows[names[0]], [key for key in _figures(rows[names[0]])]
+    first, keys = rows[names[0]], _figures(rows[names[0]])
     made, axes = figure(7.5, 0.9 + 0.55 * len(keys), f"relative to {Path(names[0]).name}")
     height = 0.8 / max(1, len(names) - 1)
     for number, name in enumerate(names[1:] or names):

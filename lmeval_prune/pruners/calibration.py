@@ -102,8 +102,8 @@ def read_calibration(
     found = min(windows, len(ids) // tokens)
     if not found:
         raise InputError(
-            f"the calibration text ({name}) has {len(ids)} tokens, less than one window of {tokens}; give a longer text "
-            f"or fewer --tokens"
+            f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give a "
+            f"longer text, or fewer --tokens"
         )
     return CalibrationText.of(name, torch.tensor(ids[: found * tokens]).reshape(found, tokens), batch)
 

@@ -1,0 +1,182 @@
+"""What a percentage of heads is worth: quality, parameters, arithmetic and time of SmolLM2 cut by each score and unit.
+
+    python benchmarks/pruning_result.py [--tokens 2048] [--threads 1] [--work out/pruning]
+
+Heads (and, where it says so, as large a share of feed-forward channels) are removed at once, without any training.
+Perplexity by token on GSM8K's test text, windows of 512 tokens. Speed is that of the shapes, which all scores share, so
+that it is measured once for each unit and ratio, in turn with the unpruned model, medians; it is of float32 on the
+processor named in the results. What was measured is kept under --work and not measured again. Writes
+`results/pruning.json`, and a table and a picture under `docs/results/pruning/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _record import RESULTS, environment, write
+from filter_quality import perplexity, texts
+from transformers import AutoTokenizer
+
+from lmeval_prune import load_pretrained, map_model
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.profiling.costs import counted_flops, parameters
+from lmeval_prune.profiling.speed import Workload, measure
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import read_calibration
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.reporting.plot_style import COLOURS, save
+from lmeval_prune.surgery import cut
+
+RATIOS = (0.1, 0.2, 0.3)
+UNITS = ("group", "balanced", "head")
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "norm + entropy": ("norm_entropy", {}),
+    "norm": ("global_threshold", {}),
+    "entropy": ("norm_entropy", {"alpha": 0.0}),
+    "magnitude": ("magnitude", {}),
+    "confidence": ("confidence", {}),
+    **{f"random {seed}": ("random", {"seed": seed}) for seed in range(3)},
+}
+WORK = Workload(prompt=128, new=16, batches=(1, 8), rounds=3)
+PROMPT = 128  # tokens whose arithmetic is counted
+OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
+
+
+def rows() -> Iterator[tuple[str, str, float, bool]]:
+    """Method, unit, ratio, and whether as large a share of channels goes, too; what matters most first."""
+    for channels in (False, True):
+        for method in METHODS:
+            if not channels or method not in ("confidence", "norm"):
+                for unit in UNITS if not channels else ("group",):
+                    for ratio in RATIOS:
+                        yield method, unit, ratio, channels
+
+
+def key_of(method: str, unit: str, ratio: float, channels: bool) -> str:
+    return f"{method}, {unit} {ratio:.0%}{' + channels' if channels else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", default="out/pruning")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.WARNING)
+    about = environment()
+    folder = embedded.resolve("smollm2-135m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = load_pretrained(folder, dtype=torch.float32)
+    model_map, windows = map_model(model), texts(tokenizer, options.tokens)["GSM8K"]
+    text = read_calibration(tokenizer, None, "prune_gsm8k", windows=64, tokens=128, seed=0)
+    path = Path(options.work) / f"{options.tokens}.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if "dense" not in known:
+        all_, without = parameters(model)
+        counts = {"parameters": all_, "without_embeddings": without, "flops": counted_flops(model, PROMPT)}
+        known["dense"] = {**counts, "perplexity": perplexity(model, windows)}
+    scores: dict[tuple[str, bool], Any] = {}
+    planned = list(rows())
+    for place, (method, unit, ratio, channels) in enumerate(planned):
+        key = key_of(method, unit, ratio, channels)
+        if key in known:
+            continue
+        name, given = METHODS[method]
+        pruner = make_pruner(name, given)
+        if (method, channels) not in scores:
+            heads = scores.get((method, False), ({},))[0] or pruner.head_scores(model_map, text)
+            scores[method, channels] = (heads, pruner.channel_scores(model_map, text) if channels else {})
+        wanted = PruneOptions(ratio, unit, ffn_ratio=ratio if channels else 0.0, allow_empty_layer=False)
+        (plan,) = stages(pruner, model_map, wanted, text, scores=scores[method, channels])
+        with plan.applied_to(model, model_map):
+            quality = perplexity(model, windows)
+        done = cut(model, plan)
+        all_, without = parameters(done.model)
+        row: dict[str, Any] = {
+            "perplexity": quality,
+            "parameters": all_,
+            "without_embeddings": without,
+            "flops": counted_flops(done.model, PROMPT),
+            "heads_masked": len(plan.heads),
+            "removed": {k: v for k, v in done.manifest["removed"].items() if k != "fillers"},
+        }
+        if method == next(iter(METHODS)):
+            row["speed"] = measure({"dense": model, "cut": done.model}, WORK)
+            row["load"] = os.getloadavg()[0]
+        del done
+        known[key] = row
+        write_text(path, json.dumps(known))
+        print(f"{place + 1} of {len(planned)}: {key}: {quality:.2f}, {all_ / 1e6:.2f} million", flush=True)
+    results = {"dense": known["dense"], **{key_of(*row): known[key_of(*row)] for row in planned}}
+    calibration = text.about()
+    write("pruning", {"environment": about, "tokens": options.tokens, "calibration": calibration, "results": results})
+    report(results)
+
+
+def report(results: dict[str, Any]) -> None:
+    """Write the table and the picture."""
+    dense = results["dense"]
+    lines = [
+        "| removed by | unit | share | perplexity | heads cut | parameters | without embeddings | FLOPs "
+        "| prefill, batch 1 / 8 | decode, batch 1 / 8 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| nothing | | | {dense['perplexity']:.2f} | 0 | {dense['parameters'] / 1e6:.1f} M | "
+        f"{dense['without_embeddings'] / 1e6:.1f} M | {dense['flops'] / 1e9:.2f} G | | |",
+    ]
+    for method, unit, ratio, channels in rows():
+        row = results[key_of(method, unit, ratio, channels)]
+        shares = (f"−{1 - row[name] / dense[name]:.1%}" for name in ("parameters", "without_embeddings", "flops"))
+        speed = ["", ""]
+        if "speed" in row:
+            faster = {name: row["speed"]["cut"][name] / row["speed"]["dense"][name] for name in row["speed"]["cut"]}
+            speed = [f"{faster[f'{kind}_1']:.2f} / {faster[f'{kind}_8']:.2f}" for kind in ("prefill", "decode")]
+        share = f"{ratio:.0%} of heads{' and channels' if channels else ''}"
+        cells = [method, unit, share, f"{row['perplexity']:.2f}", str(row["removed"]["heads"]), *shares, *speed]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("\nSpeeds are those of the unpruned model times the figure, measured in turn; of one score a shape.")
+    write_text(OUTPUT / "table.md", "\n".join(lines) + "\n")
+    draw(results)
+
+
+def draw(results: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(10, 3.8), layout="constrained")
+    panels = made.subplots(1, 4, sharey=True)
+    lines = [name for name in METHODS if not name.startswith("random")]
+    for axes, (unit, channels) in zip(panels, [*((unit, False) for unit in UNITS), ("group", True)], strict=True):
+        for colour, method in zip(COLOURS, lines, strict=False):
+            if channels and method in ("confidence", "norm"):
+                continue
+            values = [results[key_of(method, unit, ratio, channels)]["perplexity"] for ratio in RATIOS]
+            axes.plot([100 * r for r in RATIOS], values, color=colour, marker="o", ms=4, label=method)
+        draws = [
+            sorted(results[key_of(f"random {seed}", unit, ratio, channels)]["perplexity"] for seed in range(3))
+            for ratio in RATIOS
+        ]
+        percent = [100 * r for r in RATIOS]
+        axes.plot(percent, [one[1] for one in draws], color="grey", ls="--", label="random, middle of 3")
+        axes.fill_between(percent, [one[0] for one in draws], [one[2] for one in draws], color="grey", alpha=0.2, lw=0)
+        axes.axhline(results["dense"]["perplexity"], color="black", lw=0.8, ls=":")
+        axes.set_yscale("log")
+        axes.set_xticks(percent)
+        axes.set_title(f"unit={unit}{', and channels' if channels else ''}", fontsize=9, loc="left")
+        axes.set_xlabel("per cent removed")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("perplexity by token, GSM8K")
+    panels[0].legend(fontsize=7, frameon=False)
+    save(made, OUTPUT / "perplexity")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,9 +9,10 @@ FLOORS = [
     [("cli · demo", "the commands"), ("plugin", "how lm-eval finds us")],
     [("sprint", "outcomes, sweep, router, report")],
     [("models", "pruned-hf and the store of answers")],
-    [("decoding", "the engine: scheduler, KV cache, layer skipping")],
-    [("interventions", "head masks, row masks, the attention call; kernels/")],
-    [("checkpoints", "embedded models, models without weights")],
+    [("surgery", "executes a plan"), ("pruners", "scores, schedule, plans")],
+    [("decoding", "the engine: scheduler, KV cache"), ("profiling", "parameters, FLOPs, speed")],
+    [("interventions", "head masks, row masks, plans, the attention call; kernels/")],
+    [("checkpoints", "embedded models, models without weights, cut ones")],
     [("architectures", "the model map, names of heads, fingerprints")],
 ]
 BESIDE = [

@@ -115,6 +115,7 @@ def save_checkpoint(
             plan(half)
         write_artefact(half / MANIFEST, SCHEMA, VERSION, manifest)
         for path in half.rglob("*"):
+            path.chmod((half / MANIFEST).stat().st_mode)  # weights are written for their owner only
             _sync(path)
         _put(half, folder)
     except BaseException as error:

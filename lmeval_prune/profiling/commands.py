@@ -17,6 +17,7 @@ def profile(
     batches: tuple[int, ...] = (1, 8),
     rounds: int = 5,
     threads: int = 1,
+    clock: str = "wall",
 ) -> int:
     """Measure what models cost, side by side: parameters, arithmetic, speed and memory.
 
@@ -28,11 +29,14 @@ def profile(
         batches: prompts at once
         rounds: how often each model has its turn; medians are shown
         threads: of the processor
+        clock: wall, or processor (what this process had of it; for a busy machine, with one thread)
     """
     if len(names) < 1 or min((prompt - 1, new, rounds, threads, *batches), default=0) < 1 or not batches:
         raise InputError(
             "name models (`lmeval-prune profile A B …`); prompt, new, batches, rounds, threads are above 0"
         )
+    if clock not in ("wall", "processor"):
+        raise InputError(f"clock={clock!r} is not known; use wall or processor")
     if len(set(names)) < len(names):
         raise InputError("a model is named twice; name each once")
     from lmeval_prune.artefacts import CREATED_BY, check_writable, write_text
@@ -47,7 +51,7 @@ def profile(
     from lmeval_prune.profiling.table import draw, table
 
     torch.set_num_threads(threads)
-    work = Workload(prompt, new, batches, rounds)
+    work = Workload(prompt, new, batches, rounds, clock)
     models = {name: load_pretrained(name) for name in names}
     rows: dict[str, dict[str, Any]] = {}
     for name, model in models.items():

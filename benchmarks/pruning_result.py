@@ -36,7 +36,7 @@ from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.reporting.plot_style import COLOURS, save
-from lmeval_prune.surgery import cut
+from lmeval_prune.surgery.cut import cut
 from lmeval_prune.surgery.kept import KeptHeads
 
 RATIOS = (0.1, 0.2, 0.3)

@@ -10,7 +10,7 @@ _LAZY = {
     "HeadMask": "lmeval_prune.interventions.head_mask",
     "RowMasks": "lmeval_prune.interventions.row_masks",
     "Plan": "lmeval_prune.interventions.plan",
-    "cut": "lmeval_prune.surgery",
+    "cut": "lmeval_prune.surgery.cut",
     "load_pretrained": "lmeval_prune.checkpoints.pruned",
     "TokenFilter": "lmeval_prune.interventions.token_filter",
     "Intervention": "lmeval_prune.interventions.base",

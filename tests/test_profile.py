@@ -12,7 +12,7 @@ from lmeval_prune import Plan, load_pretrained, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.profiling.costs import costs, counted_flops, formula_flops, parameters
 from lmeval_prune.profiling.speed import Workload, measure
-from lmeval_prune.surgery import cut
+from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import tiny
 
 

@@ -26,7 +26,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.interventions.table import method_name
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.surgery import cut, cut_to
+from lmeval_prune.surgery.cut import cut, cut_to
 from tests.conftest import ROOT
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import ALL, CAUSAL, ENCODERS, output, tiny, tokens
@@ -360,7 +360,7 @@ KILLED = """
 import os, sys
 from lmeval_prune import load_pretrained, Plan
 from lmeval_prune.checkpoints import pruned
-from lmeval_prune.surgery import cut_to
+from lmeval_prune.surgery.cut import cut_to
 step = {"n": 0}
 def die(event, arguments):
     if event in ("os.rename", "open", "os.mkdir", "shutil.rmtree") and "second" in os.environ.get("STAGE", ""):

@@ -43,12 +43,11 @@ RATIOS = (0.1, 0.2, 0.3)
 UNITS = ("group", "balanced", "head")
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "norm + entropy": ("norm_entropy", {}),
-    "random 0": ("random", {"seed": 0}),
+    "random": ("random", {"seed": 0}),
     "norm": ("global_threshold", {}),
     "entropy": ("norm_entropy", {"alpha": 0.0}),
     "magnitude": ("magnitude", {}),
     "confidence": ("confidence", {}),
-    **{f"random {seed}": ("random", {"seed": seed}) for seed in (1, 2)},
 }
 WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=3, clock="processor")
 PROMPT = 128  # tokens whose arithmetic is counted
@@ -169,20 +168,15 @@ def draw(results: dict[str, Any]) -> None:
 
     made = Figure(figsize=(10, 3.8), layout="constrained")
     panels = made.subplots(1, 4, sharey=True)
-    lines = [name for name in METHODS if not name.startswith("random")]
+    percent = [100 * ratio for ratio in RATIOS]
     for axes, (unit, channels) in zip(panels, [*((unit, False) for unit in UNITS), ("group", True)], strict=True):
-        for colour, method in zip(COLOURS, lines, strict=False):
+        for colour, method in zip(COLOURS, METHODS, strict=False):
             if channels and method in ("confidence", "norm"):
                 continue
             values = [results[key_of(method, unit, ratio, channels)]["perplexity"] for ratio in RATIOS]
-            axes.plot([100 * r for r in RATIOS], values, color=colour, marker="o", ms=4, label=method)
-        draws = [
-            sorted(results[key_of(f"random {seed}", unit, ratio, channels)]["perplexity"] for seed in range(3))
-            for ratio in RATIOS
-        ]
-        percent = [100 * r for r in RATIOS]
-        axes.plot(percent, [one[1] for one in draws], color="grey", ls="--", label="random, middle of 3")
-        axes.fill_between(percent, [one[0] for one in draws], [one[2] for one in draws], color="grey", alpha=0.2, lw=0)
+            axes.plot(
+                percent, values, color=colour, marker="o", ms=4, ls="--" if method == "random" else "-", label=method
+            )
         axes.axhline(results["dense"]["perplexity"], color="black", lw=0.8, ls=":")
         axes.set_yscale("log")
         axes.set_xticks(percent)

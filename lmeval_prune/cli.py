@@ -27,7 +27,7 @@ COMMANDS = {
     "filter-map": "lmeval_prune.commands:filter_map",
     "importance": "lmeval_prune.surgery.commands:importance",
     "prune": "lmeval_prune.surgery.commands:prune",
-    "cut": "lmeval_prune.surgery.commands:cut",
+    "cut": "lmeval_prune.surgery.commands:execute",
     "profile": "lmeval_prune.profiling.commands:profile",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from lmeval_prune import Plan, load_pretrained, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.profiling.costs import costs, counted_flops, formula_flops, parameters
 from lmeval_prune.profiling.speed import Workload, measure
 from lmeval_prune.surgery.cut import cut
-from tests.tiny_models import tiny
+from tests.tiny_models import output, tiny, tokens
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,8 @@ def test_from_importance_to_profile(
     assert run("prune", *shared, *drawn, "--cut", folder) == 0
     first = json.loads(plan.read_text())
     assert run("prune", *shared, "--scores", scores) == 0
-    assert json.loads(plan.read_text())["settings"] == first["settings"]
+    second = json.loads(plan.read_text())
+    assert second["settings"] == first["settings"] and second["made"]["calibration"] == first["made"]["calibration"]
     assert "2 of 8 heads, 1 of 4 key-value heads, 24 of 96 channels" in capsys.readouterr().out
     assert first["made"]["calibration"]["sha256"] and len(first["settings"]["heads"]) == 2
     loaded = load_pretrained(folder)
@@ -89,6 +91,22 @@ def test_from_importance_to_profile(
     assert rows[str(folder)]["parameters"] == parameters(loaded)[0] < rows[str(tiny_folder)]["parameters"]
     assert all(row["flops"] == row["flops_counted"] and row["peak_memory_mib"] > 0 for row in rows.values())
     assert (tmp_path / "profile" / "profile.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("family", ["bert", "bart"])
+def test_encoders_and_encoder_decoders_go_the_same_way(
+    family: str, tiny_folder: Path, tmp_path: Path, text: str
+) -> None:
+    model = tiny(family, vocab_size=259)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "model")
+    drawn = ("--text", text, "--windows", 2, "--tokens", 16)
+    assert run("prune", "--pretrained", tmp_path / "model", "--output", tmp_path / "plan.json", *drawn, "--ratio", 0.3,
+               "--ffn_ratio", 0.2, "--cut", tmp_path / "cut") == 0  # fmt: skip
+    smaller, plan = load_pretrained(tmp_path / "cut"), Plan.load(tmp_path / "plan.json")
+    assert type(smaller).__name__ == f"Pruned{type(model).__name__}"
+    with plan.applied_to(model):
+        torch.testing.assert_close(output(smaller, tokens()), output(model, tokens()), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,11 @@ from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.selection import select_channels, select_heads, share_of
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens
 
-LONG = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "cohere2", "ministral", "arcee", "helium", "glm4", "olmo3"}
-FAMILIES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in ALL]
+EVERYDAY = {
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "gpt_oss"),
+    *("deepseek_v3", "falcon", "bloom", "bert", "bart", "t5"),
+}
+FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
 
 
 def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationText:

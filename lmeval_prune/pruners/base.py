@@ -69,10 +69,7 @@ def make_pruner(name: str, options: Mapping[str, Any]) -> Pruner:
     Raises:
         InputError: there is no such method or option, or a value is of another type.
     """
-    if name not in PRUNERS:
-        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{nearest(name, PRUNERS)}")
-    module, _, attribute = PRUNERS[name].partition(":")
-    kind = getattr(importlib.import_module(module), attribute)
+    kind = pruner_class(name)
     known = [one.name for one in fields(kind)]
     for key in options:
         if key not in known:
@@ -80,6 +77,18 @@ def make_pruner(name: str, options: Mapping[str, Any]) -> Pruner:
             raise InputError(f"method {name} has no option {key!r}; {has}{nearest(key, known)}")
     made: Pruner = kind(**{key: typed(key, value, types_of(kind)[key]) for key, value in options.items()})
     return made
+
+
+def pruner_class(name: str) -> Any:
+    """The class of a method.
+
+    Raises:
+        InputError: there is no such method.
+    """
+    if name not in PRUNERS:
+        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{nearest(name, PRUNERS)}")
+    module, _, attribute = PRUNERS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def pruner_name(pruner: Pruner) -> str:

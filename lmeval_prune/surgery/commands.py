@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def prune(
         method: norm_entropy, global_threshold, magnitude, confidence or random
         options: of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: scores channels (default: the same)
-        scores: an artefact of `importance`, instead of scoring again
+        scores: an artefact of `importance`, instead of scoring again; method and options are its own
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
         windows: windows of the calibration text
@@ -105,12 +106,15 @@ def prune(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import skeleton_of
-    from lmeval_prune.pruners.base import make_pruner
+    from lmeval_prune.pruners.base import PRUNERS, make_pruner
     from lmeval_prune.pruners.schedule import stages
-    from lmeval_prune.surgery.cut import check_cuttable
-    from lmeval_prune.surgery.cut import cut_to as execute
+    from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
     asked = PruneOptions(**wanted)
+    known = _scores_of(scores) if scores else None
+    made = dict(known[2].made) if known else {}
+    if made.get("method") in PRUNERS:
+        method, options = made["method"], _options_in(made)
     pruner = make_pruner(method, options or {})
     of_channels = make_pruner(ffn_method, {}) if ffn_method else pruner
     _check_json(output)
@@ -124,7 +128,6 @@ def prune(
     needs = (bool(asked.ratio) and pruner.needs_text(True, False)) or (
         bool(asked.ffn_ratio) and of_channels.needs_text(False, True)
     )
-    known = _scores_of(scores) if scores else None
     if known and asked.steps > 1:
         raise InputError("scores=FILE serves a single step; leave it out, or --steps")
     model_map, calibration, tokenizer = _loaded(
@@ -133,15 +136,19 @@ def prune(
     if known:
         known[2].fit_to(model_map)
     *_, plan = stages(pruner, model_map, asked, calibration, of_channels, known and known[:2], print_some)
+    if known:
+        plan = replace(plan, made={**plan.made, **{k: v for k, v in made.items() if k == "calibration"}})
     plan.save(output, model_map)
     print(f"{output}: {_said(plan, model_map)}")
     if cut:
-        done = execute(cut, model_map.model, plan, tokenizer or _tokenizer(pretrained, revision))
+        done = cut_to(cut, model_map.model, plan, tokenizer or _tokenizer(pretrained, revision))
         _report(cut, done)
     return 0
 
 
-def cut(pretrained: str, plan: str, output: str, revision: str | None = None, allow_other_model: bool = False) -> int:
+def execute(
+    pretrained: str, plan: str, output: str, revision: str | None = None, allow_other_model: bool = False
+) -> int:
     """Execute a plan: write the smaller checkpoint.
 
     Args:
@@ -228,6 +235,13 @@ def _scores_of(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
         for kind in ("heads.", "channels.")
     )
     return heads, channels, plan
+
+
+def _options_in(made: dict[str, Any]) -> dict[str, Any]:
+    """The options of the method that an artefact was made by."""
+    from lmeval_prune.pruners.base import pruner_class
+
+    return {one.name: made[one.name] for one in fields(pruner_class(made["method"])) if one.name in made}
 
 
 def _said(plan: Any, model_map: Any) -> str:

@@ -32,10 +32,10 @@ def box(axes: object, x: float, y: float, width: float, height: float, name: str
 
 
 def main() -> None:
-    figure = Figure(figsize=(9, 5.4), layout="constrained")
+    figure = Figure(figsize=(9, 6.1), layout="constrained")
     axes = figure.subplots()
     axes.set_axis_off()
-    axes.set(xlim=(-0.1, 12.2), ylim=(0, 7.75))
+    axes.set(xlim=(-0.1, 12.2), ylim=(-1.0, 7.75))
     for number, rooms in enumerate(FLOORS):
         y, each = 6.75 - 1.08 * number, 8.0 / len(rooms)
         for place, (name, about) in enumerate(rooms):

@@ -186,7 +186,7 @@ def _method(name: str, value: Any, allowed: dict[str, Any]) -> Intervention:
     if value == "":
         raise InputError(f"{name}= is empty; leave it out for the unpruned model")
     kind = method_class(name)
-    if isinstance(value, str) and (value.endswith(".json") or Path(value).is_file()):
+    if isinstance(value, str) and value.endswith(".json"):
         return _read_as(kind, name, value, allowed)
     own = {one.name: one for one in fields(kind) if one.init and one.name != "origin"}
     given = value if isinstance(value, dict) else {next(iter(own)): value}

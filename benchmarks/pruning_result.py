@@ -49,7 +49,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "magnitude": ("magnitude", {}),
     "confidence": ("confidence", {}),
 }
-WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=3, clock="processor")
+WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=2, clock="processor")
 PROMPT = 128  # tokens whose arithmetic is counted
 OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
 
@@ -108,6 +108,7 @@ def main() -> None:
         known[key] = {**row, "plan": f"{place}.json"}
         write_text(path, json.dumps(known))
         print(f"{place + 1} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
+    finish(about, options.tokens, text.about(), known)
     for row in [known[key_of(*one)] for one in planned if one[0] == next(iter(METHODS))]:
         if "speed" not in row:
             smaller = cut(model, Plan.load(Path(options.work) / row["plan"])).model
@@ -116,9 +117,15 @@ def main() -> None:
             row |= {"speed": measure({"dense": model, "cut": smaller}, WORK), "load": os.getloadavg()[0]}
             write_text(path, json.dumps(known))
             print(f"{row['plan']}: {row['speed']}", flush=True)
-    results = {"dense": known["dense"], **{key_of(*row): known[key_of(*row)] for row in planned}}
-    calibration = text.about()
-    write("pruning", {"environment": about, "tokens": options.tokens, "calibration": calibration, "results": results})
+            finish(about, options.tokens, text.about(), known)
+
+
+def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
+    """Write what is known."""
+    results = {"dense": known["dense"], **{key_of(*row): known[key_of(*row)] for row in rows()}}
+    workload = vars(WORK)
+    content = {"environment": about, "tokens": tokens, "calibration": calibration, "workload": workload}
+    write("pruning", {**content, "results": results})
     report(results)
 
 

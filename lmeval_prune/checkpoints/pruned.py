@@ -48,9 +48,9 @@ def pruned_class(stock: type) -> Any:
 
 
 def stock_class(model: Any) -> type:
-    """The class of transformers' own that a model is, or is a `Pruned` of."""
+    """The class of transformers' own that a model is, or is a `Pruned` of, whoever loaded it."""
     kinds = type(model).__mro__
-    return kinds[2] if issubclass(kinds[0], modeling_pruned.Pruned) else kinds[0]
+    return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
 
 
 def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:

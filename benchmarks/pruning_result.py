@@ -1,6 +1,6 @@
 """What a percentage of heads is worth: quality, parameters, arithmetic and time of SmolLM2 cut by each score and unit.
 
-    python benchmarks/pruning_result.py [--tokens 1024] [--threads 1] [--work out/pruning]
+    python benchmarks/pruning_result.py [--tokens 1024] [--threads 1] [--work out/pruning] [--report]
 
 Heads (and, where it says so, as large a share of feed-forward channels) are removed at once, without any training.
 Perplexity by token on GSM8K's test text, windows of 512 tokens. Speed is that of the shapes, which all scores share, so
@@ -56,12 +56,14 @@ OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
 
 def rows() -> Iterator[tuple[str, str, float, bool]]:
     """Method, unit, ratio, and whether as large a share of channels goes, too; what matters most first."""
-    for channels in (False, True):
-        for method in METHODS:
-            if not channels or method not in ("confidence", "norm"):
-                for unit in UNITS if not channels else ("group",):
-                    for ratio in RATIOS:
-                        yield method, unit, ratio, channels
+    with_channels = [name for name in METHODS if name not in ("confidence", "norm")]
+    first = [("norm + entropy", True), ("random", True), ("magnitude", False), ("entropy", True), ("magnitude", True)]
+    order = [(name, False) for name in list(METHODS)[:4]] + first + [("confidence", False)]
+    assert {*order} == {*((name, False) for name in METHODS), *((name, True) for name in with_channels)}
+    for method, channels in order:
+        for unit in UNITS if not channels else ("group",):
+            for ratio in RATIOS:
+                yield method, unit, ratio, channels
 
 
 def key_of(method: str, unit: str, ratio: float, channels: bool) -> str:
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", default="out/pruning")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write what is known")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
@@ -90,6 +93,9 @@ def main() -> None:
         known["dense"] = {**counts, "perplexity": perplexity(model, windows)}
     scores: dict[tuple[str, bool], Any] = {}
     planned = list(rows())
+    if options.report:
+        finish(about, options.tokens, text.about(), known)
+        return
     for place, (method, unit, ratio, channels) in enumerate(planned):
         key = key_of(method, unit, ratio, channels)
         if key in known:
@@ -99,17 +105,18 @@ def main() -> None:
         if (method, channels) not in scores:
             heads = scores.get((method, False), ({},))[0] or pruner.head_scores(model_map, text)
             scores[method, channels] = (heads, pruner.channel_scores(model_map, text) if channels else {})
-        wanted = PruneOptions(ratio, unit, ffn_ratio=ratio if channels else 0.0, allow_empty_layer=False)
+        wanted = PruneOptions(ratio, unit, ffn_ratio=ratio if channels else 0.0, allocation="global")
         (plan,) = stages(pruner, model_map, wanted, text, scores=scores[method, channels])
         with plan.applied_to(model, model_map):
             quality = perplexity(model, windows)
         row: dict[str, Any] = {"perplexity": quality, "heads_masked": len(plan.heads), **expected(model_map, plan)}
-        plan.save(Path(options.work) / f"{place}.json", model_map)
-        known[key] = {**row, "plan": f"{place}.json"}
+        saved = f"{key.replace(' ', '_').replace('%', '')}.json"
+        plan.save(Path(options.work) / saved, model_map)
+        known[key] = {**row, "plan": saved}
         write_text(path, json.dumps(known))
         print(f"{place + 1} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
     finish(about, options.tokens, text.about(), known)
-    for row in [known[key_of(*one)] for one in planned if one[0] == next(iter(METHODS))]:
+    for row in [known[key_of(*one)] for one in planned if one[0] == "norm + entropy"]:
         if "speed" not in row:
             smaller = cut(model, Plan.load(Path(options.work) / row["plan"])).model
             found = (*parameters(smaller), counted_flops(smaller, PROMPT))
@@ -122,7 +129,8 @@ def main() -> None:
 
 def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
     """Write what is known."""
-    results = {"dense": known["dense"], **{key_of(*row): known[key_of(*row)] for row in rows()}}
+    measured = [key_of(*row) for row in rows() if key_of(*row) in known]
+    results = {"dense": known["dense"], **{key: known[key] for key in measured}}
     workload = vars(WORK)
     content = {"environment": about, "tokens": tokens, "calibration": calibration, "workload": workload}
     write("pruning", {**content, "results": results})
@@ -156,7 +164,9 @@ def report(results: dict[str, Any]) -> None:
         f"{dense['without_embeddings'] / 1e6:.1f} M | {dense['flops'] / 1e9:.2f} G | | |",
     ]
     for method, unit, ratio, channels in rows():
-        row = results[key_of(method, unit, ratio, channels)]
+        row = results.get(key_of(method, unit, ratio, channels))
+        if row is None:
+            continue
         shares = (f"−{1 - row[name] / dense[name]:.1%}" for name in ("parameters", "without_embeddings", "flops"))
         speed = ["", ""]
         if "speed" in row:
@@ -178,9 +188,10 @@ def draw(results: dict[str, Any]) -> None:
     percent = [100 * ratio for ratio in RATIOS]
     for axes, (unit, channels) in zip(panels, [*((unit, False) for unit in UNITS), ("group", True)], strict=True):
         for colour, method in zip(COLOURS, METHODS, strict=False):
-            if channels and method in ("confidence", "norm"):
+            keys = [key_of(method, unit, ratio, channels) for ratio in RATIOS]
+            if not all(key in results for key in keys):
                 continue
-            values = [results[key_of(method, unit, ratio, channels)]["perplexity"] for ratio in RATIOS]
+            values = [results[key]["perplexity"] for key in keys]
             axes.plot(
                 percent, values, color=colour, marker="o", ms=4, ls="--" if method == "random" else "-", label=method
             )

@@ -117,6 +117,7 @@ def test_encoders_and_encoder_decoders_go_the_same_way(
         (("--ratio", "0.2", "--steps", "0"), "at least 1 step, not 0"),
         (("--ratio", "0.2", "--unit", "layer"), "use head, group, balanced"),
         (("--ratio", "0.2"), "give --task NAME"),
+        (("--ratio", "0.2", "--method", "magnitude"), "nothing would be removed"),
         (("--ratio", "0.2", "--text", "EMPTY"), "has 0 tokens, less than a window of 128"),
         (("--ratio", "0.2", "--text", "nowhere.txt"), "cannot be read"),
         (("--ratio", "0.2", "--text", "EMPTY", "--task", "prune_gsm8k"), "not both"),

@@ -57,7 +57,7 @@ OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
 def rows() -> Iterator[tuple[str, str, float, bool]]:
     """Method, unit, ratio, and whether as large a share of channels goes, too; what matters most first."""
     with_channels = [name for name in METHODS if name not in ("confidence", "norm")]
-    first = [("norm + entropy", True), ("random", True), ("magnitude", False), ("entropy", True), ("magnitude", True)]
+    first = [("random", True), ("norm + entropy", True), ("magnitude", False), ("entropy", True), ("magnitude", True)]
     order = [(name, False) for name in list(METHODS)[:4]] + first + [("confidence", False)]
     assert {*order} == {*((name, False) for name in METHODS), *((name, True) for name in with_channels)}
     for method, channels in order:
@@ -82,20 +82,20 @@ def main() -> None:
     about = environment()
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = load_pretrained(folder, dtype=torch.float32)
-    model_map, windows = map_model(model), texts(tokenizer, options.tokens)["GSM8K"]
     text = read_calibration(tokenizer, None, "prune_gsm8k", windows=32, tokens=128, seed=0)
     path = Path(options.work) / f"{options.tokens}.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if options.report:
+        finish(about, options.tokens, text.about(), known)
+        return
+    model = load_pretrained(folder, dtype=torch.float32)
+    model_map, windows = map_model(model), texts(tokenizer, options.tokens)["GSM8K"]
     if "dense" not in known:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": counted_flops(model, PROMPT)}
         known["dense"] = {**counts, "perplexity": perplexity(model, windows)}
     scores: dict[tuple[str, bool], Any] = {}
     planned = list(rows())
-    if options.report:
-        finish(about, options.tokens, text.about(), known)
-        return
     for place, (method, unit, ratio, channels) in enumerate(planned):
         key = key_of(method, unit, ratio, channels)
         if key in known:

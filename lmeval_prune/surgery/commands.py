@@ -138,7 +138,7 @@ def prune(
     *_, plan = stages(pruner, model_map, asked, calibration, of_channels, known and known[:2], print_some)
     if not plan.heads and not plan.channels and (asked.ratio or asked.ffn_ratio):
         raise InputError(
-            f"nothing would be removed: the share is less than one unit ({asked.unit}) of a layer or of the model; give "
+            f"nothing would be removed: the share is less than one unit ({asked.unit}) of a layer or the model; give "
             f"a larger --ratio, another --unit, or --allocation global"
         )
     if known:

@@ -9,6 +9,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "HeadMask": "lmeval_prune.interventions.head_mask",
     "RowMasks": "lmeval_prune.interventions.row_masks",
+    "Plan": "lmeval_prune.interventions.plan",
+    "cut": "lmeval_prune.surgery.cut",
+    "load_pretrained": "lmeval_prune.checkpoints.pruned",
     "TokenFilter": "lmeval_prune.interventions.token_filter",
     "Intervention": "lmeval_prune.interventions.base",
     "Head": "lmeval_prune.architectures.heads",
@@ -16,7 +19,10 @@ _LAZY = {
     "InputError": "lmeval_prune.errors",
 }
 
-__all__ = ["Head", "HeadMask", "InputError", "Intervention", "RowMasks", "TokenFilter", "__version__", "map_model"]
+__all__ = [
+    "Head", "HeadMask", "InputError", "Intervention", "Plan", "RowMasks", "TokenFilter", "__version__", "cut",
+    "load_pretrained", "map_model",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

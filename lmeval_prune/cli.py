@@ -25,6 +25,10 @@ COMMANDS = {
     "heads": "lmeval_prune.commands:heads",
     "mask": "lmeval_prune.commands:mask",
     "filter-map": "lmeval_prune.commands:filter_map",
+    "importance": "lmeval_prune.surgery.commands:importance",
+    "prune": "lmeval_prune.surgery.commands:prune",
+    "cut": "lmeval_prune.surgery.commands:execute",
+    "profile": "lmeval_prune.profiling.commands:profile",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",
@@ -33,7 +37,8 @@ COMMANDS = {
     "grid compare": "lmeval_prune.grid.commands:compare",
 }
 
-WITH_LM_EVAL = ("run", "sweep", "grid run")  # run lm-eval, which is to know us, with the bridge or without
+# run lm-eval, which is to know us, with the bridge or without
+WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,7 +55,7 @@ def read(
         command: its name; the first word of it is its section in a recipe.
         function: which declares the options.
         words: of the command line, after the command; a first one that is no option is the option `name`, or the one
-            that `first` declares.
+            that `first` declares; first ones are the option `names`.
         commands: names of all commands, which may have sections in a recipe, too.
 
     Returns:
@@ -72,6 +72,9 @@ def read(
     leading = getattr(function, "first", "name")
     if leading in parser.kinds and words and not words[0].startswith("-"):
         words = [f"--{leading}", *words]
+    if "names" in parser.kinds:
+        count = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+        words = ["--names", ",".join(words[:count]), *words[count:]] if count else words
     try:
         if not {"-h", "--help"} & set(words):
             words = _with_recipe(parser, command, words, getattr(function, "either", ()), [command, *commands])

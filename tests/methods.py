@@ -75,5 +75,22 @@ ROWS = [
             ({"tail": 0.5}, "ratio"),
         ),
     ),
+    Row(
+        "plan",
+        {"heads": "L0H1+L1H2-3", "channels": {"L0": "0,5-9", "L1": [3]}},
+        others=("L0H1", {"heads": "L0H1+L1H2-3"}, {"heads": "L0H1+L1H2-3", "channels": {"L0": "0,5-9"}}),
+        same=({"heads": ["L1H2-3", [0, 1]], "channels": {"L1": "3", "L0": [9, 8, 7, 6, 5, 0]}, "tensors": ""},),
+        wrong=(
+            ("L9H0", "no attention in layer 9"),
+            ("L0H*", "allow_empty_layer"),
+            ({"channels": {"L0": "48"}}, "it has 48, 0 to 47"),
+            ({"channels": {"L7": "1"}}, "no dense feed-forward block"),
+            ({"channels": {"L0": "0-47"}}, "all 48 channels of layer L0"),
+            ({"channels": {"L0": "5-3"}}, "runs backwards"),
+            ({"channels": "L0"}, "cannot be read"),
+            ({"head": "L0H1"}, "no setting"),
+            ("nowhere/plan.json", "no such file"),
+        ),
+    ),
     Row("RowMasks", apply=_same_mask_in_every_row),
 ]

@@ -9,9 +9,10 @@ FLOORS = [
     [("cli · demo", "the commands"), ("plugin", "how lm-eval finds us")],
     [("sprint", "outcomes, router, report"), ("grid", "cells, runners, comparison, page")],
     [("models", "pruned-hf and the store of answers")],
-    [("decoding", "the engine: scheduler, KV cache, layer skipping")],
-    [("interventions", "head masks, row masks, the attention call; kernels/")],
-    [("checkpoints", "embedded models, models without weights")],
+    [("surgery", "executes a plan"), ("pruners", "scores, schedule, plans")],
+    [("decoding", "the engine: scheduler, KV cache"), ("profiling", "parameters, FLOPs, speed")],
+    [("interventions", "head masks, row masks, plans, the attention call; kernels/")],
+    [("checkpoints", "embedded models, models without weights, cut ones")],
     [("architectures", "the model map, names of heads, fingerprints")],
 ]
 BESIDE = [
@@ -31,10 +32,10 @@ def box(axes: object, x: float, y: float, width: float, height: float, name: str
 
 
 def main() -> None:
-    figure = Figure(figsize=(9, 5.4), layout="constrained")
+    figure = Figure(figsize=(9, 6.1), layout="constrained")
     axes = figure.subplots()
     axes.set_axis_off()
-    axes.set(xlim=(-0.1, 12.2), ylim=(0, 7.75))
+    axes.set(xlim=(-0.1, 12.2), ylim=(-1.0, 7.75))
     for number, rooms in enumerate(FLOORS):
         y, each = 6.75 - 1.08 * number, 8.0 / len(rooms)
         for place, (name, about) in enumerate(rooms):

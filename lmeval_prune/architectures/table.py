@@ -67,6 +67,9 @@ class Family:
         fused: order of the rows of a fused projection.
         key_value_pairs: key and value rows alternate by head in one projection (latent attention).
         feed_forward: its names; None if nothing is known of it.
+        head_parameters: further parameters of the attention module with an entry for each query head ("q") or
+            key-value head ("k"): (name, which).
+        uncuttable: why no head can be cut out of such a model, only masked; empty if they can.
     """
 
     layer: str
@@ -80,6 +83,8 @@ class Family:
     key_value_pairs: bool = False
     cross_attention: str | None = None
     feed_forward: FeedForwardNames | None = None
+    head_parameters: tuple[tuple[str, str], ...] = ()
+    uncuttable: str = ""
 
 
 def _fused(
@@ -101,6 +106,7 @@ _FC_IN = FeedForwardNames("mlp", "fc_in", "fc_out")
 _TO_4H = FeedForwardNames("mlp", "dense_h_to_4h", "dense_4h_to_h")
 _FC1_IN_LAYER = FeedForwardNames("", "fc1", "fc2")
 
+_ALIBI = "the slopes of its position biases follow from how many heads there are"
 _LAYERS = r"layers\.(?P<layer>\d+)"
 _H = r"h\.(?P<layer>\d+)"
 _LLAMA = Family(_LAYERS, "self_attn", feed_forward=_GATED)
@@ -125,6 +131,7 @@ _T5 = Family(
     "v",
     cross_attention="layer.1.EncDecAttention",
     feed_forward=FeedForwardNames("layer.1.DenseReluDense|layer.2.DenseReluDense", "wi_1|wi", "wo", "wi_0"),
+    uncuttable="all layers share the position biases of the first one's heads",
 )
 _BART = Family(
     rf"(?P<stack>encoder|decoder)\.{_LAYERS}",
@@ -144,6 +151,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": replace(
         _LLAMA, width="v_head_dim", query="q_b_proj|q_proj", key="kv_b_proj", value="kv_b_proj", key_value_pairs=True
     ),
+    **dict.fromkeys(("olmo2", "olmo3"), replace(_LLAMA, uncuttable="its query and key norms go over all heads")),
+    "cohere": replace(_LLAMA, head_parameters=(("q_norm.weight", "q"), ("k_norm.weight", "k"))),
+    "gpt_oss": replace(_LLAMA, head_parameters=(("sinks", "q"),)),
     "phi3": _fused(_LAYERS, "self_attn", "o_proj", "qkv_proj", _blocks, _GATE_UP),
     "glm": _GLM,
     "glm4": _GLM,
@@ -152,19 +162,25 @@ FAMILIES: dict[str, Family] = {
     "gpt2": _fused(_H, "attn", "c_proj", "c_attn", _blocks, _C_FC),
     "gpt_bigcode": _fused(_H, "attn", "c_proj", "c_attn", _by_group, _C_FC),
     "gptj": Family(_H, "attn", "out_proj", feed_forward=_FC_IN),
-    "codegen": _fused(_H, "attn", "out_proj", "qkv_proj", _codegen, _FC_IN),
+    "codegen": replace(
+        _fused(_H, "attn", "out_proj", "qkv_proj", _codegen, _FC_IN),
+        uncuttable="its fused projection stands in four slices of heads",
+    ),
     "gpt_neo": Family(_H, "attn.attention", "out_proj", feed_forward=_C_FC),
     "gpt_neox": _fused(_LAYERS, "attention", "dense", "query_key_value", _by_group, _TO_4H, "head_size"),
     "opt": Family(rf"decoder\.{_LAYERS}", "self_attn", "out_proj", feed_forward=_FC1_IN_LAYER),
     "falcon": _fused(_H, "self_attention", "dense", "query_key_value", _by_group, _TO_4H),
-    "bloom": _fused(_H, "self_attention", "dense", "query_key_value", _by_group, _TO_4H),
-    "mpt": _fused(
-        r"blocks\.(?P<layer>\d+)",
-        "attn",
-        "out_proj",
-        "Wqkv",
-        _blocks,
-        FeedForwardNames("ffn", "up_proj", "down_proj"),
+    "bloom": replace(_fused(_H, "self_attention", "dense", "query_key_value", _by_group, _TO_4H), uncuttable=_ALIBI),
+    "mpt": replace(
+        _fused(
+            r"blocks\.(?P<layer>\d+)",
+            "attn",
+            "out_proj",
+            "Wqkv",
+            _blocks,
+            FeedForwardNames("ffn", "up_proj", "down_proj"),
+        ),
+        uncuttable=_ALIBI,
     ),
     "bert": _BERT,
     "roberta": _BERT,

@@ -6,10 +6,11 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints import embedded, pruned
 from lmeval_prune.errors import InputError, first_line
 
 UNREADABLE = (OSError, ValueError, SafetensorError)  # what transformers raises for a model that it cannot load
@@ -26,12 +27,31 @@ def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> 
     Raises:
         InputError: transformers has no class for it.
     """
+    if pruned.has_own_layers(config):
+        return _empty(pruned.model_class(config), config)
     kinds = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModel)
+    if kind is None and (encoder := _encoder(config)) is not None:
+        return _empty(encoder, config)
     kind = kind or next((k for k in kinds if type(config) in k._model_mapping), None)
     if kind is None:
         raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
     with torch.device("meta"):
         model: Any = kind.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    model.config._name_or_path = getattr(config, "_name_or_path", "")
+    return model
+
+
+def _encoder(config: Any) -> Any:
+    """The class that a configuration names, if it is an encoder's, which also could be built as a language model."""
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    kinds = (AutoModel, AutoModelForMaskedLM)
+    return named if named in [k._model_mapping.get(type(config), None) for k in kinds] and named else None
+
+
+def _empty(kind: Any, config: Any) -> Any:
+    """A model of a class, on the meta device."""
+    with torch.device("meta"):
+        model: Any = kind._from_config(copy.deepcopy(config))
     model.config._name_or_path = getattr(config, "_name_or_path", "")
     return model
 

@@ -9,8 +9,8 @@ attention and with the engine's alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -171,6 +171,20 @@ def check_attention_calls(model_map: ModelMap) -> None:
     implementation = model.config._attn_implementation
     if implementation not in (NAME, *IN_FRONT, *map(_in_front, IN_FRONT)):
         raise InputError(f"attn_implementation={implementation} cannot be intercepted; use {' or '.join(IN_FRONT)}")
+
+
+@contextmanager
+def eager_attention(model: nn.Module) -> Iterator[None]:
+    """Let a model compute its attention by its plain formula inside the block, and give out its weights if asked."""
+    configs = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
+    named = [(one, one._attn_implementation) for one in configs.values() if hasattr(one, "_attn_implementation")]
+    try:
+        for config, _ in named:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, implementation in named:
+            config._attn_implementation = implementation
 
 
 def _wiring_of(model_map: ModelMap) -> _Wiring:

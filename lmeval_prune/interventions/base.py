@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
@@ -153,6 +154,10 @@ class Intervention(ABC):
         """This and another one as a single intervention; None if they only nest."""
         return None
 
+    def converted(self, kind: type[Intervention]) -> Intervention | None:
+        """This as an intervention of another kind; None if it is none."""
+        return self if isinstance(self, kind) else None
+
     # ------------------------------------------------------------------ what follows from the fields
 
     def fit_to(self, model_map: ModelMap) -> Self:
@@ -214,10 +219,13 @@ class Intervention(ABC):
         Raises:
             InputError: it does not fit the model, or the file cannot be written.
         """
+        self._write(path, model_map, {})
+
+    def _write(self, path: str | os.PathLike[str], model_map: ModelMap, more: dict[str, Any]) -> None:
         settings = self.fit_to(model_map).settings()
         weights = loadable_fingerprints(model_map.model, model_map.weights)
         about = {"name": model_map.name, "revision": model_map.revision, "weights": weights}
-        content = {"settings": settings, "model": {**about, **model_map.signature()}}
+        content = {"settings": settings, "model": {**about, **model_map.signature()}, **more}
         write_artefact(path, self.schema(), SCHEMA_VERSION, content)
 
     @classmethod
@@ -250,9 +258,15 @@ class Intervention(ABC):
                 f"{path} has settings that this lmeval-prune does not know: {', '.join(unknown)}; upgrade it"
             )
         try:
-            return cls(**settings, origin=Origin(str(path), sha256, model, allow_other_model))
+            more = cls._attached(Path(path), content)
+            return cls(**settings, **more, origin=Origin(str(path), sha256, model, allow_other_model))
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+
+    @classmethod
+    def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Fields that are no settings, from what an artefact has beside them. By default it has none."""
+        return {}
 
 
 def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
@@ -291,7 +305,7 @@ def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
     found: list[Intervention] = []
     for one in interventions:
         for place, before in enumerate(found):
-            if (both := before.joined(one)) is not None:
+            if (both := before.joined(one) or one.joined(before)) is not None:
                 found[place] = both
                 break
         else:

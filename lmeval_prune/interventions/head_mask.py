@@ -18,6 +18,7 @@ from lmeval_prune.architectures import AttentionLayer, Head, ModelMap, head_name
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import Intervention, change_input
+from lmeval_prune.interventions.table import method_name
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ class HeadMask(Intervention):
         either = self.allow_empty_layer or other.allow_empty_layer
         return replace(self | other, allow_empty_layer=either, origin=self.origin or other.origin)
 
+    def converted(self, kind: type[Intervention]) -> Intervention | None:
+        """Itself, or a plan that removes these heads."""
+        if isinstance(self, kind) or method_name(kind) != "plan":
+            return super().converted(kind)
+        made: Any = kind
+        found: Intervention = made(self.heads, allow_empty_layer=self.allow_empty_layer, origin=self.origin)
+        return found
+
     def heads_of(self, model_map: ModelMap) -> tuple[Head, ...]:
         """The pruned heads of a model, in order, each once.
 
@@ -87,7 +96,7 @@ class HeadMask(Intervention):
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Install a hook on each layer that loses heads; see the base class."""
         for layer, numbers in self.by_layer(model_map):
-            change_input(layer.o_proj, _Drop(dropped_columns(layer, numbers)), stack)
+            change_input(layer.o_proj, Drop(dropped_columns(layer, numbers)), stack)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
         """The heads, and how many of how many."""
@@ -116,7 +125,7 @@ def dropped_columns(layer: AttentionLayer, numbers: Iterable[int]) -> torch.Tens
     return drop
 
 
-class _Drop:
+class Drop:
     """Zeroes fixed columns of an activation (…, width); keeps one copy of the columns a device."""
 
     def __init__(self, drop: torch.Tensor) -> None:
@@ -124,6 +133,7 @@ class _Drop:
         self.original = drop
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation without those columns."""
         drop = self.drop.get(x.device)
         if drop is None:
             drop = self.drop[x.device] = self.original.to(x.device)

@@ -7,6 +7,7 @@ from typing import Any
 
 METHODS = {
     "heads": "lmeval_prune.interventions.head_mask:HeadMask",
+    "plan": "lmeval_prune.interventions.plan:Plan",
     "token_filter": "lmeval_prune.interventions.token_filter:TokenFilter",
 }
 

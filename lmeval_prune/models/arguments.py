@@ -186,6 +186,8 @@ def _method(name: str, value: Any, allowed: dict[str, Any]) -> Intervention:
     if value == "":
         raise InputError(f"{name}= is empty; leave it out for the unpruned model")
     kind = method_class(name)
+    if isinstance(value, str) and value.endswith(".json"):
+        return _read_as(kind, name, value, allowed)
     own = {one.name: one for one in fields(kind) if one.init and one.name != "origin"}
     given = value if isinstance(value, dict) else {next(iter(own)): value}
     for key in given:
@@ -200,6 +202,15 @@ def _method(name: str, value: Any, allowed: dict[str, Any]) -> Intervention:
             f'--model_args \'{{"pretrained": "…", "{name}": {{{example}}}}}\''
         )
     return _with(kind(**given), allowed)
+
+
+def _read_as(kind: type[Intervention], name: str, path: str, allowed: dict[str, Any]) -> Intervention:
+    """An artefact as a method: its own kind, or one that says the same."""
+    one = load_intervention(path, allowed.get("allow_other_model", False))
+    found = one.converted(kind)
+    if found is None:
+        raise InputError(f"{name}={path} is a {one.schema()} artefact that says more than {name} can; give it as mask=")
+    return _with(found, allowed)
 
 
 def _with(one: Intervention, allowed: dict[str, Any]) -> Intervention:

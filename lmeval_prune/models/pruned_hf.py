@@ -17,6 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
 from lmeval_prune.artefacts import CREATED_BY
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, has_own_layers, model_class, read_manifest
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
@@ -27,6 +28,7 @@ from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import identity_of, tokenizer_fingerprint
 from lmeval_prune.models.tries import InTurn
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
+from lmeval_prune.profiling.costs import cost_columns
 
 eval_logger = logging.getLogger(__name__)
 _HF_ARGUMENTS = set(inspect.signature(HFLM.__init__).parameters)
@@ -123,6 +125,9 @@ class PrunedHFLM(HFLM):
             from transformers import GgufConfig
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
+        own: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
+        if has_own_layers(self.config):  # loaded by our own code, whatever lies in the folder
+            self.AUTO_MODEL_CLASS = model_class(self.config)
         try:
             super()._create_model(*args, gguf_file=gguf_file, **kwargs)
         except TypeError as error:  # transformers gives the model's class what nobody else knows
@@ -130,6 +135,8 @@ class PrunedHFLM(HFLM):
             if stray and stray[1] in self.given.others:
                 raise unknown(stray[1]) from error
             raise
+        finally:
+            self.AUTO_MODEL_CLASS = own
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Resolve interventions on a model without weights, so that a mistake costs no minutes of loading."""
@@ -291,6 +298,9 @@ class PrunedHFLM(HFLM):
             info |= one.report(self.model_map)
         if self.given.tries:
             info["router"] = self.given.tries.info
+        manifest = read_manifest(getattr(self.model.config, "_name_or_path", "") or "nowhere")
+        if manifest:
+            info["checkpoint"] = {**checkpoint_columns(manifest), **cost_columns(self.model)}
         return info
 
 

@@ -1,0 +1,210 @@
+"""What a percentage of heads is worth: quality, parameters, arithmetic and time of SmolLM2 cut by each score and unit.
+
+    python benchmarks/pruning_result.py [--tokens 1024] [--threads 1] [--work out/pruning] [--report]
+
+Heads (and, where it says so, as large a share of feed-forward channels) are removed at once, without any training.
+Perplexity by token on GSM8K's test text, windows of 512 tokens. Speed is that of the shapes, which all scores share, so
+that it is measured once for each unit and ratio, in turn with the unpruned model, medians, by processor time; it is of
+float32 on the processor named in the results. Parameters and arithmetic are counted on a model that is cut there, by
+closed formulas elsewhere (the tests hold them against each other). What was measured is kept under --work and not
+measured again. Writes `results/pruning.json`, and a table and a picture under `docs/results/pruning/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _record import RESULTS, environment, write
+from filter_quality import perplexity, texts
+from transformers import AutoTokenizer
+
+from lmeval_prune import Plan, load_pretrained, map_model
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.profiling.costs import counted_flops, formula_flops, parameters
+from lmeval_prune.profiling.speed import Workload, measure
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import read_calibration
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.reporting.plot_style import COLOURS, save
+from lmeval_prune.surgery.cut import cut
+from lmeval_prune.surgery.kept import KeptHeads
+
+RATIOS = (0.1, 0.2, 0.3)
+UNITS = ("group", "balanced", "head")
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "norm + entropy": ("norm_entropy", {}),
+    "random": ("random", {"seed": 0}),
+    "norm": ("global_threshold", {}),
+    "entropy": ("norm_entropy", {"alpha": 0.0}),
+    "magnitude": ("magnitude", {}),
+    "confidence": ("confidence", {}),
+}
+WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=2, clock="processor")
+PROMPT = 128  # tokens whose arithmetic is counted
+OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
+
+
+def rows() -> Iterator[tuple[str, str, float, bool]]:
+    """Method, unit, ratio, and whether as large a share of channels goes, too; what matters most first."""
+    with_channels = [name for name in METHODS if name not in ("confidence", "norm")]
+    first = [("random", True), ("norm + entropy", True), ("magnitude", False), ("entropy", True), ("magnitude", True)]
+    order = [(name, False) for name in list(METHODS)[:4]] + first + [("confidence", False)]
+    assert {*order} == {*((name, False) for name in METHODS), *((name, True) for name in with_channels)}
+    for method, channels in order:
+        for unit in UNITS if not channels else ("group",):
+            for ratio in RATIOS:
+                yield method, unit, ratio, channels
+
+
+def key_of(method: str, unit: str, ratio: float, channels: bool) -> str:
+    return f"{method}, {unit} {ratio:.0%}{' + channels' if channels else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", default="out/pruning")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write what is known")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.WARNING)
+    about = environment()
+    folder = embedded.resolve("smollm2-135m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = read_calibration(tokenizer, None, "prune_gsm8k", windows=32, tokens=128, seed=0)
+    path = Path(options.work) / f"{options.tokens}.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if options.report:
+        finish(about, options.tokens, text.about(), known)
+        return
+    model = load_pretrained(folder, dtype=torch.float32)
+    model_map, windows = map_model(model), texts(tokenizer, options.tokens)["GSM8K"]
+    if "dense" not in known:
+        all_, without = parameters(model)
+        counts = {"parameters": all_, "without_embeddings": without, "flops": counted_flops(model, PROMPT)}
+        known["dense"] = {**counts, "perplexity": perplexity(model, windows)}
+    scores: dict[tuple[str, bool], Any] = {}
+    planned = list(rows())
+    for place, (method, unit, ratio, channels) in enumerate(planned):
+        key = key_of(method, unit, ratio, channels)
+        if key in known:
+            continue
+        name, given = METHODS[method]
+        pruner = make_pruner(name, given)
+        if (method, channels) not in scores:
+            heads = scores.get((method, False), ({},))[0] or pruner.head_scores(model_map, text)
+            scores[method, channels] = (heads, pruner.channel_scores(model_map, text) if channels else {})
+        wanted = PruneOptions(ratio, unit, ffn_ratio=ratio if channels else 0.0, allocation="global")
+        (plan,) = stages(pruner, model_map, wanted, text, scores=scores[method, channels])
+        with plan.applied_to(model, model_map):
+            quality = perplexity(model, windows)
+        row: dict[str, Any] = {"perplexity": quality, "heads_masked": len(plan.heads), **expected(model_map, plan)}
+        saved = f"{key.replace(' ', '_').replace('%', '')}.json"
+        plan.save(Path(options.work) / saved, model_map)
+        known[key] = {**row, "plan": saved}
+        write_text(path, json.dumps(known))
+        print(f"{place + 1} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
+    finish(about, options.tokens, text.about(), known)
+    for row in [known[key_of(*one)] for one in planned if one[0] == "norm + entropy"]:
+        if "speed" not in row:
+            smaller = cut(model, Plan.load(Path(options.work) / row["plan"])).model
+            found = (*parameters(smaller), counted_flops(smaller, PROMPT))
+            assert found == (row["parameters"], row["without_embeddings"], row["flops"])
+            row |= {"speed": measure({"dense": model, "cut": smaller}, WORK), "load": os.getloadavg()[0]}
+            write_text(path, json.dumps(known))
+            print(f"{row['plan']}: {row['speed']}", flush=True)
+            finish(about, options.tokens, text.about(), known)
+
+
+def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
+    """Write what is known."""
+    measured = [key_of(*row) for row in rows() if key_of(*row) in known]
+    results = {"dense": known["dense"], **{key: known[key] for key in measured}}
+    workload = vars(WORK)
+    content = {"environment": about, "tokens": tokens, "calibration": calibration, "workload": workload}
+    write("pruning", {**content, "results": results})
+    report(results)
+
+
+def expected(model_map: ModelMap, plan: Plan) -> dict[str, Any]:
+    """Parameters and arithmetic of what is left, by closed formulas; fillers count as there."""
+    hidden = model_map.model.config.hidden_size
+    pruned = {layer.label: heads for layer, heads in plan.heads_by_layer(model_map)}
+    kept = [KeptHeads.of(layer, pruned.get(layer.label, ())) for layer in model_map.attention]
+    heads = sum(one.layer.heads - len(one.heads) for one in kept)
+    kv_heads = sum(one.layer.kv_heads - len(one.kv_heads) for one in kept)
+    channels = sum(len(lost) for _, lost in plan.channels_by_layer(model_map))
+    width = model_map.attention[0].head_dim
+    fewer = hidden * (2 * width * (heads + kv_heads) + 3 * channels)
+    all_, without = parameters(model_map.model)
+    flops = formula_flops(model_map, PROMPT) - 2 * PROMPT * fewer - 4 * PROMPT**2 * heads * width
+    removed = {"heads": heads, "kv_heads": kv_heads, "channels": channels}
+    return {"parameters": all_ - fewer, "without_embeddings": without - fewer, "flops": flops, "removed": removed}
+
+
+def report(results: dict[str, Any]) -> None:
+    """Write the table and the picture."""
+    dense = results["dense"]
+    lines = [
+        "| removed by | unit | share | perplexity | heads cut | parameters | without embeddings | FLOPs "
+        "| prefill, batch 1 / 4 | decode, batch 1 / 4 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| nothing | | | {dense['perplexity']:.2f} | 0 | {dense['parameters'] / 1e6:.1f} M | "
+        f"{dense['without_embeddings'] / 1e6:.1f} M | {dense['flops'] / 1e9:.2f} G | | |",
+    ]
+    for method, unit, ratio, channels in rows():
+        row = results.get(key_of(method, unit, ratio, channels))
+        if row is None:
+            continue
+        shares = (f"−{1 - row[name] / dense[name]:.1%}" for name in ("parameters", "without_embeddings", "flops"))
+        speed = ["", ""]
+        if "speed" in row:
+            faster = {name: row["speed"]["cut"][name] / row["speed"]["dense"][name] for name in row["speed"]["cut"]}
+            speed = [f"{faster[f'{kind}_1']:.2f} / {faster[f'{kind}_4']:.2f}" for kind in ("prefill", "decode")]
+        share = f"{ratio:.0%} of heads{' and channels' if channels else ''}"
+        cells = [method, unit, share, f"{row['perplexity']:.2f}", str(row["removed"]["heads"]), *shares, *speed]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("\nSpeeds are those of the unpruned model times the figure, measured in turn; of one score a shape.")
+    write_text(OUTPUT / "table.md", "\n".join(lines) + "\n")
+    draw(results)
+
+
+def draw(results: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(10, 3.8), layout="constrained")
+    panels = made.subplots(1, 4, sharey=True)
+    percent = [100 * ratio for ratio in RATIOS]
+    for axes, (unit, channels) in zip(panels, [*((unit, False) for unit in UNITS), ("group", True)], strict=True):
+        for colour, method in zip(COLOURS, METHODS, strict=False):
+            keys = [key_of(method, unit, ratio, channels) for ratio in RATIOS]
+            if not all(key in results for key in keys):
+                continue
+            values = [results[key]["perplexity"] for key in keys]
+            axes.plot(
+                percent, values, color=colour, marker="o", ms=4, ls="--" if method == "random" else "-", label=method
+            )
+        axes.axhline(results["dense"]["perplexity"], color="black", lw=0.8, ls=":")
+        axes.set_yscale("log")
+        axes.set_xticks(percent)
+        axes.set_title(f"unit={unit}{', and channels' if channels else ''}", fontsize=9, loc="left")
+        axes.set_xlabel("per cent removed")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("perplexity by token, GSM8K")
+    panels[0].legend(fontsize=7, frameon=False)
+    save(made, OUTPUT / "perplexity")
+
+
+if __name__ == "__main__":
+    main()

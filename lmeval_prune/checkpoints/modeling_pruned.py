@@ -1,0 +1,59 @@
+"""A stock transformers model whose layers have lost heads or channels, each layer others.
+
+This file is part of lmeval-prune, and it is copied into the checkpoints that need it: there it is loaded with
+`trust_remote_code=True` and imports nothing but torch and transformers. It builds the stock model of the checkpoint's
+configuration and gives some of its parameters other shapes, and some of its modules other head counts, both named in
+the configuration under `pruned_modules`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class LayerConfig:
+    """A model's configuration, but for some values that one layer has for itself."""
+
+    def __init__(self, config: Any, own: dict[str, Any]) -> None:
+        self.__dict__.update(_config=config, _own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_config", "_own") or name.startswith("__"):  # not there yet, as while it is copied
+            raise AttributeError(name)
+        return self._own[name] if name in self._own else getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+
+class Pruned:
+    """What makes a stock model class one whose layers differ: `class PrunedX(Pruned, X)`."""
+
+    def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
+        super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
+        model: Any = self
+        prefix = f"{model.base_model_prefix}."
+        # the base model alone calls its parts without the name that it has inside a model with a head
+        removed = "" if hasattr(model, model.base_model_prefix) else prefix
+        for name, shape in config.pruned_modules["shapes"].items():
+            path, _, parameter = name.removeprefix(removed).rpartition(".")
+            _reshape(model.get_submodule(path), parameter, shape)
+        for name, attributes in config.pruned_modules["attributes"].items():
+            module = model.get_submodule(name.removeprefix(removed))
+            for attribute, value in attributes.items():
+                setattr(module, attribute, LayerConfig(module.config, value) if attribute == "config" else value)
+
+
+def _reshape(module: nn.Module, name: str, shape: list[int]) -> None:
+    """Give a parameter of a module another shape; its values are to be loaded."""
+    like: Any = getattr(module, name)
+    like = module.weight if like is None else like  # a bias that the stock model does not have
+    setattr(module, name, nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device)))
+    if name == "weight":
+        for attributes in (("out_features", "in_features"), ("nx", "nf")):  # of a Linear, of a Conv1D
+            if all(hasattr(module, attribute) for attribute in attributes):
+                for attribute, size in zip(attributes, shape, strict=True):
+                    setattr(module, attribute, size)

@@ -1,0 +1,219 @@
+"""Checkpoints of models that were cut: written whole or not at all, loaded by us, by transformers, or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+from lmeval_prune.artefacts import read_artefact, write_artefact
+from lmeval_prune.checkpoints import embedded, modeling_pruned
+from lmeval_prune.errors import InputError, first_line
+
+SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
+MANIFEST = "lmeval_prune.json"
+_PREFIX = "Pruned"
+_KINDS = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel)
+
+
+def has_own_layers(config: Any) -> bool:
+    """Whether it is the configuration of a checkpoint whose layers differ."""
+    return isinstance(getattr(config, "pruned_modules", None), dict)
+
+
+def model_class(config: Any) -> Any:
+    """The class of a checkpoint whose layers differ: the stock class that its configuration names, made `Pruned`.
+
+    Raises:
+        InputError: the configuration names none.
+    """
+    name = (getattr(config, "architectures", None) or [""])[0]
+    stock = getattr(transformers, name.removeprefix(_PREFIX), None)
+    if not name.startswith(_PREFIX) or stock is None:
+        raise InputError(f"a pruned model's configuration names {name!r} as its class, which transformers has not")
+    return pruned_class(stock)
+
+
+@cache
+def pruned_class(stock: type) -> Any:
+    """`Pruned` of a stock class."""
+    return type(f"{_PREFIX}{stock.__name__}", (modeling_pruned.Pruned, stock), {"__module__": __name__})
+
+
+def stock_class(model: Any) -> type:
+    """The class of transformers' own that a model is, or is a `Pruned` of, whoever loaded it."""
+    kinds = type(model).__mro__
+    return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
+
+
+def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
+    """Load a model, stock or one whose layers differ, in evaluation mode.
+
+    Args:
+        folder: a folder, or a name that transformers or `lmeval-prune models` knows.
+        options: of transformers' `from_pretrained`; weights have their own type unless `dtype` says otherwise.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    name = str(folder)
+    embedded.check_name(name)
+    try:
+        name = embedded.resolve(name)
+        config = AutoConfig.from_pretrained(name)
+        kind = model_class(config) if has_own_layers(config) else _stock_kind(config)
+        return kind.from_pretrained(name, **{"dtype": "auto", **options}).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the model {folder} cannot be loaded ({first_line(error)})") from error
+
+
+def _stock_kind(config: Any) -> Any:
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    kind = named or next((kind for kind in _KINDS if type(config) in kind._model_mapping), None)
+    if kind is None:
+        raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
+    return kind
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str], model: Any, manifest: dict[str, Any], tokenizer: Any = None, plan: Any = None
+) -> None:
+    """Write a model, its tokenizer and its manifest as a checkpoint that appears whole.
+
+    All is written into a folder beside it, which takes the place of the last checkpoint at the end: a kill or a full
+    disk leaves that one as it is.
+
+    Args:
+        folder: where to; an earlier checkpoint of ours there is replaced.
+        model: stock, or a `Pruned` one.
+        manifest: what to say of it.
+        tokenizer: kept beside it, with its chat template.
+        plan: called with the folder that is being written, to add the plan to it.
+
+    Raises:
+        InputError: there is a folder with something else in it, or nothing can be written.
+    """
+    folder = Path(folder)
+    check_folder(folder)
+    half = folder.parent / f".{folder.name}.partial"  # left by a kill, and made anew
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(half, ignore_errors=True)
+        _write_model(half, model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(half)
+        if plan is not None:
+            plan(half)
+        write_artefact(half / MANIFEST, SCHEMA, VERSION, manifest)
+        for path in half.rglob("*"):
+            path.chmod((half / MANIFEST).stat().st_mode)  # weights are written for their owner only
+            _sync(path)
+        _put(half, folder)
+    except BaseException as error:
+        shutil.rmtree(half, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise InputError(
+                f"{folder} cannot be written ({first_line(error)}); what was there is as it was, free some space or "
+                f"name another folder"
+            ) from error
+        raise
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse to write a checkpoint over what is none of ours.
+
+    Raises:
+        InputError: there is such a file or folder.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        raise InputError(f"{folder} is a file; name a folder for the checkpoint")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+        raise InputError(f"{folder} has files that are no checkpoint of lmeval-prune's; name another folder")
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The manifest of a checkpoint; None if it has none.
+
+    Raises:
+        InputError: it is broken.
+    """
+    path = Path(folder) / MANIFEST
+    return read_artefact(path, SCHEMA, VERSION)[0] if path.is_file() else None
+
+
+def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a results file says of a cut checkpoint: its parent, and what was removed in all stages."""
+    removed = [stage["removed"] for stage in manifest["stages"]]
+    total = {name: sum(one[name] for one in removed) for name in ("heads", "kv_heads", "channels")}
+    parent = {name: manifest["stages"][0]["parent"][name] for name in ("name", "revision")}
+    return {"parent": parent, "class": manifest["class"], "stages": len(removed), "removed": total}
+
+
+def _write_model(folder: Path, model: Any) -> None:
+    """Weights, configuration and generation configuration; of a `Pruned` model the code that loads it, too."""
+    config = model.config
+    if not has_own_layers(config):
+        model.save_pretrained(folder)
+        return
+    stock = stock_class(model)
+    names = {kind.__name__: stock for kind in _KINDS if _of_kind(kind, config) is stock} or {"AutoModel": stock}
+    base = _of_kind(AutoModel, config)
+    if base is not None:
+        names["AutoModel"] = base  # engines build the model without its head
+    config.architectures = [f"{_PREFIX}{stock.__name__}"]
+    config.auto_map = {kind: f"modeling_pruned.{_PREFIX}{one.__name__}" for kind, one in names.items()}
+    model.save_pretrained(folder)
+    code = Path(modeling_pruned.__file__).read_text(encoding="utf-8")
+    for one in dict.fromkeys(names.values()):
+        code += (
+            f"\n\nfrom transformers import {one.__name__}  # noqa: E402\n\n\n"
+            f"class {_PREFIX}{one.__name__}(Pruned, {one.__name__}):\n    pass\n"
+        )
+    (folder / "modeling_pruned.py").write_text(code, encoding="utf-8")
+
+
+def _of_kind(kind: Any, config: Any) -> Any:
+    found = kind._model_mapping.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put(half: Path, folder: Path) -> None:
+    """Let a folder take another one's name, and remove that one."""
+    if not folder.exists() or not any(folder.iterdir()):
+        half.replace(folder)
+    elif _exchange(half, folder):
+        shutil.rmtree(half)
+    else:  # no such call on this system: for a moment there is none
+        before = folder.parent / f".{folder.name}.before"
+        shutil.rmtree(before, ignore_errors=True)
+        folder.replace(before)
+        half.replace(folder)
+        shutil.rmtree(before)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once, where the system can."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    here, exchange = -100, 2
+    return call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

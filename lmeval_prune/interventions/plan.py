@@ -1,0 +1,337 @@
+"""A plan: what is to be removed from a model for good, tried out before anything is cut.
+
+Heads are named as in a head mask. A key-value head goes with the last of its query heads, so that plans made one after
+another remove what their union removes. A feed-forward channel is an input of the block's down projection. What makes
+up for the loss, biases and updated projections, goes with the plan: a projection's output gets a bias, or is computed
+by other weights. Tried out, a plan is hooks; `lmeval_prune.surgery` executes it.
+
+It stands among the interventions, not among the pruners that make it, because it is one: identity, artefact and checks
+follow from its fields, and whoever makes or executes a plan may import what is below.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
+from lmeval_prune.architectures.blocks import in_features, out_features
+from lmeval_prune.artefacts import write_bytes
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.base import Intervention, change_input
+from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
+from lmeval_prune.settings import FrozenMapping
+
+_RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
+_HELP = 'write channels as {"L0": "3,5-9"}'
+
+
+@dataclass(frozen=True)
+class Plan(Intervention):
+    """Removes heads and feed-forward channels.
+
+    Attributes:
+        heads: as of `HeadMask`; empty: none.
+        channels: feed-forward channels by layer, `{"L0": "3,5-9"}` or lists of numbers.
+        tensors: hash of `compensation`; follows from it.
+        allow_empty_layer: allow a layer to lose all its heads, or all its channels.
+        compensation: by name, `L0.o_proj.bias`, `L0.down.bias`: added to the projection's output; `L0.o_proj.weight`,
+            `L0.down.weight`: in its weight's place, (outputs, inputs of the model as it is).
+        scores: by name, `heads.L0` or `channels.L0`: of each head or channel, the higher the more important.
+        made: what made it: method and its options, calibration text, ratio, unit, stages.
+
+    Raises:
+        InputError: a text is malformed.
+    """
+
+    tokenwise = True
+    heads: Any = ()
+    channels: Any = field(default_factory=dict)
+    tensors: str = ""
+    allow_empty_layer: bool = field(default=False, compare=False)
+    compensation: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    scores: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    made: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        heads = head_names(self.heads) if self.heads not in ("", (), [], None) else ()
+        object.__setattr__(self, "heads", heads)
+        if not isinstance(self.channels, Mapping):
+            raise InputError(f"channels={self.channels!r} cannot be read; {_HELP}")
+        channels = {label: ranges_of(numbers_of(label, given)) for label, given in self.channels.items()}
+        object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
+        if self.compensation:
+            object.__setattr__(self, "tensors", hash_of(self.compensation))
+        super().__post_init__()
+        if self.tensors and not self.compensation:
+            raise InputError("a plan that says tensors=… needs the file with them; give it as plan=FILE")
+
+    # ------------------------------------------------------------------ what is removed
+
+    def mask(self) -> HeadMask | None:
+        """Its heads as a head mask; None if it has none."""
+        return HeadMask(self.heads, allow_empty_layer=self.allow_empty_layer) if self.heads else None
+
+    def heads_by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
+        """Layers that lose heads, with the numbers of those heads."""
+        mask = self.mask()
+        return mask.by_layer(model_map) if mask else []
+
+    def channels_by_layer(self, model_map: ModelMap) -> list[tuple[FeedForward, list[int]]]:
+        """Feed-forward blocks that lose channels, with the numbers of those channels.
+
+        Raises:
+            InputError: a layer or channel does not exist, or a block would lose all of them.
+        """
+        blocks = {block.label: block for block in model_map.feed_forward}
+        found = []
+        for label, text in self.channels.items():
+            if label not in blocks:
+                has = f"those from {next(iter(blocks))} to {list(blocks)[-1]} have" if blocks else "none has"
+                raise InputError(f"layer {label} has no dense feed-forward block; {has} one")
+            numbers, block = numbers_of(label, text), blocks[label]
+            if numbers[-1] >= block.channels:
+                raise InputError(
+                    f"channel {numbers[-1]} of layer {label}: it has {block.channels}, 0 to {block.channels - 1}"
+                )
+            if len(numbers) == block.channels and not self.allow_empty_layer:
+                raise InputError(
+                    f"all {block.channels} channels of layer {label} would be removed; "
+                    f"give allow_empty_layer=true if that is meant"
+                )
+            found.append((block, numbers))
+        return sorted(found, key=lambda pair: list(blocks).index(pair[0].label))
+
+    def kv_heads_by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
+        """Layers that lose key-value heads, those whose query heads all go, with their numbers."""
+        found = []
+        for layer, heads in self.heads_by_layer(model_map):
+            share = layer.heads // layer.kv_heads
+            lost = [g for g in range(layer.kv_heads) if {*range(g * share, (g + 1) * share)} <= {*heads}]
+            if lost:
+                found.append((layer, lost))
+        return found
+
+    # ------------------------------------------------------------------ the contract
+
+    def resolve(self, model_map: ModelMap) -> Self:
+        """Heads one by one, blocks in order; see the base class."""
+        mask = self.mask()
+        heads = tuple(map(str, mask.heads_of(model_map))) if mask else ()
+        channels = {block.label: ranges_of(numbers) for block, numbers in self.channels_by_layer(model_map)}
+        for name, tensor in self.compensation.items():
+            _check_shape(name, tensor, projection_named(name, model_map))
+        return replace(self, heads=heads, channels=channels)
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        """Install a hook on each projection that loses inputs or is compensated; see the base class."""
+        for layer, heads in self.heads_by_layer(model_map):
+            change_input(layer.o_proj, Drop(dropped_columns(layer, heads)), stack)
+        for block, numbers in self.channels_by_layer(model_map):
+            change_input(block.down, Drop(dropped_channels(block, numbers)), stack)
+        for name in sorted(self.compensation, reverse=True):  # weights before biases
+            hook = (_Added if name.endswith(".bias") else _Computed)(self.compensation[name])
+            stack.callback(projection_named(name, model_map).register_forward_hook(hook).remove)
+
+    def joined(self, other: Intervention) -> Plan | None:
+        """The union with a plan that was made after this one, or with a head mask."""
+        if isinstance(other, HeadMask):
+            other = plan_of(other)
+        if not isinstance(other, Plan):
+            return None
+        layers = [*self.channels, *(label for label in other.channels if label not in self.channels)]
+        both = {label: [*self.channel_numbers(label), *other.channel_numbers(label)] for label in layers}
+        return replace(
+            self,
+            heads=(*self.heads, *other.heads),
+            channels=both,
+            allow_empty_layer=self.allow_empty_layer or other.allow_empty_layer,
+            compensation=_one_after_the_other(self.compensation, other.compensation),
+            origin=self.origin or other.origin,
+        )
+
+    def converted(self, kind: type[Intervention]) -> Intervention | None:
+        """Itself, or the head mask that it is; None if it is more than that."""
+        if kind is HeadMask and self.heads and not self.channels and not self.compensation:
+            return HeadMask(self.heads, allow_empty_layer=self.allow_empty_layer, origin=self.origin)
+        return super().converted(kind)
+
+    def channel_numbers(self, label: str) -> list[int]:
+        """Channels of a layer that it removes."""
+        return numbers_of(label, self.channels.get(label, ()))
+
+    def report(self, model_map: ModelMap) -> dict[str, Any]:
+        """What goes, and how much of how much."""
+        found = super().report(model_map)
+        own = dict(found["plan"])
+        own["heads_pruned"] = len(own["heads"])
+        own["heads_total"] = model_map.total_heads
+        own["kv_heads_pruned"] = sum(len(lost) for _, lost in self.kv_heads_by_layer(model_map))
+        own["kv_heads_total"] = sum(layer.kv_heads for layer in model_map.attention)
+        own["channels_pruned"] = sum(len(lost) for _, lost in self.channels_by_layer(model_map))
+        own["channels_total"] = sum(model_map.channels().values())
+        return {**found, "plan": own, "heads": own["heads"]}
+
+    # ------------------------------------------------------------------ the artefact
+
+    def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+        """Write it as JSON, and its tensors and scores beside it as safetensors; see the base class.
+
+        The tensors' file is named by its content and written first, so that a kill leaves the last plan whole.
+        """
+        from safetensors.torch import save
+
+        path = Path(path)
+        tensors = {**self.compensation, **{f"scores.{name}": value for name, value in self.scores.items()}}
+        content: dict[str, Any] = {"made": dict(self.made)}
+        if tensors:
+            data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+            sha256 = hashlib.sha256(data).hexdigest()
+            content["tensors"] = {"file": f"{path.stem}.{sha256[:8]}.safetensors", "sha256": sha256}
+            write_bytes(path.with_name(content["tensors"]["file"]), data)
+        self._write(path, model_map, content)
+        for stale in path.parent.glob(f"{path.stem}.????????.safetensors"):
+            if not tensors or stale.name != content["tensors"]["file"]:
+                stale.unlink(missing_ok=True)
+
+    @classmethod
+    def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"made": content.get("made") or {}}
+        named = content.get("tensors")
+        if named:
+            tensors = _read_tensors(path, named)
+            found["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
+            found["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
+        return found
+
+
+def plan_of(mask: HeadMask) -> Plan:
+    """A head mask as a plan."""
+    return Plan(mask.heads, allow_empty_layer=mask.allow_empty_layer, origin=mask.origin)
+
+
+def numbers_of(label: str, given: Any) -> list[int]:
+    """Channels as a user writes them, `"3,5-9"` or a list of numbers, in order and each once.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    if isinstance(given, str) and given.strip():
+        if not _RANGES.fullmatch(given):
+            raise InputError(f"channels {given!r} of {label} cannot be read; {_HELP}")
+        ends = [[int(end) for end in part.split("-")] for part in given.split(",")]
+        if any(pair[0] > pair[-1] or pair[-1] > 10**7 for pair in ends):
+            raise InputError(f"channels {given!r} of {label}: a range runs backwards or is absurd; {_HELP}")
+        return sorted({number for pair in ends for number in range(pair[0], pair[-1] + 1)})
+    if not isinstance(given, Iterable) or not all(isinstance(one, int) and one >= 0 for one in given):
+        raise InputError(f"channels {given!r} of {label} cannot be read; {_HELP}")
+    return sorted(set(given))
+
+
+def ranges_of(numbers: Iterable[int]) -> str:
+    """Numbers in order as text, `"3,5-9"`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def hash_of(tensors: Mapping[str, Tensor]) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of named tensors."""
+    from safetensors.torch import save
+
+    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    return hashlib.sha256(save(ordered)).hexdigest()[:16]
+
+
+def dropped_channels(block: FeedForward, numbers: Iterable[int]) -> Tensor:
+    """Boolean vector over the down projection's inputs, true where a removed channel stands."""
+    drop = torch.zeros(block.channels, dtype=torch.bool)
+    for number in numbers:
+        drop[block.columns(number)] = True
+    return drop
+
+
+def projection_named(name: str, model_map: ModelMap) -> nn.Module:
+    """The projection that a tensor of a plan is for.
+
+    Raises:
+        InputError: there is none.
+    """
+    label, _, part = name.removesuffix(".bias").removesuffix(".weight").rpartition(".")
+    blocks: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
+    blocks |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
+    if not name.endswith((".bias", ".weight")) or f"{label}.{part}" not in blocks:
+        raise InputError(f"the plan has a tensor {name}, and the model has no such projection")
+    return blocks[f"{label}.{part}"]
+
+
+def _one_after_the_other(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What makes up for the loss after both: biases add up, the later weights count."""
+    found = {**first, **second}
+    for name in first.keys() & second.keys():
+        if name.endswith(".bias"):
+            found[name] = first[name] + second[name]
+    return found
+
+
+def _check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
+    outputs, inputs = out_features(projection), in_features(projection)
+    expected = (outputs,) if name.endswith(".bias") else (outputs, inputs)
+    if tuple(tensor.shape) != expected:
+        raise InputError(f"the plan's tensor {name} is {tuple(tensor.shape)}, the projection needs {expected}")
+
+
+def _read_tensors(path: Path, named: dict[str, Any]) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    file = path.with_name(Path(str(named.get("file"))).name)
+    try:
+        data = file.read_bytes()
+        if hashlib.sha256(data).hexdigest() != named.get("sha256"):
+            raise InputError(f"{file} is not the file that {path.name} was written with; make the plan again")
+        return load(data)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} needs {file.name} beside it, which cannot be read; copy both files") from error
+
+
+class _Moved:
+    """A tensor, with one copy on each device and of each type that asks for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.original = tensor
+        self.copies: dict[Any, Tensor] = {}
+
+    def like(self, other: Tensor) -> Tensor:
+        key = (other.device, other.dtype)
+        if key not in self.copies:
+            self.copies[key] = self.original.to(other)
+        return self.copies[key]
+
+
+class _Added(_Moved):
+    """Adds a bias to a projection's output."""
+
+    def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output + self.like(output)
+
+
+class _Computed(_Moved):
+    """Computes a projection's output by other weights."""
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        bias: Any = module.bias
+        return nn.functional.linear(inputs[0], self.like(inputs[0]), bias)

@@ -1,0 +1,141 @@
+"""Statistics of attention weights over calibration text, row by row; no matrix outlives the block it is computed in.
+
+Weights are computed once more from queries and keys, in front of the model's own attention, which stays as it is. A
+family that does not call attention functions through transformers' interface is asked for its weights instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.attention_call import (
+    Attend,
+    Attended,
+    AttentionCall,
+    check_attention_calls,
+    eager_attention,
+    put_in_front,
+)
+from lmeval_prune.pruners.calibration import CalibrationText
+
+BLOCK = 2**22  # attention weights at once
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Attention weights of some queries.
+
+    Attributes:
+        weights: (batch, heads, queries, keys).
+        visible: which keys a query may see, broadcastable to that.
+        first: whether a query is its text's first, (batch, queries).
+        first_keys: whether a key is, (batch, keys).
+    """
+
+    weights: Tensor
+    visible: Tensor
+    first: Tensor
+    first_keys: Tensor
+
+
+# (batch, heads, queries) values, and which of the queries count, (batch, queries)
+Measure = Callable[[AttentionRows], tuple[Tensor, Tensor]]
+
+
+def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Measure) -> dict[str, Tensor]:
+    """The mean of a measure over real queries of a text, of each head: by layer, (heads,) in float64."""
+    sums = {layer.label: torch.zeros(layer.heads, dtype=torch.float64) for layer in model_map.attention}
+    counts = dict.fromkeys(sums, 0)
+    real = torch.ones(0)
+
+    def add(label: str, rows: AttentionRows, real_rows: Tensor) -> None:
+        values, counted = measure(rows)
+        counted = counted & real_rows
+        chosen = torch.where(counted[:, None], values, 0.0)
+        sums[label] += chosen.sum((0, 2)).double().cpu()
+        counts[label] += int(counted.sum())
+
+    def handler(call: AttentionCall, attend: Attend) -> Attended:
+        for rows, place in rows_of(call, real):
+            add(call.layer.label, rows, real[:, place].bool())
+        return attend(call)
+
+    with ExitStack() as stack:
+        try:
+            check_attention_calls(model_map)
+            put_in_front(model_map, handler, stack)
+            for _, real in text.run(model_map.model):  # noqa: B007 - read by the handler
+                pass
+        except InputError:
+            if model_map.stacks != ("",):
+                raise
+            _from_outputs(model_map, text, add)
+    empty = [label for label, count in counts.items() if not count]
+    if empty:
+        raise InputError(f"no attention of layer {empty[0]} was seen on the calibration text; give longer windows")
+    return {label: total / counts[label] for label, total in sums.items()}
+
+
+def rows_of(call: AttentionCall, real: Tensor) -> Iterator[tuple[AttentionRows, slice]]:
+    """The attention weights that a call asks for, block by block of queries, and where these queries stand."""
+    query, key, options = call.query, call.key, call.options
+    batch, heads, length, width = query.shape
+    kind = torch.promote_types(query.dtype, torch.float32)
+    scaling = options.get("scaling")
+    scaling = 1 / math.sqrt(width) if scaling is None else scaling
+    keys = key.to(kind).repeat_interleave(heads // key.shape[1], dim=1).transpose(2, 3)
+    count = keys.shape[-1]
+    causal = call.mask is None and length > 1 and _is_causal(call)
+    first = (real.cumsum(1) == 1) & real.bool()
+    size = max(1, BLOCK // (batch * heads * count))
+    for start in range(0, length, size):
+        place = slice(start, min(length, start + size))
+        logits = query[:, :, place].to(kind) @ keys * scaling
+        if options.get("softcap") is not None:
+            logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+        if options.get("position_bias") is not None:
+            logits = logits + options["position_bias"][:, :, place, :count].to(kind)
+        visible = torch.ones(1, 1, 1, count, dtype=torch.bool, device=query.device)
+        if call.mask is not None:
+            mask = call.mask[:, :, place if call.mask.shape[2] > 1 else slice(None), :count]
+            visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            logits = logits if mask.dtype == torch.bool else logits + mask.to(kind)
+        elif causal:
+            places = torch.arange(place.start, place.stop, device=query.device)[:, None] + count - length
+            visible = (torch.arange(count, device=query.device) <= places)[None, None]
+        logits = logits.masked_fill(~visible, -torch.inf)
+        if options.get("s_aux") is not None:
+            sink = options["s_aux"].to(kind).reshape(1, -1, 1, 1).expand(batch, -1, logits.shape[2], 1)
+            weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = logits.softmax(-1)
+        yield AttentionRows(weights, visible, first[:, place], first), place
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    given = call.options.get("is_causal")
+    return bool(getattr(call.module, "is_causal", True) if given is None else given)
+
+
+def _from_outputs(
+    model_map: ModelMap, text: CalibrationText, add: Callable[[str, AttentionRows, Tensor], None]
+) -> None:
+    """By the weights that the model gives out itself; all layers' of one batch are there at once."""
+    model: Any = model_map.model
+    with eager_attention(model), torch.no_grad():  # others give out none, or wrong ones
+        for ids, real in text.batches:
+            found = model(ids, attention_mask=real, output_attentions=True).attentions
+            if not found or any(weights is None for weights in found):
+                raise InputError(f"this {model_map.model_type} model gives out no attention weights")
+            first = (real.cumsum(1) == 1) & real.bool()
+            for layer, weights in zip(model_map.attention, found, strict=True):
+                add(layer.label, AttentionRows(weights, weights > 0, first, first), real.bool())

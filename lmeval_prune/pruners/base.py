@@ -1,0 +1,97 @@
+"""What a pruner is: it scores heads and feed-forward channels; the lowest go, as many as a schedule says.
+
+A pruner is a frozen dataclass in a file of its own and a line in `PRUNERS`. Its fields are its options. It writes
+`head_scores`, and where it can `channel_scores` and `compensation`; counting, units, schedules and plans are common to
+all (`selection.py`, `schedule.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.settings import typed, types_of
+
+PRUNERS = {
+    "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
+    "global_threshold": "lmeval_prune.pruners.norm_entropy:GlobalThreshold",
+    "magnitude": "lmeval_prune.pruners.magnitude:Magnitude",
+    "confidence": "lmeval_prune.pruners.confidence:Confidence",
+    "random": "lmeval_prune.pruners.random_scores:RandomScores",
+}
+
+Scores = dict[str, Tensor]  # by layer, `L0`: (heads,) or (channels,)
+
+
+@dataclass(frozen=True)
+class Pruner(ABC):
+    """A way to score what may be removed; the lowest scores go.
+
+    Attributes:
+        allocation: (of the class) `global`: scores of all layers are compared; `uniform`: each layer loses its share.
+    """
+
+    allocation: ClassVar[str] = "global"
+
+    def needs_text(self, heads: bool, channels: bool) -> bool:
+        """Whether scores of heads, or of channels, depend on calibration text."""
+        return False
+
+    @abstractmethod
+    def head_scores(self, model_map: ModelMap, text: CalibrationText | None) -> Scores:
+        """A score for each query head of each attention layer."""
+
+    def channel_scores(self, model_map: ModelMap, text: CalibrationText | None) -> Scores:
+        """A score for each channel of each feed-forward block.
+
+        Raises:
+            InputError: the method has none.
+        """
+        raise InputError(f"{pruner_name(self)} scores heads only; leave out ffn_ratio, or give another ffn_method")
+
+    def compensation(self, model_map: ModelMap, plan: Plan, text: CalibrationText | None) -> Mapping[str, Tensor]:
+        """What makes up for a plan's loss; see `Plan.compensation`. By default nothing."""
+        return {}
+
+
+def make_pruner(name: str, options: Mapping[str, Any]) -> Pruner:
+    """A pruner by its name and options.
+
+    Raises:
+        InputError: there is no such method or option, or a value is of another type.
+    """
+    kind = pruner_class(name)
+    known = [one.name for one in fields(kind)]
+    for key in options:
+        if key not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise InputError(f"method {name} has no option {key!r}; {has}{nearest(key, known)}")
+    made: Pruner = kind(**{key: typed(key, value, types_of(kind)[key]) for key, value in options.items()})
+    return made
+
+
+def pruner_class(name: str) -> Any:
+    """The class of a method.
+
+    Raises:
+        InputError: there is no such method.
+    """
+    if name not in PRUNERS:
+        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{nearest(name, PRUNERS)}")
+    module, _, attribute = PRUNERS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def pruner_name(pruner: Pruner) -> str:
+    """The name of a pruner's method."""
+    path = f"{type(pruner).__module__}:{type(pruner).__qualname__}"
+    return next((name for name, target in PRUNERS.items() if target == path), type(pruner).__name__)

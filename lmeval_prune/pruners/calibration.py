@@ -1,0 +1,153 @@
+"""Calibration text: windows of token ids, drawn by a seed from a task's training split or a text file, and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmeval_prune.errors import InputError, first_line
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Batches that a model is run on.
+
+    Attributes:
+        name: where the text comes from.
+        batches: token ids (rows, tokens), and which are real, (rows, tokens).
+    """
+
+    name: str
+    batches: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, name: str, windows: Tensor, batch: int = 8, real: Tensor | None = None) -> CalibrationText:
+        """Text as windows of token ids, (windows, tokens)."""
+        real = torch.ones_like(windows) if real is None else real
+        return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)))
+
+    def about(self) -> dict[str, Any]:
+        """What a plan says of it."""
+        state = hashlib.sha256()
+        for ids, real in self.batches:
+            state.update(repr(ids[real.bool()].tolist()).encode())
+        windows = sum(len(ids) for ids, _ in self.batches)
+        tokens = int(sum(real.sum() for _, real in self.batches))
+        return {"text": self.name, "windows": windows, "tokens": tokens, "sha256": state.hexdigest()[:16]}
+
+    def run(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the model on each batch; yields it before its forward pass.
+
+        An encoder-decoder reads a batch in both stacks.
+        """
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            for ids, real in self.batches:
+                ids, real = ids.to(device), real.to(device)
+                yield ids, real
+                inputs: dict[str, Any] = {"input_ids": ids}
+                if not bool(real.all()):
+                    inputs["attention_mask"] = real
+                if getattr(model.config, "is_encoder_decoder", False):
+                    inputs["decoder_input_ids"] = ids
+                    inputs |= {"decoder_attention_mask": real} if not bool(real.all()) else {}
+                model(**inputs)
+
+
+def read_calibration(
+    tokenizer: Any,
+    text: str | None,
+    task: str | None,
+    windows: int = 64,
+    tokens: int = 128,
+    batch: int = 8,
+    seed: int = 0,
+) -> CalibrationText:
+    """Draw windows of a text.
+
+    A file's paragraphs, or a task's training problems with their answers, are put in an order that the seed gives and
+    read until there are enough tokens.
+
+    Args:
+        tokenizer: of the model.
+        text: a text file.
+        task: a task of lm-eval's with a training split; instead of `text`.
+        windows, tokens: how many windows of how many tokens.
+        batch: windows a forward pass.
+        seed: of the order.
+
+    Raises:
+        InputError: there is no text, or not enough for one window.
+    """
+    if (text is None) == (task is None):
+        raise InputError("give the calibration text: either --task NAME (its training split) or --text FILE")
+    if min(windows, tokens - 1, batch) < 1:
+        raise InputError("windows and batch must be at least 1, tokens at least 2")
+    pieces = list(_paragraphs(Path(text)) if text is not None else _problems(str(task)))
+    name = f"file {Path(text).name}" if text is not None else f"training split of {task}"
+    random.Random(seed).shuffle(pieces)
+    ids: list[int] = []
+    for piece in pieces:
+        ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        if len(ids) >= windows * tokens:
+            break
+    found = min(windows, len(ids) // tokens)
+    if not found:
+        raise InputError(
+            f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give a "
+            f"longer text, or fewer --tokens"
+        )
+    return CalibrationText.of(name, torch.tensor(ids[: found * tokens]).reshape(found, tokens), batch)
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the calibration text {path} cannot be read ({first_line(error)})") from None
+    return (f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip())
+
+
+def _problems(name: str) -> Iterator[str]:
+    """Problems of a task's training split with their answers."""
+    from lm_eval.tasks import TaskManager
+
+    try:
+        task = TaskManager(metadata={"data_split": "train"}).load([name])["tasks"][name]
+        docs = _training_docs(name, task)
+        first = next(docs, None)
+    except InputError:
+        raise
+    except Exception as error:  # a task may fail in any way of its own
+        raise InputError(f"the training split of {name} cannot be read ({first_line(error)})") from error
+    return (_with_answer(task, doc) for doc in chain([first] if first is not None else [], docs))
+
+
+def _training_docs(name: str, task: Any) -> Iterator[Any]:
+    if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # ours have read data_split
+        docs: Iterable[Any] = task.test_docs()
+    elif task.has_training_docs():
+        docs = task.training_docs()
+    else:
+        raise InputError(f"task {name} has no training split; name another task, or give --text FILE")
+    return iter(docs)
+
+
+def _with_answer(task: Any, doc: Any) -> str:
+    """A problem and its answer: with the working, where the data has it."""
+    worked = next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)
+    if "question" in doc and worked:
+        return f"Question: {doc['question']}\nAnswer: {worked}\n\n"
+    target = task.doc_to_target(doc)
+    if isinstance(target, int):
+        target = task.doc_to_choice(doc)[target]
+    target = target[0] if isinstance(target, list) and target else target
+    return f"{task.doc_to_text(doc)} {target}\n\n"

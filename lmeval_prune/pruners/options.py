@@ -1,0 +1,81 @@
+"""What can be set of a plan. Imports nothing, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmeval_prune.errors import InputError
+
+ALLOCATIONS = ("global", "uniform")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How much is removed by when: p_t = p_min + (p_max − p_min)·(t/T)ⁿ.
+
+    Attributes:
+        ratio: p_max, the share that is removed in the end.
+        p_min: the share at the start.
+        steps: T, how many stages.
+        growth: n.
+    """
+
+    ratio: float
+    p_min: float = 0.0
+    steps: int = 1
+    growth: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise InputError(f"a ratio must be at least 0 and below 1, not {self.ratio}; 0.25 removes a quarter")
+        if not 0 <= self.p_min <= self.ratio:
+            raise InputError(f"p_min must be from 0 to the ratio {self.ratio}, not {self.p_min}")
+        if self.steps < 1:
+            raise InputError(f"a schedule needs at least 1 step, not {self.steps}")
+        if self.growth <= 0:
+            raise InputError(f"growth must be above 0, not {self.growth}")
+
+    def at(self, step: int) -> float:
+        """p_t of a step, 0 to T (eq. 5)."""
+        return self.p_min + (self.ratio - self.p_min) * (step / self.steps) ** self.growth
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """What is removed, beside by which scores.
+
+    Attributes:
+        ratio: share of all query heads that is removed
+        unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group)
+        ffn_ratio: share of all feed-forward channels that is removed
+        ffn_multiple: as many channels stay in each block as make a multiple of this
+        allocation: global (scores of all layers are compared) or uniform (each layer loses its share; its checkpoint
+            is a plain one); default: the method's
+        p_min: share that the first of several steps starts from
+        steps: stages, each scored anew with what is removed so far masked
+        growth: exponent of the schedule between them
+        allow_empty_layer: let a layer lose all its heads
+    """
+
+    ratio: float = 0.0
+    unit: str = "head"
+    ffn_ratio: float = 0.0
+    ffn_multiple: int = 1
+    allocation: str | None = None
+    p_min: float = 0.0
+    steps: int = 1
+    growth: float = 1.0
+    allow_empty_layer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.allocation not in (None, *ALLOCATIONS):
+            raise InputError(f"allocation={self.allocation!r} is not known; use {' or '.join(ALLOCATIONS)}")
+        if self.ffn_multiple < 1:
+            raise InputError(f"ffn_multiple must be at least 1, not {self.ffn_multiple}")
+        self.schedules()
+
+    def schedules(self) -> tuple[Schedule, Schedule]:
+        """Of heads and of channels; p_min is a share of the larger one's way."""
+        heads = Schedule(self.ratio, self.p_min if self.ratio else 0.0, self.steps, self.growth)
+        share = self.p_min / self.ratio if self.ratio else 0.0
+        return heads, Schedule(self.ffn_ratio, share * self.ffn_ratio, self.steps, self.growth)

@@ -1,0 +1,269 @@
+"""`lmeval-prune importance`, `prune` and `cut`."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from lmeval_prune.errors import InputError
+from lmeval_prune.pruners.options import PruneOptions
+
+
+def importance(
+    pretrained: str,
+    output: str,
+    method: str = "norm_entropy",
+    options: dict[str, Any] | None = None,
+    task: str | None = None,
+    text: str | None = None,
+    windows: int = 64,
+    tokens: int = 128,
+    batch: int = 8,
+    seed: int = 0,
+    channels: bool = False,
+    revision: str | None = None,
+) -> int:
+    """Score the heads of a model, and draw the scores layer by layer.
+
+    Args:
+        pretrained: model, as for lm_eval, or one that was cut
+        output: path of the artefact, a JSON file: a plan that removes nothing, and scores; its picture is beside it
+        method: norm_entropy, global_threshold, magnitude, confidence or random
+        options: of the method, e.g. alpha=0.5,entropy=raw
+        task: calibration text: training split of this task, e.g. prune_gsm8k
+        text: calibration text: this file
+        windows: windows of the calibration text
+        tokens: tokens of a window
+        batch: windows a forward pass
+        seed: of the order in which the text is read
+        channels: score feed-forward channels, too
+        revision: of the model
+    """
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.interventions.plan import Plan
+    from lmeval_prune.pruners.base import make_pruner
+    from lmeval_prune.reporting.importance_map import draw
+
+    pruner = make_pruner(method, options or {})
+    _check_json(output)
+    check_writable(output)
+    needed = pruner.needs_text(True, channels)
+    model_map, calibration, _ = _loaded(pretrained, revision, needed, task, text, windows, tokens, batch, seed)
+    scores = {f"heads.{label}": one for label, one in pruner.head_scores(model_map, calibration).items()}
+    if channels:
+        scores |= {f"channels.{label}": one for label, one in pruner.channel_scores(model_map, calibration).items()}
+    made: dict[str, Any] = {"method": method, **vars(pruner)}
+    made |= {"calibration": calibration.about()} if calibration else {}
+    Plan(scores=scores, made=made).save(output, model_map)
+    heads: dict[str, Any] = {
+        label.removeprefix("heads."): one for label, one in scores.items() if label.startswith("heads.")
+    }
+    draw(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
+    ranked = sorted((float(x), f"{label}H{head}") for label, one in heads.items() for head, x in enumerate(one))
+    print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")
+    print("lowest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:6]))
+    print("highest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:-7:-1]))
+    return 0
+
+
+def prune(
+    pretrained: str,
+    output: str,
+    method: str = "norm_entropy",
+    options: dict[str, Any] | None = None,
+    ffn_method: str | None = None,
+    scores: str | None = None,
+    task: str | None = None,
+    text: str | None = None,
+    windows: int = 64,
+    tokens: int = 128,
+    batch: int = 8,
+    seed: int = 0,
+    cut: str | None = None,
+    revision: str | None = None,
+    **wanted: Any,
+) -> int:
+    """Make a plan of what a model loses for good; with `--cut`, the smaller checkpoint, too.
+
+    Args:
+        pretrained: model, as for lm_eval, or one that was cut
+        output: path of the plan, a JSON file
+        method: norm_entropy, global_threshold, magnitude, confidence or random
+        options: of the method, e.g. alpha=0.5,entropy=raw
+        ffn_method: scores channels (default: the same)
+        scores: an artefact of `importance`, instead of scoring again; method and options are its own
+        task: calibration text: training split of this task, e.g. prune_gsm8k
+        text: calibration text: this file
+        windows: windows of the calibration text
+        tokens: tokens of a window
+        batch: windows a forward pass
+        seed: of the order in which the text is read
+        cut: folder for the smaller checkpoint
+        revision: of the model
+    """
+    from lmeval_prune.architectures import check_unit, map_model
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints.pruned import check_folder
+    from lmeval_prune.checkpoints.skeleton import skeleton_of
+    from lmeval_prune.pruners.base import PRUNERS, make_pruner
+    from lmeval_prune.pruners.schedule import stages
+    from lmeval_prune.surgery.cut import check_cuttable, cut_to
+
+    asked = PruneOptions(**wanted)
+    known = _scores_of(scores) if scores else None
+    made = dict(known[2].made) if known else {}
+    if made.get("method") in PRUNERS:
+        method, options = made["method"], _options_in(made)
+    pruner = make_pruner(method, options or {})
+    of_channels = make_pruner(ffn_method, {}) if ffn_method else pruner
+    _check_json(output)
+    bare = map_model(skeleton_of(pretrained, revision))
+    if asked.ratio:
+        check_unit(bare, asked.unit)
+    if cut:
+        check_folder(cut)
+        check_cuttable(bare, bool(asked.ratio))
+    check_writable(output)
+    needs = (bool(asked.ratio) and pruner.needs_text(True, False)) or (
+        bool(asked.ffn_ratio) and of_channels.needs_text(False, True)
+    )
+    if known and asked.steps > 1:
+        raise InputError("scores=FILE serves a single step; leave it out, or --steps")
+    model_map, calibration, tokenizer = _loaded(
+        pretrained, revision, needs and not known, task, text, windows, tokens, batch, seed
+    )
+    if known:
+        known[2].fit_to(model_map)
+    *_, plan = stages(pruner, model_map, asked, calibration, of_channels, known and known[:2], print_some)
+    if not plan.heads and not plan.channels and (asked.ratio or asked.ffn_ratio):
+        raise InputError(
+            f"nothing would be removed: the share is less than one unit ({asked.unit}) of a layer or the model; give "
+            f"a larger --ratio, another --unit, or --allocation global"
+        )
+    if known:
+        plan = replace(plan, made={**plan.made, **{k: v for k, v in made.items() if k == "calibration"}})
+    plan.save(output, model_map)
+    print(f"{output}: {_said(plan, model_map)}")
+    if cut:
+        done = cut_to(cut, model_map.model, plan, tokenizer or _tokenizer(pretrained, revision))
+        _report(cut, done)
+    return 0
+
+
+def execute(
+    pretrained: str, plan: str, output: str, revision: str | None = None, allow_other_model: bool = False
+) -> int:
+    """Execute a plan: write the smaller checkpoint.
+
+    Args:
+        pretrained: the model that the plan was made for
+        plan: the plan, or a mask
+        output: folder for the checkpoint; an earlier one of ours there is replaced when the new one is whole
+        revision: of the model
+        allow_other_model: take a plan of another model, if it fits
+    """
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.checkpoints.pruned import check_folder
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.interventions import load_intervention
+    from lmeval_prune.interventions.plan import Plan
+    from lmeval_prune.surgery.cut import check_cuttable, cut_to
+
+    wanted = load_intervention(plan, allow_other_model).converted(Plan)
+    if not isinstance(wanted, Plan):
+        raise InputError(f"{plan} is no plan and no head mask")
+    check_folder(output)
+    bare = skeleton_of(pretrained, revision)
+    check_cuttable(map_model(bare), bool(wanted.heads))
+    wanted.fit_to(map_model(bare))
+    _report(output, cut_to(output, with_weights(bare, pretrained, revision), wanted, _tokenizer(pretrained, revision)))
+    return 0
+
+
+def print_some(line: str) -> None:
+    """Print what happens, if anything does."""
+    if line:
+        print(line, flush=True)
+
+
+def _check_json(output: str) -> None:
+    if not output.endswith(".json"):
+        raise InputError(f"--output {output} must end in .json, so that heads= and plan= tell it from names of heads")
+
+
+def _loaded(
+    pretrained: str, revision: str | None, needs_text: bool, task: str | None, text: str | None, *drawn: int
+) -> tuple[Any, Any, Any]:
+    """The model's map, calibration text if there is to be one, and the tokenizer that it was read with."""
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.pruners.calibration import read_calibration
+
+    if task and text:
+        raise InputError("give the calibration text by --task or by --text, not both")
+    bare = skeleton_of(pretrained, revision)
+    map_model(bare)
+    calibration = tokenizer = None
+    if needs_text:
+        if not task and not text:
+            raise InputError("this method is measured on a text; give --task NAME (its training split) or --text FILE")
+        tokenizer = _tokenizer(pretrained, revision)
+        if tokenizer is None:
+            raise InputError(f"{pretrained} has no tokenizer, which calibration text needs")
+        calibration = read_calibration(tokenizer, text, task, *drawn)
+    return map_model(with_weights(bare, pretrained, revision)), calibration, tokenizer
+
+
+def _tokenizer(pretrained: str, revision: str | None) -> Any:
+    """The model's tokenizer; None if it has none."""
+    from transformers import AutoTokenizer
+
+    from lmeval_prune.checkpoints import embedded
+    from lmeval_prune.checkpoints.skeleton import UNREADABLE
+
+    try:
+        return AutoTokenizer.from_pretrained(embedded.resolve(pretrained), revision=revision)
+    except (*UNREADABLE, KeyError):
+        return None
+
+
+def _scores_of(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Scores of heads and of channels in an artefact, and the artefact."""
+    from lmeval_prune.interventions.plan import Plan
+
+    plan = Plan.load(path)
+    if not plan.scores:
+        raise InputError(f"{path} has no scores; make one with `lmeval-prune importance`")
+    heads, channels = (
+        {label.removeprefix(kind): one for label, one in plan.scores.items() if label.startswith(kind)}
+        for kind in ("heads.", "channels.")
+    )
+    return heads, channels, plan
+
+
+def _options_in(made: dict[str, Any]) -> dict[str, Any]:
+    """The options of the method that an artefact was made by."""
+    from lmeval_prune.pruners.base import pruner_class
+
+    return {one.name: made[one.name] for one in fields(pruner_class(made["method"])) if one.name in made}
+
+
+def _said(plan: Any, model_map: Any) -> str:
+    found = plan.report(model_map)["plan"]
+    parts = [f"{found['heads_pruned']} of {found['heads_total']} heads"]
+    if found["kv_heads_pruned"]:
+        parts.append(f"{found['kv_heads_pruned']} of {found['kv_heads_total']} key-value heads")
+    if found["channels_pruned"]:
+        parts.append(f"{found['channels_pruned']} of {found['channels_total']} channels")
+    return f"{', '.join(parts)} of {model_map.name} go"
+
+
+def _report(folder: str, done: Any) -> None:
+    from lmeval_prune.profiling.costs import parameters
+
+    (all_, without), (before, before_without) = parameters(done.model), parameters(done.parent.model)
+    print(f"{folder}: {type(done.model).__name__}, {all_ / 1e6:.2f} of {before / 1e6:.2f} million parameters")
+    print(f"  {1 - all_ / before:.2%} fewer in all, {1 - without / before_without:.2%} fewer without embeddings")
+    for note in done.manifest["notes"]:
+        print(f"  {note}")

@@ -1,0 +1,144 @@
+"""Costs against closed formulas, and the commands from importance map to profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lmeval_prune import Plan, load_pretrained, map_model
+from lmeval_prune.cli import main
+from lmeval_prune.profiling.costs import costs, counted_flops, formula_flops, parameters
+from lmeval_prune.profiling.speed import Workload, measure
+from lmeval_prune.surgery.cut import cut
+from tests.tiny_models import output, tiny, tokens
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma2", "phi3", "gpt2", "gpt_neox", "opt", "bert", "bart", "t5"]
+)
+def test_the_formula_counts_what_torch_counts(family: str) -> None:
+    for model in (
+        tiny(family),
+        *([cut(tiny(family), Plan("L1H0-1", {"L0": "3-9"})).model] if family in ("llama", "phi3") else []),
+    ):
+        assert formula_flops(map_model(model), 24) == counted_flops(model, 24)
+
+
+def test_parameters_and_flops_of_a_cut_llama_are_closed_formulas() -> None:
+    model = tiny("llama", tie_word_embeddings=True)
+    hidden, width, vocabulary, tokens = 32, 8, 64, 16
+    done = cut(model, Plan("L0H0-1", {"L1": "0-15"}))
+    layers = [(2, 1, 48), (4, 2, 32)]  # heads, key-value heads, channels
+    weights = sum(hidden * width * (2 * h + 2 * kv) + 3 * hidden * c for h, kv, c in layers)
+    norms = 5 * hidden
+    assert parameters(done.model) == (weights + norms + vocabulary * hidden, weights + norms)
+    products = sum(4 * tokens * tokens * h * width for h, _, _ in layers)
+    found = costs(done.model, tokens)
+    assert found.flops == 2 * tokens * (weights + vocabulary * hidden) + products == counted_flops(done.model, tokens)
+
+
+def test_speed_is_measured_in_turn() -> None:
+    models = {"a": tiny("llama"), "b": tiny("llama", seed=1), "c": tiny("bert")}
+    found = measure(models, Workload(prompt=6, new=2, batches=(1, 2), rounds=2))
+    assert list(found["a"]) == ["prefill_1", "decode_1", "prefill_2", "decode_2"]
+    assert list(found["c"]) == ["forward_1", "forward_2"]
+    assert all(speed > 0 for one in found.values() for speed in one.values())
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(
+        "\n\n".join(f"Ann has {n} apples and buys {n + 1} more. Now she has {2 * n + 1}." for n in range(60))
+    )
+    return str(path)
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def test_from_importance_to_profile(
+    tiny_folder: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture
+) -> None:
+    scores, plan, folder = (tmp_path / name for name in ("importance.json", "plan.json", "cut"))
+    drawn = ("--text", text, "--windows", 4, "--tokens", 32)
+    assert run("importance", "--pretrained", tiny_folder, "--output", scores, "--channels", *drawn) == 0
+    assert scores.with_suffix(".png").stat().st_size > 5000
+    shared = ("--pretrained", tiny_folder, "--output", plan, "--ratio", 0.25, "--unit", "group", "--ffn_ratio", 0.25)
+    assert run("prune", *shared, *drawn, "--cut", folder) == 0
+    first = json.loads(plan.read_text())
+    assert run("prune", *shared, "--scores", scores) == 0
+    second = json.loads(plan.read_text())
+    assert second["settings"] == first["settings"] and second["made"]["calibration"] == first["made"]["calibration"]
+    assert "2 of 8 heads, 1 of 4 key-value heads, 24 of 96 channels" in capsys.readouterr().out
+    assert first["made"]["calibration"]["sha256"] and len(first["settings"]["heads"]) == 2
+    loaded = load_pretrained(folder)
+    assert run("cut", "--pretrained", tiny_folder, "--plan", plan, "--output", tmp_path / "again") == 0
+    again = load_pretrained(tmp_path / "again")
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in loaded.state_dict().items())
+    assert run("prune", "--pretrained", folder, "--output", tmp_path / "next.json", "--ratio", 0.2, "--method", "random",
+               "--cut", tmp_path / "next") == 0  # fmt: skip
+    words = ("profile", tiny_folder, folder, "--output", tmp_path / "profile", "--prompt", 8, "--new", 2, "--rounds", 1)
+    assert run(*words) == 0
+    shown = capsys.readouterr().out
+    assert "parameters (millions)" in shown and "decode, batch 8" in shown
+    rows = json.loads((tmp_path / "profile" / "profile.json").read_text())["models"]
+    assert rows[str(folder)]["parameters"] == parameters(loaded)[0] < rows[str(tiny_folder)]["parameters"]
+    assert all(row["flops"] == row["flops_counted"] and row["peak_memory_mib"] > 0 for row in rows.values())
+    assert (tmp_path / "profile" / "profile.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("family", ["bert", "bart"])
+def test_encoders_and_encoder_decoders_go_the_same_way(
+    family: str, tiny_folder: Path, tmp_path: Path, text: str
+) -> None:
+    model = tiny(family, vocab_size=259)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "model")
+    drawn = ("--text", text, "--windows", 2, "--tokens", 16)
+    assert run("prune", "--pretrained", tmp_path / "model", "--output", tmp_path / "plan.json", *drawn, "--ratio", 0.3,
+               "--ffn_ratio", 0.2, "--cut", tmp_path / "cut") == 0  # fmt: skip
+    smaller, plan = load_pretrained(tmp_path / "cut"), Plan.load(tmp_path / "plan.json")
+    assert type(smaller).__name__ == f"Pruned{type(model).__name__}"
+    with plan.applied_to(model):
+        torch.testing.assert_close(output(smaller, tokens()), output(model, tokens()), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ratio", "1.5"), "at least 0 and below 1, not 1.5"),
+        (("--ratio", "0.2", "--p_min", "0.3"), "p_min must be from 0 to the ratio 0.2"),
+        (("--ratio", "0.2", "--steps", "0"), "at least 1 step, not 0"),
+        (("--ratio", "0.2", "--unit", "layer"), "use head, group, balanced"),
+        (("--ratio", "0.2"), "give --task NAME"),
+        (("--ratio", "0.2", "--method", "magnitude"), "nothing would be removed"),
+        (("--ratio", "0.2", "--text", "EMPTY"), "has 0 tokens, less than a window of 128"),
+        (("--ratio", "0.2", "--text", "nowhere.txt"), "cannot be read"),
+        (("--ratio", "0.2", "--text", "EMPTY", "--task", "prune_gsm8k"), "not both"),
+        (("--ratio", "0.2", "--method", "flop"), "method='flop' is not known"),
+        (("--ratio", "0.2", "--method", "random", "--cut", "MINE"), "has files that are no checkpoint"),
+        (("--ratio", "0.2", "--method", "random", "--output", "plan"), "must end in .json"),
+        (("--ratio", "0.2", "--scores", "OTHER"), "other weights"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], message: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n\n ")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    other = map_model(tiny("llama", seed=1, vocab_size=259, max_position_embeddings=512))
+    Plan(scores={"heads.L0": torch.rand(4), "heads.L1": torch.rand(4)}).save(tmp_path / "other.json", other)
+    places = {"EMPTY": "empty.txt", "MINE": "mine", "OTHER": "other.json"}
+    given = [str(tmp_path / places[word]) if word in places else word for word in words]
+    output = [] if "--output" in given else ["--output", tmp_path / "plan.json"]
+    assert run("prune", "--pretrained", tiny_folder, *output, *given) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert message in said[-1] and said[-1].startswith("lmeval-prune: error: ")
+    assert not (tmp_path / "plan.json").exists()

@@ -1,0 +1,329 @@
+"""Scores against literal references in float64, selection in units, the schedule, and the commands."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lmeval_prune import InputError, Plan, map_model
+from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.pruners.attention_statistics import attention_statistic
+from lmeval_prune.pruners.base import PRUNERS, make_pruner
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.confidence import Confidence, confidences
+from lmeval_prune.pruners.norm_entropy import NormEntropy, channel_norms, head_norms
+from lmeval_prune.pruners.options import PruneOptions, Schedule
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.pruners.selection import select_channels, select_heads, share_of
+from tests.tiny_models import ALL, ENCODERS, tiny, tokens
+
+EVERYDAY = {
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "gpt_oss"),
+    *("deepseek_v3", "falcon", "bloom", "bert", "bart", "t5"),
+}
+FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
+
+
+def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationText:
+    """Windows, some of them padded."""
+    real = torch.ones(rows, length, dtype=torch.long)
+    for row, missing in ((1, 3), (3, 5)):
+        real[row, length - missing :] = 0
+    real = real.flip(1) if side == "left" else real
+    return CalibrationText.of("test", tokens(rows, length), 2, real)
+
+
+def eager_attentions(model: Any, ids: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+    """Attention matrices as the eager implementation gives them out, in the order of the model map."""
+    inputs = {"input_ids": ids, "attention_mask": real, "output_attentions": True}
+    if model.config.is_encoder_decoder:
+        inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": real}
+    with torch.no_grad():
+        out = model(**inputs)
+    if model.config.is_encoder_decoder:
+        return [*out.encoder_attentions, *out.decoder_attentions, *out.cross_attentions]
+    return list(out.attentions)
+
+
+def visible_keys(layer: AttentionLayer, model: Any, real: torch.Tensor, row: int, query: int) -> list[int]:
+    """Keys that a query may see, told by the rules."""
+    causal = not (layer.stack in ("encoder", "cross") or model.config.model_type in ENCODERS)
+    keys = [key for key in range(real.shape[1]) if real[row, key] and (not causal or key <= query)]
+    window = getattr(layer.module, "sliding_window", None)
+    window = model.config.sliding_window if model.config.model_type == "mistral" else window
+    return [key for key in keys if not window or key > query - window]
+
+
+def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.Tensor]:
+    """Eq. 3 (or confidence) written out, one query after another."""
+    layers = map_model(model).attention
+    sums = {layer.label: torch.zeros(layer.heads, dtype=torch.float64) for layer in layers}
+    counts = dict.fromkeys(sums, 0)
+    for ids, real in text.batches:
+        for layer, weights in zip(layers, eager_attentions(model, ids, real), strict=True):
+            for row in range(len(ids)):
+                places = [place for place in range(ids.shape[1]) if real[row, place]]
+                for query in places:
+                    keys = visible_keys(layer, model, real, row, query)
+                    if (measure != "raw" and len(keys) < 2) or (measure == "confidence" and query == places[0]):
+                        continue
+                    counts[layer.label] += 1
+                    for head in range(layer.heads):
+                        p = [float(weights[row, head, query, key]) for key in keys]
+                        if measure == "confidence":
+                            value = max(x for x, key in zip(p, keys, strict=True) if key != places[0])
+                        else:
+                            value = -sum(x * math.log(x) for x in p if x > 0)
+                            value /= math.log(len(keys)) if measure == "normalized" else 1
+                        sums[layer.label][head] += value
+    return {label: total / counts[label] for label, total in sums.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_entropies_and_confidences_are_those_of_eager_attention(family: str) -> None:
+    """Of padded batches, with grouped queries, sinks, soft caps and position biases."""
+    model, text = tiny(family), text_of()
+    before = model.config._attn_implementation
+    found = {
+        entropy: attention_statistic(map_model(model), text, NormEntropy(entropy=entropy)._entropies)
+        for entropy in ("raw", "normalized")
+    }
+    found["confidence"] = attention_statistic(map_model(model), text, confidences)
+    assert model.config._attn_implementation == before
+    eager = tiny(family, "eager")
+    for measure, scores in found.items():
+        expected = literal(eager, text, measure)
+        assert scores.keys() == expected.keys()
+        for label, one in scores.items():
+            # eager softmax is computed in float32
+            torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6, msg=f"{measure} {label}")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3"])
+def test_padding_on_the_left_does_not_count_either(family: str) -> None:
+    """Each text by itself, without padding (the eager implementation gives NaN for such rows in float64)."""
+    model, padded = map_model(tiny(family)), text_of("left")
+    rows = [(ids[r : r + 1, m.bool()], m[m.bool()][None]) for ids, real in padded.batches for r, m in enumerate(real)]
+    alone = CalibrationText("alone", tuple(rows))
+    for measure in (NormEntropy()._entropies, NormEntropy(entropy="raw")._entropies, confidences):
+        expected = attention_statistic(model, alone, measure)
+        for label, one in attention_statistic(model, padded, measure).items():
+            torch.testing.assert_close(one, expected[label], rtol=0, atol=1e-6)
+
+
+def test_windows_that_slide_are_counted_as_such() -> None:
+    model, text = tiny("mistral", sliding_window=4), CalibrationText.of("whole", tokens(4, 9), 2)
+    found = attention_statistic(map_model(model), text, NormEntropy()._entropies)
+    expected = literal(tiny("mistral", "eager", sliding_window=4), text, "normalized")
+    assert not torch.allclose(
+        found["L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["L1"]
+    )
+    for label, one in found.items():
+        torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
+
+
+def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    whole = NormEntropy(0).head_scores(map_model(model), text_of())
+    monkeypatch.setattr("lmeval_prune.pruners.attention_statistics.BLOCK", 80)  # a query at a time
+    single = CalibrationText(
+        "t", tuple((i[r : r + 1], m[r : r + 1]) for i, m in text_of().batches for r in range(len(i)))
+    )
+    for text in (text_of(), single):
+        for label, one in NormEntropy(0).head_scores(map_model(model), text).items():
+            torch.testing.assert_close(one, whole[label], rtol=0, atol=1e-9)
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    return module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "phi3", "falcon", "bert", "bart", "t5"])
+def test_the_weight_norm_is_eq_1(family: str) -> None:
+    model_map = map_model(tiny(family))
+    found = head_norms(model_map)
+    for layer in model_map.attention:
+        for head in range(layer.heads):
+            total = 0.0
+            for part, index in (
+                ("q", head),
+                ("k", head * layer.kv_heads // layer.heads),
+                ("v", layer.kv_head_of(head)),
+            ):
+                rows = layer.rows(part, index)
+                for row in range(rows.start, rows.stop):
+                    total += sum(abs(float(x)) for x in _weight(rows.module)[row]) / layer.head_dim
+            assert float(found[layer.label][head]) == pytest.approx(total, rel=1e-12)
+
+
+def test_the_score_is_eq_4_standardised_or_as_printed() -> None:
+    model_map, text = map_model(tiny("llama")), text_of()
+    norms = torch.cat(list(head_norms(model_map).values()))
+    entropies = torch.cat(list(NormEntropy(0, "none").head_scores(model_map, text).values()))
+    for alpha in (0.0, 0.3, 1.0):
+        printed = torch.cat(list(NormEntropy(alpha, "none").head_scores(model_map, text).values()))
+        torch.testing.assert_close(printed, alpha * norms + (1 - alpha) * entropies)
+        mixed = torch.cat(list(NormEntropy(alpha).head_scores(model_map, text).values()))
+        w, h = ((x - x.mean()) / x.std(correction=0) for x in (norms, entropies))
+        expected = alpha * w + (1 - alpha) * h if alpha < 1 else norms  # alone, it needs no scale
+        torch.testing.assert_close(mixed, expected)
+    assert not NormEntropy(1.0).needs_text(True, True)
+
+
+def test_channels_have_a_norm_and_the_entropy_of_their_activation() -> None:
+    model, text = tiny("llama"), text_of()
+    model_map = map_model(model)
+    block = model_map.feed_forward[0]
+    seen: list[torch.Tensor] = []
+    handle = block.down.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    for ids, real in text.batches:
+        with torch.no_grad():
+            model(ids, attention_mask=real)
+    handle.remove()
+    real = torch.cat([mask.flatten() for _, mask in text.batches]).bool()
+    sizes = torch.cat([one.flatten(0, 1) for one in seen])[real].abs()
+    p = sizes / sizes.sum(0)
+    expected = -(p * p.log()).sum(0) / math.log(len(sizes))
+    found = NormEntropy(0, "none").channel_scores(model_map, text)["L0"]
+    torch.testing.assert_close(found, expected)
+    norm = float(block.module.gate_proj.weight.data[5].abs().sum())
+    norm += float(block.module.up_proj.weight.data[5].abs().sum())
+    assert float(channel_norms(model_map, False)["L0"][5]) == pytest.approx(norm)
+
+
+# --------------------------------------------------------------------------- selection and schedule
+
+
+def scores_for(model_map: ModelMap, seed: int = 0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {layer.label: torch.rand(layer.heads, generator=draw) for layer in model_map.attention}
+
+
+def test_eq_5_and_its_floor() -> None:
+    schedule = Schedule(0.3, 0.1, 4, 2.0)
+    assert [schedule.at(t) for t in range(5)] == pytest.approx([0.1, 0.1125, 0.15, 0.2125, 0.3])
+    assert share_of(0.3, 270) == 81 and share_of(0.1 * 3, 10) == 3 and share_of(0.29, 10) == 2
+
+
+def test_the_lowest_heads_go_over_all_layers_or_in_each() -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    scores = scores_for(model_map)
+    flat = sorted((float(x), label, head) for label, one in scores.items() for head, x in enumerate(one))
+    lost = select_heads(model_map, scores, 0.25)
+    assert {(label, head) for label, heads in lost.items() for head in heads} == {(x, h) for _, x, h in flat[:4]}
+    even = select_heads(model_map, scores, 0.25, allocation="uniform")
+    assert even == {k: {int(v.argmin())} for k, v in scores.items()}
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5, 0.75, 0.99])
+@pytest.mark.parametrize("unit", ["head", "group", "balanced"])
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_units_stay_whole_and_no_layer_is_emptied(unit: str, ratio: float, allocation: str) -> None:
+    model_map = map_model(
+        tiny("llama", num_hidden_layers=3, hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
+    )
+    lost = select_heads(model_map, scores_for(model_map), ratio, unit, allocation)
+    assert sum(map(len, lost.values())) <= ratio * model_map.total_heads
+    for layer in model_map.attention:
+        heads = lost.get(layer.label, set())
+        assert len(heads) < layer.heads
+        by_group = [sum(h // 2 == g for h in heads) for g in range(4)]
+        assert unit != "group" or set(by_group) <= {0, 2}
+        assert unit != "balanced" or len(set(by_group)) == 1
+    everything = select_heads(model_map, scores_for(model_map), ratio, unit, allocation, allow_empty_layer=True)
+    assert sum(map(len, everything.values())) >= sum(map(len, lost.values()))
+
+
+def test_channels_are_rounded_so_that_a_multiple_stays() -> None:
+    model_map = map_model(tiny("llama"))
+    scores = {
+        label: torch.rand(width, generator=torch.Generator().manual_seed(3))
+        for label, width in model_map.channels().items()
+    }
+    for ratio in (0.1, 0.5, 0.95):
+        for allocation in ("global", "uniform"):
+            for label, lost in select_channels(model_map, scores, ratio, 8, allocation).items():
+                assert (48 - len(lost)) % 8 == 0 and len(lost) < 48
+                assert {*scores[label].argsort()[: len(lost)].tolist()} == lost
+    exact = select_channels(model_map, scores, 0.25)
+    assert sum(map(len, exact.values())) == 24
+
+
+def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
+    model = tiny("llama", num_hidden_layers=3)
+    model_map, text = map_model(model), text_of()
+    options = PruneOptions(0.5, p_min=0.1, steps=3, growth=1.5, ffn_ratio=0.25)
+    plans = list(stages(NormEntropy(0.5), model_map, options, text))
+    removed = [{*plan.heads} for plan in plans]
+    assert [len(one) for one in removed] == [share_of(0.1 + 0.4 * (t / 3) ** 1.5, 12) for t in (1, 2, 3)]
+    assert removed[0] <= removed[1] <= removed[2]
+    with plans[0].applied_to(model):
+        again = NormEntropy(0.5).head_scores(model_map, text)
+    for label, one in again.items():
+        torch.testing.assert_close(plans[1].scores[f"heads.{label}"], one)
+    assert any(not torch.equal(plans[0].scores[key], plans[1].scores[key]) for key in plans[0].scores)
+    made = plans[-1].made
+    assert made["method"] == "norm_entropy" and made["calibration"]["sha256"] and len(made["stages"]) == 3
+    assert sum(len(plans[-1].channel_numbers(label)) for label in model_map.channels()) == 36
+    assert next(stages(NormEntropy(1.0), model_map, PruneOptions(), None)).heads == ()
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
+    model_map, text = map_model(tiny("llama")), text_of()
+    pruner = make_pruner(name, {})
+    options = PruneOptions(0.25, ffn_ratio=0.0 if name == "confidence" else 0.25)
+    first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
+    assert first == second and len(first.heads) == 2 and first.identity(model_map) == second.identity(model_map)
+
+
+def test_seeds_are_different_draws() -> None:
+    model_map = map_model(tiny("llama"))
+    draws = [list(stages(make_pruner("random", {"seed": n}), model_map, PruneOptions(0.5)))[-1].heads for n in range(4)]
+    assert len(set(draws)) > 1
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda m: PruneOptions(1.0), "at least 0 and below 1, not 1.0"),
+        (lambda m: PruneOptions(-0.1), "at least 0 and below 1"),
+        (lambda m: PruneOptions(0.2, p_min=0.3), "p_min must be from 0 to the ratio 0.2, not 0.3"),
+        (lambda m: PruneOptions(0.2, steps=0), "at least 1 step, not 0"),
+        (lambda m: PruneOptions(0.2, growth=0), "growth must be above 0"),
+        (lambda m: PruneOptions(0.2, allocation="log"), "use global or uniform"),
+        (lambda m: NormEntropy(1.5), "alpha must be from 0 to 1"),
+        (lambda m: make_pruner("norm_entropi", {}), "did you mean 'norm_entropy'"),
+        (lambda m: make_pruner("norm_entropy", {"alfa": 1}), "no option 'alfa'.*did you mean 'alpha'"),
+        (lambda m: make_pruner("norm_entropy", {"alpha": "much"}), "alpha='much' is not a number"),
+        (lambda m: select_heads(m, scores_for(m), 0.2, "layer"), "use head, group, balanced"),
+        (
+            lambda m: select_heads(map_model(tiny("gpt2")), {}, 0.2, "balanced"),
+            "does not suit this gpt2.*head or group",
+        ),
+        (lambda m: select_heads(map_model(tiny("gpt_bigcode")), {}, 0.2, "group"), "head or balanced"),
+        (lambda m: select_heads(map_model(tiny("bloom")), {}, 0.2, "group"), "position biases.*use head"),
+        (lambda m: select_channels(map_model(tiny("mixtral")), {}, 0.2), "no dense feed-forward blocks"),
+        (lambda m: list(stages(NormEntropy(), m, PruneOptions(0.2))), "measured on a text"),
+        (lambda m: list(stages(Confidence(), m, PruneOptions(0.2, ffn_ratio=0.2), text_of())), "scores heads only"),
+    ],
+)
+def test_mistakes_are_one_line(action: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        action(map_model(tiny("llama")))
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_with_scores_survives_its_file(tmp_path: Path) -> None:
+    model_map = map_model(tiny("llama"))
+    plan = list(stages(NormEntropy(), model_map, PruneOptions(0.25, ffn_ratio=0.1), text_of()))[-1]
+    plan.save(tmp_path / "plan.json", model_map)
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.made["options"]["ratio"] == 0.25
+    assert all(torch.equal(loaded.scores[key], one) for key, one in plan.scores.items())

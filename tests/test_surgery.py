@@ -1,0 +1,422 @@
+"""A plan tried out, the model that is cut by it, and its checkpoint loaded again are the same."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune.architectures import uncuttable, units_of
+from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.checkpoints import pruned
+from lmeval_prune.checkpoints.pruned import load_pretrained, read_manifest
+from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.interventions.table import method_name
+from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.surgery.cut import cut, cut_to
+from tests.test_pruned_hf import GENERATE, PROMPTS, request
+from tests.tiny_models import ALL, CAUSAL, ENCODERS, output, tiny, tokens
+
+UNCUTTABLE = {"olmo2", "olmo3", "codegen", "bloom", "mpt", "t5", "mt5"}
+CUTTABLE = [family for family in ALL if family not in UNCUTTABLE]
+EVERYDAY = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "deepseek_v3",
+    "bert",
+    "bart",
+]
+FAMILIES = [family if family in EVERYDAY else pytest.param(family, marks=pytest.mark.long) for family in CUTTABLE]
+EXPERTS_ONLY = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss"}
+
+
+def heads_for(model: nn.Module, unit: str, alike: bool) -> list[str]:
+    """Heads of one unit or two: in every layer the same number, or of some layers only."""
+    found = []
+    for place, layer in enumerate(map_model(model).attention):
+        share = layer.heads // layer.kv_heads
+        if place and not alike:
+            continue
+        if unit == "group":
+            group = place % layer.kv_heads
+            lost = range(group * share, (group + 1) * share)
+        elif unit == "balanced":
+            lost = range(place % share, layer.heads, share)
+        else:
+            lost = [1] if place % 2 else [0, 3]
+        found += [f"{layer.label}H{head}" for head in lost]
+    return found
+
+
+def channels_for(model: nn.Module, alike: bool) -> dict[str, str]:
+    blocks = map_model(model).feed_forward
+    lost = ["0,3-6,11", "1,2,7-10"]
+    return {block.label: lost[place % 2] if alike or not place else "5" for place, block in enumerate(blocks)}
+
+
+def stored(family: str, folder: Path) -> Any:
+    """A tiny model as it is when loaded: in the tests' float64 some of its constants are rounded to float32 else."""
+    model: Any = tiny(family)
+    model.save_pretrained(folder / "parent")
+    return load_pretrained(folder / "parent", **implementations(model))
+
+
+def padded() -> dict[str, torch.Tensor]:
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[1, :2] = mask[2, :4] = 0
+    return {"attention_mask": mask}
+
+
+def implementations(model: Any) -> dict[str, str]:
+    """As the tiny models have them: not every family has sdpa, nor grouped products float64."""
+    return {"attn_implementation": model.config._attn_implementation, "experts_implementation": "eager"}
+
+
+def compare(family: str, one: nn.Module, plan: Plan | None, other: nn.Module, generate: bool = True) -> None:
+    """Logits of a padded batch, and generation with either cache."""
+    inputs = tokens()
+    with plan.applied_to(one) if plan else torch.no_grad():
+        expected = output(one, inputs, **padded())
+        texts = generated(family, one) if generate else {}
+    got = output(other, inputs, **padded())
+    shown = padded()["attention_mask"].bool()
+    torch.testing.assert_close(got[shown], expected[shown], rtol=0, atol=1e-9, equal_nan=True)
+    assert expected[0].isfinite().all()  # where nothing is padded
+    if generate:
+        again = generated(family, other)
+        assert texts.keys() == again.keys()
+        for name, text in texts.items():
+            assert torch.equal(text, again[name]), name
+
+
+def generated(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    if family in ENCODERS:
+        return {}
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    caches = ["dynamic"] + (["static"] if family in CAUSAL and type(model)._can_compile_fullgraph else [])
+    found = {}
+    for cache in caches:
+        own = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+        found[cache] = model.generate(
+            tokens(2, 5), attention_mask=padded()["attention_mask"][:2, :5], **settings, **own
+        )
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_path: Path) -> None:
+    """In every unit of the family, alike layers and differing ones, with channels; the model itself stays as it is."""
+    model = stored(family, tmp_path)
+    before = copy.deepcopy(model.state_dict())
+    dense = output(model, tokens())
+    for unit in units_of(map_model(model).attention[0]):
+        for alike in (True, False):
+            channels = channels_for(model, alike) if family not in EXPERTS_ONLY else {}
+            plan = Plan(heads_for(model, unit, alike), channels)
+            found = cut_to(tmp_path / f"{unit}-{alike}", model, plan)
+            compare(family, model, plan, found.model, generate=False)
+            loaded = load_pretrained(tmp_path / f"{unit}-{alike}", **implementations(model))
+            assert loaded.dtype == torch.float64
+            compare(family, model, plan, loaded)
+            removed = found.manifest["removed"]
+            fillers = sum(map(len, removed["fillers"].values()))
+            assert removed["heads"] + fillers == len(plan.fit_to(map_model(model)).heads)
+            own, was = (sum(x.numel() for x in m.parameters()) for m in (loaded, model))
+            assert own < was
+            shapes = map_model(loaded)
+            assert shapes.total_heads == map_model(model).total_heads - removed["heads"]
+    assert torch.equal(output(model, tokens()), dense)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", sorted(UNCUTTABLE))
+def test_families_whose_heads_cannot_be_cut_are_refused_and_their_channels_go(family: str, tmp_path: Path) -> None:
+    model = stored(family, tmp_path)
+    assert uncuttable(map_model(model))
+    stack = map_model(model).stacks[0]
+    head = f"{stack}.L0H1" if stack else "L0H1"
+    with pytest.raises(InputError, match=f"cannot be cut out of this {family} model"):
+        cut(model, Plan(head))
+    for alike in (True, False):
+        plan = Plan((), channels_for(model, alike))
+        cut_to(tmp_path / str(alike), model, plan)
+        compare(family, model, plan, load_pretrained(tmp_path / str(alike), **implementations(model)))
+
+
+# --------------------------------------------------------------------------- plans
+
+
+def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
+    """As plans tried out, as cuts of a cut, and as one cut; the second group goes with the last of its heads."""
+    model = stored("llama", tmp_path)
+    first, second = Plan("L0H0", {"L0": "1-4"}), Plan("L0H1+L1H2", {"L0": "3-8", "L1": "7"})
+    union = first.joined(second)
+    assert union is not None and len(union.kv_heads_by_layer(map_model(model))) == 1
+    with first.applied_to(model), second.applied_to(model):
+        expected = output(model, tokens())
+    compare("llama", model, union, cut(model, union).model)
+    torch.testing.assert_close(output(cut(model, union).model, tokens()), expected, rtol=0, atol=1e-9)
+    cut_to(tmp_path / "first", model, Plan("L0H0-1", {"L0": "1-4"}))
+    smaller = load_pretrained(tmp_path / "first")
+    assert [layer.heads for layer in map_model(smaller).attention] == [2, 4]
+    again = cut_to(tmp_path / "second", smaller, Plan("L1H2", {"L0": "2-4", "L1": "7"}))  # numbers of the smaller one
+    whole = Plan("L0H0-1+L1H2", {"L0": "1-4,6-8", "L1": "7"})
+    compare("llama", model, whole, load_pretrained(tmp_path / "second"))
+    stages = read_manifest(tmp_path / "second")["stages"]
+    assert [stage["removed"]["heads"] for stage in stages] == [2, 0]
+    assert stages[1]["removed"]["fillers"] == {"L1": [2]} and "fillers" in again.manifest["notes"][1]
+    assert stages[1]["parent"]["weights"] == read_manifest(tmp_path / "first")["weights"]
+
+
+def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
+    model = tiny("llama")
+    model_map = map_model(model)
+    HeadMask("L0H1+L1H0").save(tmp_path / "mask.json", model_map)
+    Plan("L0H1+L1H0").save(tmp_path / "plan.json", model_map)
+    Plan("L0H1", {"L0": "3"}).save(tmp_path / "more.json", model_map)
+    found = []
+    for name in ("heads", "plan", "mask"):
+        for file in ("mask.json", "plan.json"):
+            (one,) = Arguments.of({name: str(tmp_path / file)}).interventions
+            assert name == "mask" or method_name(type(one)) == name
+            assert one.origin
+            with one.applied_to(model):
+                found.append(output(model, tokens()))
+            with pytest.raises(InputError, match="other weights"), one.applied_to(tiny("llama", seed=1)):
+                pass
+    assert all(torch.equal(one, found[0]) for one in found)
+    with pytest.raises(InputError, match="says more than heads can"):
+        Arguments.of({"heads": str(tmp_path / "more.json")})
+    (both,) = Arguments.of({"heads": "L0H2", "plan": str(tmp_path / "plan.json")}).interventions
+    assert both.fit_to(model_map).heads == ("L0H1", "L0H2", "L1H0")
+    together = Arguments.of({"heads": "L0H0+L0H2-3", "plan": str(tmp_path / "plan.json")}).interventions[0]
+    with pytest.raises(InputError, match="all 4 heads of layer L0"):
+        together.fit_to(model_map)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Path) -> None:
+    """The literal model: weights written into it, pruned inputs zeroed."""
+    model = stored(family, tmp_path)
+    model_map = map_model(model)
+    hidden, width = model.config.hidden_size, model_map.attention[0].heads * model_map.attention[0].head_dim
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        "L0.o_proj.weight": torch.randn(hidden, width, generator=draw, dtype=torch.float64),
+        "L1.o_proj.bias": torch.randn(hidden, generator=draw, dtype=torch.float64),
+        "L0.down.bias": torch.randn(hidden, generator=draw, dtype=torch.float64),
+    }
+    plan = Plan("L0H1+L1H0", {"L0": "2,5"}, compensation=tensors)
+    literal = copy.deepcopy(model)
+    for layer, block in zip(map_model(literal).attention, map_model(literal).feed_forward, strict=True):
+        for module, name, lost in (
+            (layer.o_proj, "o_proj", range(8, 16) if layer.index == 0 else range(8)),
+            (block.down, "down", [2, 5] if block.index == 0 else []),
+        ):
+            columns = module.weight.data.T if is_transposed(module) else module.weight.data
+            if (new := tensors.get(f"{layer.label}.{name}.weight")) is not None:
+                columns[:] = new
+            columns[:, list(lost)] = 0
+            if (bias := tensors.get(f"{layer.label}.{name}.bias")) is not None:
+                module.bias = nn.Parameter(bias + (0 if module.bias is None else module.bias.data))
+    expected = output(literal, tokens())
+    with plan.applied_to(model):
+        torch.testing.assert_close(output(model, tokens()), expected, rtol=0, atol=1e-9)
+    plan.save(tmp_path / "plan.json", model_map)
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.identity(model_map) == plan.identity(model_map)
+    assert Plan("L0H1+L1H0", {"L0": "2,5"}).identity(model_map) != plan.identity(model_map)
+    cut_to(tmp_path / "cut", model, loaded)
+    torch.testing.assert_close(output(load_pretrained(tmp_path / "cut"), tokens()), expected, rtol=0, atol=1e-9)
+    next(tmp_path.glob("plan.*.safetensors")).write_bytes(b"other")
+    with pytest.raises(InputError, match=r"is not the file that plan\.json was written with"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_runs_in_the_engine_under_masks_of_its_own() -> None:
+    model, plan = tiny("llama"), Plan("L0H1", {"L0": "3-20", "L1": "5"})
+    prompts = [tuple(row) for row in tokens(3, 6).tolist()]
+    masks = [None, HeadMask("L1H0"), HeadMask("L0H2+L1H3")]
+    with plan.applied_to(model):
+        engine = Engine(model)
+        requests = [Request(p, m, SamplingParams(5)) for p, m in zip(prompts, masks, strict=True)]
+        found = {request.prompt: answer for request, answer in engine.decode(requests)}
+        assert engine.unsupported is None
+        for prompt, mask in zip(prompts, masks, strict=True):
+            with mask.applied_to(model) if mask else nullcontext():
+                expected = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+            assert found[prompt] == expected[0, 6:].tolist()
+
+
+def test_an_emptied_layer_keeps_a_head_that_does_nothing(tmp_path: Path) -> None:
+    model = stored("llama", tmp_path)
+    with pytest.raises(InputError, match="allow_empty_layer"):
+        cut(model, Plan("L0H*"))
+    plan = Plan("L0H*", {"L1": "0-47"}, allow_empty_layer=True)
+    found = cut_to(tmp_path / "cut", model, plan)
+    compare("llama", model, plan, load_pretrained(tmp_path / "cut"))
+    assert found.manifest["removed"]["fillers"] == {"L0": [0]}
+    assert [layer.heads for layer in map_model(found.model).attention] == [1, 4]
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: Path) -> None:
+    model = stored("llama", tmp_path)
+    cases = {
+        "stock": (Plan("L*H0-1"), "LlamaForCausalLM"),
+        "mistral": (Plan("L*H0", {"L0": "0", "L1": "4"}), "MistralForCausalLM"),
+        "own": (Plan("L0H0-1"), "PrunedLlamaForCausalLM"),
+    }
+    model = load_pretrained(tmp_path / "parent")
+    mha = tiny("llama", num_key_value_heads=4)
+    mha.save_pretrained(tmp_path / "mha")
+    for name, (plan, kind) in cases.items():
+        parent = load_pretrained(tmp_path / "mha") if name == "mistral" else model
+        done = cut_to(tmp_path / name, parent, plan)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["architectures"] == [kind] and config["head_dim"] == 8
+        assert done.manifest["class"] == kind and ("Mistral" in str(done.manifest["notes"])) == (name == "mistral")
+        with plan.applied_to(parent):
+            expected = output(parent, tokens())
+        if name == "own":
+            assert config["per_layer_config"]["0"] == {"num_attention_heads": 2, "num_key_value_heads": 1}
+            with pytest.raises((RuntimeError, ValueError, OSError), match="mismatch"):
+                AutoModelForCausalLM.from_pretrained(tmp_path / name)
+            found = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
+            base = AutoModel.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
+            assert type(found).__module__.startswith("transformers_modules")
+            torch.testing.assert_close(base(tokens()).last_hidden_state, found.model(tokens()).last_hidden_state)
+            assert [layer.heads for layer in map_model(cut(found, Plan("L1H0-1")).model).attention] == [2, 2]
+        else:
+            found = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
+        torch.testing.assert_close(output(found.eval(), tokens()), expected, rtol=0, atol=1e-9)
+
+
+def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> None:
+    """Its type, generation settings, tokenizer and chat template; and `pruned-hf` runs it, with its costs beside it."""
+    from transformers import AutoTokenizer
+
+    for kind in (torch.float32, torch.bfloat16):
+        model = load_pretrained(tiny_folder, dtype=kind)
+        model.generation_config.repetition_penalty = 1.25
+        cut_to(tmp_path / str(kind), model, Plan("L0H1+L1H2-3"), AutoTokenizer.from_pretrained(tiny_folder))
+        loaded = load_pretrained(tmp_path / str(kind))
+        assert loaded.dtype == kind and loaded.generation_config.repetition_penalty == 1.25
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / str(kind))
+        assert (
+            tokenizer.chat_template
+            and tokenizer("a b")["input_ids"] == AutoTokenizer.from_pretrained(tiny_folder)("a b")["input_ids"]
+        )
+    folder = tmp_path / str(torch.float32)
+    asked = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
+    load_pretrained(tiny_folder, dtype=torch.float32).save_pretrained(tmp_path / "32")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "32")
+    settings: dict[str, Any] = {"device": "cpu", "batch_size": 3}
+    plain = PrunedHFLM(str(tmp_path / "32"), plan={"heads": "L0H1+L1H2-3"}, **settings).generate_until(asked)
+    for engine in ({}, {"engine": "batched"}):
+        lm = PrunedHFLM(str(folder), **settings, **engine)
+        lm.model.generation_config.repetition_penalty = 1.0
+        assert lm.generate_until(asked) == plain
+        info = lm.get_model_info()["pruning"]["checkpoint"]
+        assert info["parameters"] == sum(x.numel() for x in lm.model.parameters()) and info["flops_per_prompt"]
+        assert info["removed"]["heads"] == 2 and info["parent"]
+    both = PrunedHFLM(str(folder), heads="L1H0", **settings)
+    assert both.generate_until(asked) != plain
+
+
+def test_another_model_or_a_pruned_wrapper_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny("llama")
+    Plan("L0H1").save(tmp_path / "plan.json", map_model(model))
+    with pytest.raises(InputError, match="other weights"):
+        cut(tiny("llama", seed=1), Plan.load(tmp_path / "plan.json"))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
+    with pytest.raises(InputError, match="merge them first"):
+        cut(wrapped, Plan("L0H1"))
+
+
+def killed_at(step: int, folder: Path, model: nn.Module, plan: Plan) -> int:
+    """Save in a process that dies at its n-th touch of the disk; its exit status."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def die(event: str, _: Any) -> None:
+            nonlocal count
+            if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"):
+                count += 1
+                if count == step:
+                    os._exit(9)
+
+        try:
+            sys.addaudithook(die)
+            cut_to(folder, model, plan)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_killed_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """Killed at one step after another: the folder is the old checkpoint or the new one, and the next save works."""
+    model = stored("llama", tmp_path)
+    folder, codes = tmp_path / "cut", []
+    old = cut_to(folder, model, Plan("L*H0-1"))
+    before, new = output(old.model, tokens()), output(cut(model, Plan("L0H0-1")).model, tokens())
+    for step in range(1, 200, 7):
+        codes.append(killed_at(step, folder, model, Plan("L0H0-1")))
+        got = output(load_pretrained(folder), tokens())
+        assert torch.allclose(got, before, atol=1e-9) or torch.allclose(got, new, atol=1e-9), step
+        if codes[-1] == 0:
+            break
+    assert codes[-1] == 0 and codes.count(9) == len(codes) - 1 >= 3
+    torch.testing.assert_close(got, new, rtol=0, atol=1e-9)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("where", ["weights", "manifest", "sync"])
+def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stored("llama", tmp_path)
+    folder = tmp_path / "cut"
+    cut_to(folder, model, Plan("L*H0-1"))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = {"weights": "_write_model", "manifest": "write_artefact", "sync": "_sync"}[where]
+    monkeypatch.setattr(pruned, target, full)
+    with pytest.raises(InputError, match=r"cannot be written.*No space left.*what was there is as it was") as error:
+        cut_to(folder, model, Plan("L0H0-1"))
+    assert "\n" not in str(error.value)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("…")
+    with pytest.raises(InputError, match="has files that are no checkpoint"):
+        cut_to(tmp_path / "mine", tiny("llama"), Plan("L0H1"))
+    with pytest.raises(InputError, match="is a file"):
+        cut_to(tmp_path / "mine" / "thesis.tex", tiny("llama"), Plan("L0H1"))

@@ -29,6 +29,7 @@ COMMANDS = {
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",
     "report sprint": "lmeval_prune.sprint.commands:report",
+    "athena train": "lmeval_prune.athena.commands:train",
 }
 
 WITH_LM_EVAL = ("run", "sweep")  # run lm-eval, which is to know us, with the bridge or without

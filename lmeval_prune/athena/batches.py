@@ -164,4 +164,8 @@ class Collator:
             labels.append(label)
         answers = torch.zeros(total, dtype=torch.long)
         answers[[mine[example.root] for mine, example in zip(kept, examples, strict=True)]] = 1
-        return {**texts(problems, self.constants, self.padding), "steps": steps, "labels": torch.cat([*labels, answers])}
+        return {
+            **texts(problems, self.constants, self.padding),
+            "steps": steps,
+            "labels": torch.cat([*labels, answers]),
+        }

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from lmeval_prune.architectures import map_model
 from lmeval_prune.artefacts import read_artefact, write_artefact, write_bytes
-from lmeval_prune.athena.model import Athena, AthenaConfig
+from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.errors import InputError, first_line
@@ -33,7 +33,7 @@ def begin(name: str, **settings: Any) -> Athena:
 
     Args:
         name: of the encoder: hub name, folder, or embedded model.
-        settings: fields of `AthenaConfig` beside those that the encoder gives.
+        settings: fields of `AthenaSettings` beside those that the encoder gives.
 
     Raises:
         InputError: there is no such model, or it is no encoder with a mask token.
@@ -55,7 +55,7 @@ def begin(name: str, **settings: Any) -> Athena:
     if not model_map.feed_forward:
         raise InputError(f"the encoder {name} ({config.model_type}) has no feed-forward blocks that we know; {fix}")
     longest = config.max_position_embeddings - (config.pad_token_id + 1 if "roberta" in config.model_type else 0)
-    own = AthenaConfig(
+    own = AthenaSettings(
         width=config.hidden_size,
         channels=model_map.feed_forward[0].channels,
         heads=model_map.attention[0].heads,
@@ -87,7 +87,7 @@ def write(model: Athena, folder: str | os.PathLike[str]) -> None:
         model.tokenizer.save_pretrained(half / ENCODER)
         data = save(head_state(model))
         write_bytes(half / HEAD, data)
-        content = {"config": asdict(model.config), "head_sha256": hashlib.sha256(data).hexdigest(), **model.about}
+        content = {"settings": asdict(model.settings), "head_sha256": hashlib.sha256(data).hexdigest(), **model.about}
         write_artefact(half / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
         if target.exists():
             target.rename(old)
@@ -125,11 +125,11 @@ def read(folder: str | os.PathLike[str]) -> Athena:
     for key in ("schema", "schema_version", "created_by"):
         content.pop(key)
     try:
-        settings, sha256 = content.pop("config"), content.pop("head_sha256")
-        config = AthenaConfig(**{**settings, "constants": tuple(settings["constants"])})
+        given, sha256 = content.pop("settings"), content.pop("head_sha256")
+        settings = AthenaSettings(**{**given, "constants": tuple(given["constants"])})
         data = (Path(folder) / HEAD).read_bytes()
         tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER)
-        model = Athena(config, _encoder(Path(folder) / ENCODER), tokenizer)
+        model = Athena(settings, _encoder(Path(folder) / ENCODER), tokenizer)
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(f"{HEAD} is not the one that {SETTINGS} names")
         state = load(data)

@@ -27,6 +27,6 @@ def train(**options: Any) -> int:
     task, split = f"prune_{wanted.data}_equation", wanted.test
     print(
         f"{wanted.output}: test it with\n  lm_eval --model athena --model_args pretrained={wanted.output} "
-        f"--tasks {task} --metadata '{{\"data_split\": \"{split}\"}}'"
+        f'--tasks {task} --metadata \'{{"data_split": "{split}"}}\''
     )
     return 0

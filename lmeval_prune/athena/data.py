@@ -103,7 +103,9 @@ class Material:
         chosen = {row["place"] for row in cut}
         train = [one for place, one in enumerate(found) if place not in chosen]
         if not train or (options.validation and not chosen):
-            raise InputError(f"{len(found)} problems are too few to train on and to validate; raise limit or validation")
+            raise InputError(
+                f"{len(found)} problems are too few to train and validate; raise limit or validation"
+            )
         constants = sorted(set().union(*(constants_of(one.equation.targets) for one in train)), key=Fraction)
         validation = [found[place] for place in sorted(chosen)]
         return cls(train, validation, tuple(constants), len(own) - len(found), repeated)

@@ -92,7 +92,7 @@ def _product(one: Equation, other: Equation) -> Equation:
             case 2:
                 return _merged("add", rest, rest)
             case value if value == Fraction(1, 2):
-                return _transformed("half", rest)
+                return _transformed("halve", rest)
     return _merged("mul", one, other)
 
 
@@ -101,7 +101,7 @@ def _quotient(one: Equation, other: Equation) -> Equation:
         case 1:
             return one
         case 2:
-            return _transformed("half", one)
+            return _transformed("halve", one)
     inverse = _transformed("inv", other)
     return inverse if _constant(one.root) == 1 else _merged("mul", one, inverse)
 
@@ -144,7 +144,7 @@ def _written(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
             return f"-{part(arguments[0], PRODUCT)}", SUM
         case "inv":
             return f"1 / {part(arguments[0], POWER)}", PRODUCT
-        case "half":
+        case "halve":
             return f"{part(arguments[0], PRODUCT)} / 2", PRODUCT
         case "root":
             return f"{part(arguments[0], ATOM)} ** 0.5", POWER

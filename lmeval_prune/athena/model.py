@@ -18,7 +18,7 @@ from lmeval_prune.athena.thoughts import LEAVES, MERGES, OPERATORS, TRANSFORMS
 
 
 @dataclass(frozen=True)
-class AthenaConfig:
+class AthenaSettings:
     """What an ATHENA is, beside its weights.
 
     Attributes:
@@ -64,12 +64,12 @@ class AthenaOutput(ModelOutput):
 class FeedForward(nn.Module):
     """x + W₂ gelu(W₁ norm(x))."""
 
-    def __init__(self, config: AthenaConfig) -> None:
+    def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, config.channels)
-        self.down = nn.Linear(config.channels, config.width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.norm = nn.LayerNorm(settings.width)
+        self.up = nn.Linear(settings.width, settings.channels)
+        self.down = nn.Linear(settings.channels, settings.width)
+        self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (n, h)."""
@@ -79,10 +79,10 @@ class FeedForward(nn.Module):
 class Attention(nn.Module):
     """Projections of an attention of several heads, without norm and residual."""
 
-    def __init__(self, config: AthenaConfig) -> None:
+    def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.query, self.key, self.value, self.output = (nn.Linear(config.width, config.width) for _ in range(4))
+        self.heads = settings.heads
+        self.query, self.key, self.value, self.output = (nn.Linear(settings.width, settings.width) for _ in range(4))
 
     def forward(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Concatenated outputs of the heads before the output projection, shape (…, n, h).
@@ -102,12 +102,12 @@ class Attention(nn.Module):
 class Merge(nn.Module):
     """A thought of two thoughts, whichever comes first: the two look at each other, and their views are added."""
 
-    def __init__(self, config: AthenaConfig) -> None:
+    def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.feed_forward = FeedForward(config)
+        self.norm = nn.LayerNorm(settings.width)
+        self.attention = Attention(settings)
+        self.dropout = nn.Dropout(settings.dropout)
+        self.feed_forward = FeedForward(settings)
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         """Shapes (n, h)."""
@@ -119,12 +119,12 @@ class Merge(nn.Module):
 class Constants(nn.Module):
     """Learned embeddings of the constants."""
 
-    def __init__(self, config: AthenaConfig) -> None:
+    def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
-        self.vectors = nn.Parameter(torch.randn(len(config.constants), config.width))
-        self.norm = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, config.channels)
-        self.down = nn.Linear(config.channels, config.width)
+        self.vectors = nn.Parameter(torch.randn(len(settings.constants), settings.width))
+        self.norm = nn.LayerNorm(settings.width)
+        self.up = nn.Linear(settings.width, settings.channels)
+        self.down = nn.Linear(settings.channels, settings.width)
 
     def forward(self) -> Tensor:
         """Shape (constants, h)."""
@@ -135,13 +135,13 @@ class Constants(nn.Module):
 class Judge(nn.Module):
     """How good a thought is in the light of references."""
 
-    def __init__(self, config: AthenaConfig) -> None:
+    def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
-        self.before, self.after = FeedForward(config), FeedForward(config)
-        self.norm, self.reference_norm = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
-        self.attention = Attention(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.score = nn.Linear(config.width, 1)
+        self.before, self.after = FeedForward(settings), FeedForward(settings)
+        self.norm, self.reference_norm = nn.LayerNorm(settings.width), nn.LayerNorm(settings.width)
+        self.attention = Attention(settings)
+        self.dropout = nn.Dropout(settings.dropout)
+        self.score = nn.Linear(settings.width, 1)
 
     def forward(self, thoughts: Tensor, references: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """Contexts (n, h) and logits (n,) of thoughts (n, h).
@@ -180,7 +180,7 @@ class Athena(nn.Module):
     """The host model.
 
     Args:
-        config: of the head part.
+        settings: of the head part.
         encoder: a stock transformers encoder.
         tokenizer: the encoder's.
 
@@ -190,15 +190,15 @@ class Athena(nn.Module):
 
     accepts_loss_kwargs = True  # transformers' Trainer counts the labels of an accumulated batch
 
-    def __init__(self, config: AthenaConfig, encoder: Any, tokenizer: Any) -> None:
+    def __init__(self, settings: AthenaSettings, encoder: Any, tokenizer: Any) -> None:
         super().__init__()
-        self.config, self.tokenizer = config, tokenizer
+        self.settings, self.tokenizer = settings, tokenizer
         self.about: dict[str, Any] = {}
         self.encoder = encoder
-        self.transforms = nn.ModuleDict({name: FeedForward(config) for name in TRANSFORMS})
-        self.merges = nn.ModuleDict({name: Merge(config) for name in MERGES})
-        self.reason, self.answer = Judge(config), Judge(config)
-        self.constants = Constants(config) if config.constants else None
+        self.transforms = nn.ModuleDict({name: FeedForward(settings) for name in TRANSFORMS})
+        self.merges = nn.ModuleDict({name: Merge(settings) for name in MERGES})
+        self.reason, self.answer = Judge(settings), Judge(settings)
+        self.constants = Constants(settings) if settings.constants else None
 
     @property
     def device(self) -> torch.device:

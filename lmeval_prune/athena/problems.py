@@ -12,16 +12,18 @@ from lmeval_prune.athena.equations import Equation, parse
 from lmeval_prune.athena.thoughts import Thought
 from lmeval_prune.scoring import readings
 
-_ONES = "zero one two three four five six seven eight nine".split()
-_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_TEENS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _WORDS = {word: number for number, word in enumerate(_ONES + _TEENS)}
 _WORDS |= {word: 10 * number for number, word in enumerate(_TENS, start=2)} | {"dozen": 12}
-_BELOW_100 = rf"(?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_ONES[1:])}))?|{'|'.join(reversed(_TEENS + _ONES))}|dozen"
+_DIGIT, _TEN, _SMALL = ("|".join(words) for words in (_ONES[1:], _TENS, reversed(_TEENS + _ONES)))
+_BELOW_100 = rf"(?:{_TEN})(?:[- ](?:{_DIGIT}))?|{_SMALL}|dozen"
 _NUMBER = re.compile(
     rf"""
-    (?P<digits>\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|\d*\.\d+|\d+)(?P<percent>\s?%)?
-    | \b(?:(?P<hundreds>{"|".join(_ONES[1:])})[ ]hundred(?:[ ](?:and[ ])?(?P<rest>{_BELOW_100}))?|(?P<words>{_BELOW_100}))\b
+    (?P<digits> \d{{1,3}}(?:,\d{{3}})+(?:\.\d+)? | \d*\.\d+ | \d+ ) (?P<percent>\s?%)?
+    | \b (?P<hundreds>{_DIGIT}) [ ] hundred (?: [ ] (?:and[ ])? (?P<rest>{_BELOW_100}))? \b
+    | \b (?P<words>{_BELOW_100}) \b
     """,
     re.VERBOSE | re.IGNORECASE,
 )

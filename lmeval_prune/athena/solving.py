@@ -1,4 +1,4 @@
-"""Solving problems: what the model finds good is kept, until an answer is good enough or nothing new can be thought of."""
+"""Solving problems: what seems good is kept, until an answer seems right or nothing new can be thought of."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Search:
     """
 
     def __init__(self, model: Athena, problem: Encoded) -> None:
-        self.config = model.config
-        self.expansion = Expansion(problem.leaves(model.config.constants))
+        self.settings = model.settings
+        self.expansion = Expansion(problem.leaves(model.settings.constants))
         self.answers: list[float] = []
         self.rows: list[int] = []
 
@@ -53,17 +53,17 @@ class Search:
         own = self.expansion
         return (
             own.ended
-            or own.depth == self.config.steps
-            or len(own.kept) >= self.config.max_kept
-            or max(self.answers, default=-math.inf) >= _logit(self.config.conclude)
+            or own.depth == self.settings.steps
+            or len(own.kept) >= self.settings.max_kept
+            or max(self.answers, default=-math.inf) >= _logit(self.settings.conclude)
         )
 
     def accepted(self, logits: Sequence[float]) -> list[int]:
         """Numbers of the candidates to keep: the likely ones, of too many the likeliest; of leaves all, if none is."""
-        likely = [number for number, logit in enumerate(logits) if logit >= _logit(self.config.accept)]
+        likely = [number for number, logit in enumerate(logits) if logit >= _logit(self.settings.accept)]
         if not likely and self.expansion.depth == 0:
             likely = list(range(len(logits)))
-        room = self.config.max_kept - len(self.expansion.kept)
+        room = self.settings.max_kept - len(self.expansion.kept)
         return sorted(sorted(likely, key=lambda number: -logits[number])[:room])
 
     @property
@@ -85,7 +85,7 @@ def solve(model: Athena, problems: Sequence[Encoded]) -> list[Solution]:
     """Solve problems as one batch; the model is to be in evaluation mode."""
     if not problems:
         return []
-    searches, constants = [Search(model, one) for one in problems], len(model.config.constants)
+    searches, constants = [Search(model, one) for one in problems], len(model.settings.constants)
     state, _ = model.read(_on(texts(problems, constants, model.tokenizer.pad_token_id), model.device))
     leaves = leaf_rows(problems, constants)
     while active := [number for number, search in enumerate(searches) if not search.ended]:
@@ -126,7 +126,7 @@ def answers(model: Athena, problems: Sequence[Problem], batch: int = 32) -> list
         problems: to be solved.
         batch: so many at once, those of a length together.
     """
-    encoded = [Encoded.of(one, model.tokenizer, model.config.max_length) for one in problems]
+    encoded = [Encoded.of(one, model.tokenizer, model.settings.max_length) for one in problems]
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number].ids))
     found = [""] * len(problems)
     for start in range(0, len(order), batch):

@@ -1,7 +1,7 @@
 """The thoughts of ATHENA: expressions up to the order of sums and products, and the schedule that expands them.
 
 A thought is a tuple that can be hashed and sorted: `("num", 0)`, `("con", "1")`, `("neg", t)`, `("inv", t)`,
-`("root", t)`, `("half", t)`, `("add", t, …)`, `("mul", t, …)`. Sums and products are flat and in order, so that equal
+`("root", t)`, `("halve", t)`, `("add", t, …)`, `("mul", t, …)`. Sums and products are flat and in order, so that equal
 thoughts are equal tuples; nothing cancels.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 Thought = tuple[Any, ...]
 
 LEAVES = ("num", "con")
-TRANSFORMS = ("neg", "inv", "root", "half")
+TRANSFORMS = ("neg", "inv", "root", "halve")
 MERGES = ("add", "mul")
 OPERATORS = (*LEAVES, *TRANSFORMS, *MERGES)
 
@@ -100,13 +100,13 @@ class LabelledStep(NamedTuple):
     labels: list[bool]
 
 
-def labelled_steps(leaves: Sequence[Thought], targets: frozenset[Thought], root: Thought) -> list[LabelledStep]:
+def labelled_steps(leaves: Sequence[Thought], root: Thought, targets: frozenset[Thought]) -> list[LabelledStep]:
     """The steps of teacher forcing: of each step's candidates those among the targets are kept, until the root is.
 
     Args:
         leaves: the problem's numbers, then the constants.
-        targets: the root and all that it is made of.
         root: the whole equation.
+        targets: the root and all that it is made of.
 
     Raises:
         ValueError: the schedule does not reach the root.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from lmeval_prune.architectures import weights_fingerprint
@@ -45,6 +47,41 @@ def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None 
     return total / (len(labels) if items is None else items)
 
 
+class ByLength(Sampler[int]):
+    """Puts texts of about one length into a batch, so that little is padded; another order every epoch.
+
+    Args:
+        lengths: of the texts.
+        batch: how many are read together.
+        seed: of the order.
+    """
+
+    SPAN = 24  # batches among which lengths are sorted
+
+    def __init__(self, lengths: Sequence[int], batch: int, seed: int) -> None:
+        self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of an epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        draw = random.Random(f"{self.seed}:{self.epoch}")
+        order = draw.sample(range(len(self)), len(self))
+        span = self.SPAN * self.batch
+        order = [place for i in range(0, len(order), span) for place in sorted(order[i : i + span], key=self._length)]
+        batches = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
+        last = batches.pop()  # it may be a smaller one
+        draw.shuffle(batches)
+        yield from (place for batch in [*batches, last] for place in batch)
+
+    def _length(self, place: int) -> int:
+        return self.lengths[place]
+
+
 class AthenaTrainer(Trainer):
     """Trains by teacher forcing; validates by solving.
 
@@ -69,14 +106,14 @@ class AthenaTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.host, self.validation, self.head_rate = model, validation, head_rate
-        settings = model.config
+        settings = model.settings
         made = [one.example(model.tokenizer, settings.max_length, settings.constants) for one in validation]
         super().__init__(
             model,
             arguments,
             Collator(len(settings.constants), model.tokenizer.pad_token_id),
-            train_dataset=list(train),  # type: ignore[arg-type]
-            eval_dataset=[example for example in made if example],  # type: ignore[arg-type]
+            train_dataset=list(train),
+            eval_dataset=[example for example in made if example],
             callbacks=list(callbacks),
         )
 
@@ -94,6 +131,10 @@ class AthenaTrainer(Trainer):
             loss = loss * self.accelerator.num_processes  # gradients are averaged over them
         return (loss, outputs) if return_outputs else loss
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> ByLength:
+        lengths = [len(example.problem.ids) for example in self.train_dataset]
+        return ByLength(lengths, self.args.per_device_train_batch_size, self.args.data_seed)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW with a learning rate of the encoder and one of the rest, no decay of norms and biases."""
         if self.optimizer is None:
@@ -102,7 +143,7 @@ class AthenaTrainer(Trainer):
             for name, parameter in self.host.named_parameters():
                 if parameter.requires_grad:
                     groups.setdefault((name.startswith("encoder."), name in decayed), []).append(parameter)
-            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.host)
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args)
             own = [
                 {
                     "params": parameters,
@@ -120,8 +161,7 @@ class AthenaTrainer(Trainer):
         self.host.eval()
         texts = answers(self.host, [one.problem for one in self.validation])
         right = [one.is_solved_by(text) for one, text in zip(self.validation, texts, strict=True)]
-        found.metrics[ACCURACY] = sum(right) / len(right)
-        return found
+        return found._replace(metrics={**(found.metrics or {}), ACCURACY: sum(right) / len(right)})
 
 
 class Progress(TrainerCallback):
@@ -238,7 +278,7 @@ def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athen
         dropout=options.dropout,
         max_kept=options.max_kept,
     )
-    made = [one.example(model.tokenizer, model.config.max_length, material.constants) for one in material.train]
+    made = [one.example(model.tokenizer, model.settings.max_length, material.constants) for one in material.train]
     examples = [example for example in made if example]
     print(
         f"{len(examples)} problems to train on, {len(material.validation)} to validate; left out: "
@@ -262,7 +302,7 @@ def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athen
             "ungrounded": material.ungrounded,
             "repeated": material.repeated,
         },
-        "best_epoch": round(state.best_global_step / state.max_steps * options.epochs) if options.validation else None,
+        "best_epoch": round((state.best_global_step or state.max_steps) / state.max_steps * options.epochs),
         "log": [row for row in state.log_history if "loss" in row or ACCURACY in row],
         "trained_on": sorted({question_key(one.document) for one in [*material.train, *material.validation]}),
     }

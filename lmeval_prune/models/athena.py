@@ -135,7 +135,11 @@ class AthenaLM(LM):
         """What the results file says of the model: its training, and a section `pruning`."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
-        return {"model_num_parameters": parameters, "athena": training, "pruning": applied(self.model_map, self.model_map.weights)}
+        return {
+            "model_num_parameters": parameters,
+            "athena": training,
+            "pruning": applied(self.model_map, self.model_map.weights),
+        }
 
 
 def _batch(size: Any) -> int:

@@ -129,10 +129,10 @@ def read(folder: str | os.PathLike[str]) -> Athena:
         settings = AthenaSettings(**{**given, "constants": tuple(given["constants"])})
         data = (Path(folder) / HEAD).read_bytes()
         tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER)
-        model = Athena(settings, _encoder(Path(folder) / ENCODER), tokenizer)
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(f"{HEAD} is not the one that {SETTINGS} names")
         state = load(data)
+        model = Athena(settings, _encoder(Path(folder) / ENCODER), tokenizer).to(next(iter(state.values())).dtype)
         model.load_state_dict(state, strict=False)
         if set(state) != set(head_state(model)):
             raise ValueError(f"{HEAD} lacks weights, or has other ones")
@@ -141,4 +141,4 @@ def read(folder: str | os.PathLike[str]) -> Athena:
             raise
         raise InputError(f"the ATHENA in {folder} is incomplete ({first_line(error)}); train it again") from error
     model.about = content
-    return model.to(next(iter(state.values())).dtype).eval()
+    return model.eval()

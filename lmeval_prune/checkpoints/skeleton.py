@@ -20,14 +20,15 @@ def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> 
 
     Args:
         config: transformers' configuration; it is copied.
-        kind: auto class; default what suits the configuration.
+        kind: auto class; default the one that the configuration names (an encoder's own), or what suits it.
         trust_remote_code: as for `from_pretrained`.
 
     Raises:
         InputError: transformers has no class for it.
     """
-    kinds = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModel)
-    kind = kind or next((k for k in kinds if type(config) in k._model_mapping), None)
+    kinds = [k for k in (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModel) if type(config) in k._model_mapping]
+    named = [k for k in kinds if k._model_mapping[type(config)].__name__ in (config.architectures or ())]
+    kind = kind or next(iter([*named, *kinds]), None)
     if kind is None:
         raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
     with torch.device("meta"):

@@ -36,7 +36,9 @@ def encoder_folder(folder: Path, family: str = "bert", **changes: Any) -> Path:
     vocabulary = {token: i for i, token in enumerate([*special, *letters, *(f"##{one}" for one in letters)])}
     made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     mask = changes.pop("mask", "[MASK]")
     tokenizer = PreTrainedTokenizerFast(

@@ -85,7 +85,9 @@ class Literal:
     def think(self, operator: str, one: Tensor, other: Tensor) -> Tensor:
         if operator in ("num", "con"):
             return one
-        return self.merge(operator, one, other) if operator in ("add", "mul") else self.ffn(f"transforms.{operator}", one)
+        return (
+            self.merge(operator, one, other) if operator in ("add", "mul") else self.ffn(f"transforms.{operator}", one)
+        )
 
     def begin(self, problem: Encoded) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Leaves, premises and the goal."""
@@ -183,7 +185,9 @@ def test_a_batch_of_examples_is_each_example_alone(model: Athena) -> None:
 def test_the_loss_is_the_mean_of_all_judgements_and_accumulates(model: Athena) -> None:
     inputs = collated(model, examples(model))
     logits = torch.cat([(out := model(**inputs)).reason, out.answer]).tolist()
-    terms = [-math.log(1 / (1 + math.exp(-x if y else x))) for x, y in zip(logits, inputs["labels"].tolist(), strict=True)]
+    terms = [
+        -math.log(1 / (1 + math.exp(-x if y else x))) for x, y in zip(logits, inputs["labels"].tolist(), strict=True)
+    ]
     loss = task_loss(out, inputs["labels"])
     assert loss.item() == pytest.approx(sum(terms) / len(terms), abs=1e-12)
     whole = torch.autograd.grad(loss, model.reason.score.weight)[0]
@@ -263,7 +267,7 @@ def test_saved_and_read_it_gives_the_same(tmp_path: Path, family: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder", "host"]
     assert map_model(again.encoder).weights == map_model(model.encoder).weights
     (tmp_path / "host" / "head.safetensors").write_bytes(b"cut off")
-    with pytest.raises(InputError, match="incomplete .* train it again"):
+    with pytest.raises(InputError, match=r"incomplete .* train it again"):
         read(tmp_path / "host")
     with pytest.raises(InputError, match=r"no athena.json"):
         read(tmp_path)
@@ -301,7 +305,7 @@ def test_what_is_no_encoder_with_a_mask_token_is_refused(tmp_path: Path, tiny_fo
         begin(str(encoder_folder(tmp_path / "maskless", mask=None)))
     with pytest.raises(InputError, match="is no encoder"):
         begin(str(encoder_folder(tmp_path / "bart", "bart")))
-    with pytest.raises(InputError, match="cannot be read|no such folder"):
+    with pytest.raises(InputError, match=r"cannot be read|no such folder"):
         begin(str(tmp_path / "nowhere"))
 
 

@@ -8,13 +8,13 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 
 import pytest
+from lmeval_prune.tasks.data import load
 
 from lmeval_prune.athena.data import Grounded
 from lmeval_prune.athena.equations import expression, parse
 from lmeval_prune.athena.problems import Problem, gold
 from lmeval_prune.athena.thoughts import Expansion, Thought, labelled_steps, merged
 from lmeval_prune.scoring import evaluate
-from lmeval_prune.tasks.data import load
 
 N = [("num", i) for i in range(4)]
 
@@ -90,7 +90,7 @@ def test_candidates_are_those_of_brute_force(seed: int) -> None:
         chosen.sort(key=candidates.index)
         expansion.keep(chosen)
         kept += [(multiset(candidate.thought), depth) for candidate in chosen]
-        assert expansion.kept == [c for c in dict.fromkeys(expansion.kept)]
+        assert expansion.kept == list(dict.fromkeys(expansion.kept))
 
 
 def order(operator: str) -> int:

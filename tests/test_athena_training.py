@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from lmeval_prune import InputError
 from lmeval_prune.athena import checkpoint, training
@@ -152,7 +154,9 @@ def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path
     for batch, accumulate in ((4, 2), (8, 1)):
         folder = str(tmp_path / str(batch))
         one = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
-        with pytest.MonkeyPatch.context() as patch:  # Adam would turn the rounding of gradients that are zero into steps
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # Adam would turn the rounding of gradients that are zero into steps
             patch.setattr(ByLength, "__iter__", lambda self: iter(range(len(self))))
             patch.setattr(AthenaTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
             training.train(replace(one, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
@@ -238,13 +242,15 @@ def test_the_material_leaves_out_the_test_and_what_does_not_ground(options: Trai
 # ---------------------------------------------------------------- through lm-eval
 
 
-def evaluate(model: str, options: TrainOptions, task: str = "prune_asdiv_a_equation", **others: Any) -> Any:
+def evaluate(
+    model: str, options: TrainOptions, task: str = "prune_asdiv_a_equation", split: str = "fold0", **others: Any
+) -> Any:
     import lm_eval
 
     from lmeval_prune.plugin import registration
 
     registration.register()
-    metadata = {"data_dir": options.data_dir, "data_split": "fold0"}
+    metadata = {"data_dir": options.data_dir, "data_split": split}
     return lm_eval.simple_evaluate(
         model="athena", model_args=model, tasks=[task], task_manager=task_manager(metadata), metadata=metadata,
         bootstrap_iters=0, **others,
@@ -326,3 +332,37 @@ def test_a_mask_of_the_encoder_is_taken(trained: str, tmp_path: Path) -> None:
     checkpoint.write(other, tmp_path / "other")
     with pytest.raises(InputError, match="other weights"):
         AthenaLM(str(tmp_path / "other"), mask=str(path))
+
+
+def test_math23k_is_trained_on_and_its_constants_are_thought_of(
+    options: TrainOptions, shared_data: Path, tmp_path: Path
+) -> None:
+    with gzip.open(shared_data / "math23k.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(next(lines)) for _ in range(600)]
+    some = [row for row in rows if not row["standard_test"]][:50] + [row for row in rows if row["standard_test"]][:5]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "math23k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    model = training.train(
+        replace(
+            options, data="math23k", train=("train",), test="test", epochs=1, max_kept=12,
+            data_dir=str(tmp_path / "data"), output=str(tmp_path / "host"),
+        )
+    )  # fmt: skip
+    assert model.about["problems"]["train"] + model.about["problems"]["validation"] == 50
+    assert "1" in model.settings.constants
+    assert model.settings.steps > 5
+    found = evaluate(
+        f"pretrained={tmp_path / 'host'}",
+        replace(options, data_dir=str(tmp_path / "data")),
+        "prune_math23k_equation",
+        split="test",
+    )
+    answers = [row["resps"][0][0] for row in found["samples"]["prune_math23k_equation"]]
+    assert len(answers) == 5
+    assert all(answer.startswith(r"\boxed{") for answer in answers)
+
+
+def test_one_process_trains_at_a_time(options: TrainOptions, tmp_path: Path) -> None:
+    (tmp_path / "host.training").mkdir()
+    with FileLock(tmp_path / "host.training" / ".lock"), pytest.raises(InputError, match="another process trains"):
+        training.train(replace(options, output=str(tmp_path / "host")))

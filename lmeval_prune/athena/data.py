@@ -91,8 +91,8 @@ class Material:
         repeated = len(rows) - len(own)
         if repeated > len(test) // 2:
             raise InputError(
-                f"the training splits {', '.join(names)} hold {repeated} of the {len(test)} questions of the test split "
-                f"{options.test}; leave them out of train"
+                f"the training splits {', '.join(names)} hold {repeated} of the {len(test)} questions of the test "
+                f"split {options.test}; leave them out of train"
             )
         if options.limit is not None:
             own = random.Random(options.seed).sample(own, min(options.limit, len(own)))
@@ -103,9 +103,7 @@ class Material:
         chosen = {row["place"] for row in cut}
         train = [one for place, one in enumerate(found) if place not in chosen]
         if not train or (options.validation and not chosen):
-            raise InputError(
-                f"{len(found)} problems are too few to train and validate; raise limit or validation"
-            )
+            raise InputError(f"{len(found)} problems are too few to train and validate; raise limit or validation")
         constants = sorted(set().union(*(constants_of(one.equation.targets) for one in train)), key=Fraction)
         validation = [found[place] for place in sorted(chosen)]
         return cls(train, validation, tuple(constants), len(own) - len(found), repeated)

@@ -22,7 +22,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, Traine
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.athena import checkpoint
-from lmeval_prune.athena.batches import Collator
+from lmeval_prune.athena.batches import Collator, Example
 from lmeval_prune.athena.data import Grounded, Material, question_key
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
@@ -100,13 +100,13 @@ class AthenaTrainer(Trainer):
         self,
         model: Athena,
         arguments: TrainingArguments,
-        train: Sequence[Any],
+        train: Sequence[Example],
         validation: Sequence[Grounded],
         head_rate: float,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.host, self.validation, self.head_rate = model, validation, head_rate
-        settings = model.settings
+        self.lengths, settings = [len(example.problem.ids) for example in train], model.settings
         made = [one.example(model.tokenizer, settings.max_length, settings.constants) for one in validation]
         super().__init__(
             model,
@@ -132,8 +132,7 @@ class AthenaTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _get_train_sampler(self, train_dataset: Any = None) -> ByLength:
-        lengths = [len(example.problem.ids) for example in self.train_dataset]
-        return ByLength(lengths, self.args.per_device_train_batch_size, self.args.data_seed)
+        return ByLength(self.lengths, self.args.per_device_train_batch_size, self.args.seed)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW with a learning rate of the encoder and one of the rest, no decay of norms and biases."""
@@ -211,7 +210,6 @@ def arguments(options: TrainOptions, work: Path) -> TrainingArguments:
         max_grad_norm=options.clip,
         optim="adamw_torch_fused",
         seed=options.seed,
-        data_seed=options.seed,
         eval_strategy=each_epoch,
         save_strategy="epoch",
         save_total_limit=2,

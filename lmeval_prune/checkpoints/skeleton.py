@@ -27,7 +27,9 @@ def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> 
         InputError: transformers has no class for it.
     """
     kinds = [k for k in (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModel) if type(config) in k._model_mapping]
-    named = [k for k in kinds if k._model_mapping[type(config)].__name__ in (config.architectures or ())]
+    named = [
+        k for k in kinds if getattr(k._model_mapping[type(config)], "__name__", "") in (config.architectures or ())
+    ]
     kind = kind or next(iter([*named, *kinds]), None)
     if kind is None:
         raise InputError(f"it is a {config.model_type} model, which transformers cannot build")

@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,6 +292,10 @@ def test_questions_of_the_training_are_noticed(
         AthenaLM(trained, question_field="query").generate_until(requests)
     with pytest.raises(InputError, match="use a task that scores"):
         lm.loglikelihood([])
+    with pytest.raises(InputError, match="leave out --apply_chat_template"):
+        evaluate(f"pretrained={trained}", options, apply_chat_template=True)
+    with pytest.raises(InputError, match="--use_cache cannot tell"):
+        lm.set_cache_hook(SimpleNamespace(dbdict={}))
 
 
 @pytest.mark.parametrize(

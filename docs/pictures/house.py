@@ -8,8 +8,8 @@ from matplotlib.patches import FancyBboxPatch
 FLOORS = [
     [("cli · demo", "the commands"), ("plugin", "how lm-eval finds us")],
     [("sprint", "outcomes, sweep, router, report")],
-    [("models", "pruned-hf and the store of answers")],
-    [("decoding", "the engine: scheduler, KV cache, layer skipping")],
+    [("models", "pruned-hf and the store of answers; athena")],
+    [("decoding", "the engine: scheduler, KV cache"), ("athena", "the second paper's host")],
     [("interventions", "head masks, row masks, the attention call; kernels/")],
     [("checkpoints", "embedded models, models without weights")],
     [("architectures", "the model map, names of heads, fingerprints")],

@@ -119,9 +119,10 @@ class AthenaLM(LM):
         """Refuse tasks that score given texts."""
         return self.loglikelihood(requests)  # type: ignore[return-value]
 
+    @property
     @reported
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Refuse chat templates: there is no prompt."""
+    def tokenizer_name(self) -> str:
+        """Refuse chat templates, which are the only ones to ask for it: there is no prompt."""
         raise InputError("--model athena is asked the bare question; leave out --apply_chat_template")
 
     @reported

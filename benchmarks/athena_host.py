@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from _record import environment, write
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.data import Grounded
+from lmeval_prune.athena.equations import expression
 from lmeval_prune.athena.options import TrainOptions
+from lmeval_prune.tasks import data
 
 TASK = "prune_asdiv_a_equation"
 RATIOS, DRAWS = (0.1, 0.25, 0.3), (0, 1)
@@ -63,6 +66,26 @@ def tested(model: Path, fold: int, heads: str | None, kept: Path) -> dict[str, A
     return {"problems": len(rows), "accuracy": share(rows), **by_steps}
 
 
+def equations() -> dict[str, Any]:
+    """How many of ASDiv-A's equations are over the numbers of their problems, and what they would score."""
+    rows = data.load("asdiv_a", "all")
+    grounded = [one for row in rows if (one := Grounded.of(row))]
+    written = [expression(one.equation.root, one.problem.numbers) for one in grounded]
+    return {
+        "problems": len(rows),
+        "grounded": len(grounded),
+        "by_steps": dict(sorted(Counter(one.steps(()) for one in grounded).items())),
+        "right": sum(one.is_solved_by(text) for one, text in zip(grounded, written, strict=True)),
+    }
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Parameters of the encoder and of the head part."""
+    model = checkpoint.read(folder)
+    encoder = sum(parameter.numel() for parameter in model.encoder.parameters())
+    return {"encoder": encoder, "head": sum(parameter.numel() for parameter in model.parameters()) - encoder}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folds", default="0")
@@ -94,6 +117,8 @@ def main() -> None:
         "athena_host",
         {
             "environment": environment(),
+            "equations": equations(),
+            "parameters": sizes(work / f"dense_{next(iter(folds))}"),
             "mean_accuracy": round(sum(accuracies) / len(accuracies), 4),
             "folds": folds,
         },

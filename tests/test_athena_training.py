@@ -283,7 +283,7 @@ def test_questions_of_the_training_are_noticed(
 
     from lmeval_prune.models.athena import AthenaLM
 
-    lm = AthenaLM(trained, batch_size=4)
+    lm = AthenaLM(trained, batch_size=4, device="cuda:0")  # what lm-eval's command line says everywhere
     docs = training_rows(options, "fold0")[:1] + training_rows(options, "fold1")[:2]
     requests = [Instance("generate_until", doc, ("whatever", {}), 0, ("t", i, 1)) for i, doc in enumerate(docs)]
     assert len(lm.generate_until(requests)) == 3
@@ -311,6 +311,7 @@ def test_questions_of_the_training_are_noticed(
         ({"dtype": "float32"}, "unknown model_arg 'dtype'"),
         ({"batch_size": "many"}, "not a whole number"),
         ({"batch_size": 0}, "above 0"),
+        ({"device": "abacus"}, "device=abacus is none of torch's"),
     ],
 )
 def test_arguments_that_cannot_be_used(trained: str, arguments: dict[str, Any], message: str) -> None:

@@ -60,11 +60,12 @@ class AthenaLM(LM):
             meant = nearest(name, [*our_names(), "pretrained", "batch_size", "device"])
             raise unknown(name) if not meant else InputError(f"unknown model_arg {name!r}{meant}")
         self.field, self.batch_size = question_field, _batch(batch_size)
+        where = _device(device)
         self.about = checkpoint.describe(pretrained)
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
         for one in given.interventions:
             one.fit_to(bare)
-        self.host = checkpoint.read(pretrained).to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.host = checkpoint.read(pretrained).to(where)
         with ExitStack() as stack:
             for one in given.interventions:
                 stack.enter_context(one.applied_to(self.host.encoder, self.model_map))
@@ -148,3 +149,13 @@ def _batch(size: Any) -> int:
     if found < 1:
         raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto")
     return int(found)
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of a name; lm-eval's own default is a GPU, also where there is none."""
+    if name is None or (str(name).startswith("cuda") and not torch.cuda.is_available()):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device={name} is none of torch's; use cpu or cuda") from error

@@ -18,8 +18,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import torch
 from _record import RESULTS, environment, timed, write
+from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, map_model
@@ -27,6 +29,7 @@ from lmeval_prune.artefacts import write_text
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.tasks import data
 
@@ -55,20 +58,12 @@ def perplexity(model: Any, windows: torch.Tensor) -> float:
     return float(torch.stack(losses).mean().exp())
 
 
-def accuracy(model: Any, tokenizer: Any) -> float:
-    """Of prune_tiny_choice, by length-normalised likelihood, as lm-eval's acc_norm."""
-    right = []
-    for row in data.load("tiny_choice"):
-        scores = []
-        for choice in row["choices"]:
-            context = tokenizer(f"Question: {row['question']}\nAnswer:")["input_ids"]
-            ids = torch.tensor([context + tokenizer(f" {choice}")["input_ids"]])
-            with torch.no_grad():
-                logits = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-            said = logits.gather(-1, ids[0, 1:, None])[len(context) - 1 :].sum()
-            scores.append(float(said) / (len(choice) + 1))
-        right.append(scores.index(max(scores)) == row["gold"])
-    return sum(right) / len(right)
+def accuracy(model: Any, tokenizer: Any, manager: TaskManager) -> float:
+    """Of prune_tiny_choice, lm-eval's acc_norm. What is applied to the model stays applied."""
+    lm = PrunedHFLM(model, tokenizer=tokenizer, batch_size=8)
+    results = lm_eval.simple_evaluate(lm, tasks=["prune_tiny_choice"], task_manager=manager, bootstrap_iters=0)
+    lm.close()
+    return float(results["results"]["prune_tiny_choice"]["acc_norm,none"])
 
 
 def arithmetic(model_map: Any, context: int) -> dict[str, float]:
@@ -121,6 +116,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model_map, windows = map_model(model), texts(tokenizer, options.tokens)
+    manager = TaskManager()
     path = Path(options.work) / f"{options.tokens}.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     planned = dict(variants(model_map))
@@ -137,7 +133,7 @@ def main() -> None:
             row: dict[str, Any] = {"setting": setting, "perplexity": found, "seconds": round(took, 1)}
             if "filter" in setting:
                 row["skipped"] = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
-            row["accuracy"] = accuracy(model, tokenizer)
+            row["accuracy"] = accuracy(model, tokenizer, manager)
         known[name] = row
         write_text(path, json.dumps(known))
         print(f"{place + 1} of {len(planned)}: {name}: {found}, accuracy {row['accuracy']:.3f}", flush=True)

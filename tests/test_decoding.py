@@ -407,7 +407,8 @@ def test_what_is_stored_and_kept_stays_within_memory(kib: int, monkeypatch: pyte
         slots = run.runner.cache
         tensors = [*slots.keys.values(), *slots.values.values()]
         for question in {id(q): q for q in (*run.ready, *(row.group for row in run.active))}.values():
-            tensors += [*question.shared, *(piece for pieces in question.kept.values() for piece in pieces)]
+            tensors += [tensor for one in question.shared for tensor in one.tensors]
+            tensors += [*(piece for pieces in question.kept.values() for piece in pieces)]
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
     for method in ("_step", "_start_leaders", "_start_followers", "_leave"):

@@ -15,13 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lm_eval import simple_evaluate
 from lmeval_prune.kernels.token_filter import compiled, naive
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
-from lmeval_prune import InputError, map_model
+from lmeval_prune import HeadMask, InputError, RowMasks, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
-from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions import filtered_attention, interventions_on
 from lmeval_prune.interventions.attention_call import put_in_front
 from lmeval_prune.interventions.filtered_attention import FilteredLayer
 from lmeval_prune.interventions.token_filter import CHOICES, TokenFilter
@@ -274,6 +275,67 @@ def test_a_skipped_token_gets_no_bias_either() -> None:
     assert seen[0][0, 0].abs().max() > 0 and not seen[0][0, 1:].any()
 
 
+# --------------------------------------------------------------------------- output projection
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's has a bias
+@pytest.mark.parametrize("last", [False, True])
+def test_the_output_projection_of_skipped_tokens_is_not_computed(
+    family: str, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under masks of heads and of rows, put on before the filter or after it; padding, too."""
+    model, inputs, rows = tiny(family), tokens(rows=2, length=50), RowMasks()
+    masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
+    mask = torch.ones_like(inputs)
+    mask[0, :7] = 0
+    for few in (1 << 30, 64):
+        monkeypatch.setattr(filtered_attention, "FEW", few)
+        with ExitStack() as stack:
+            one = made(ratio=0.4).applied_to(model)
+            for each in (*masks, one) if last else (one, *masks):
+                stack.enter_context(each)
+            stack.enter_context(rows.using([None, HeadMask("L0H1+L1H2")]))
+            found = output(model, inputs, attention_mask=mask)
+            projected = sum(int((~skipped).sum()) for skipped in interventions_on(model)[2 * last].skipped.values())
+        if few > 64:
+            expected, rows = found, RowMasks()
+            masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-11)
+    assert 0 < projected < 2 * mask.sum()
+    assert "forward" not in vars(map_model(model).attention[0].o_proj)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_adapter_on_the_output_projection(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's, put on the model before it is filtered."""
+    import peft
+
+    model, inputs = tiny("llama"), tokens(rows=1, length=80)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], r=2))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    seen: list[int] = []
+    base = map_model(model).attention[1].o_proj.base_layer
+    base.register_forward_hook(lambda _, given, __: seen.append(given[0].shape[:-1].numel()))
+    found = []
+    for few in (1 << 30, 64):
+        monkeypatch.setattr(filtered_attention, "FEW", few)
+        with made(ratio=0.4).applied_to(wrapped if first else model):
+            found.append(output(wrapped.eval(), inputs))
+            live = interventions_on(model)[0].counts["L1"]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-11)
+    assert seen == [80, 80 - live["skipped"]] and live["skipped"] > 0
+
+
+def test_a_copy_made_inside_the_block_projects_all_its_tokens() -> None:
+    model, inputs = tiny("gpt2"), tokens(rows=1, length=80)
+    expected = output(model, inputs)
+    with made(ratio=0.4).applied_to(model):
+        output(model, inputs)
+        torch.testing.assert_close(output(copy.deepcopy(model), inputs), expected, rtol=0, atol=1e-11)
+
+
 # --------------------------------------------------------------------------- cache
 
 
@@ -470,6 +532,16 @@ def test_finding_a_batch_size_is_not_counted(tiny_folder: Path) -> None:
 def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leave out responses"):
         PrunedHFLM(str(tiny_folder), token_filter={"ratio": 0.2, "state": "run"}, responses=str(tmp_path / "r"))
+    arguments = {"pretrained": str(tiny_folder), "token_filter": {"ratio": 0.2, "state": "run"}}
+    with pytest.raises(InputError, match="leave out --use_cache"):
+        simple_evaluate(
+            "pruned-hf",
+            arguments,
+            tasks=["prune_tiny_choice"],
+            limit=1,
+            device="cpu",
+            use_cache=str(tmp_path / "cache"),
+        )
 
 
 def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +28,7 @@ from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import Intervention, interventions_on
 
+logger = logging.getLogger(__name__)
 BLOCK = 16  # slots whose attention is computed together on a CPU
 FALLBACK_ROWS = 16
 
@@ -125,9 +128,10 @@ class Engine:
         longest = max(min(len(r.prompt) + r.params.max_new_tokens, self.context) for r in requests)
         # on a GPU, where launches cost more than reading a few keys in vain, all slots are one block
         block = BLOCK if self.device.type == "cpu" else 1 << 30
-        groups, masks = prompt_groups(requests, self.model_map, self.schedule.share)
+        schedule = self._schedule()
+        groups, masks = prompt_groups(requests, self.model_map, schedule.share)
         count, leaders = self._fitting(longest, groups)
-        budget = self._measured_budget if self.schedule.budget is None else self.schedule.budget
+        budget = self._measured_budget if schedule.budget is None else schedule.budget
         cache = KVCache(min(count, len(requests)), longest, block)
         with ModelRunner.on(self.model_map, cache, masks) as runner:
             scheduler = Scheduler(
@@ -136,13 +140,22 @@ class Engine:
                 Sampler(self.model, self.stopping),
                 self.stopping,
                 self.statistics,
-                self.schedule,
+                schedule,
                 budget,
                 self.deterministic,
                 leaders,
             )
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
+
+    def _schedule(self) -> Schedule:
+        """What is asked for, without what takes tokens back where something applied looks at those before."""
+        looks_back = [type(one).__name__ for one in interventions_on(self.model) if not one.tokenwise]
+        if not looks_back or not (self.schedule.follow or self.schedule.drafts):
+            return self.schedule
+        if self.schedule != Schedule():
+            logger.warning("no drafts, and prompts alone are shared: %s takes no token back", ", ".join(looks_back))
+        return replace(self.schedule, follow=0, drafts=0)
 
     def _fall_back(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)

@@ -4,84 +4,128 @@ The cache takes the place of the model's own attention (`interventions/attention
 packed batch (1, tokens): rows of any length, one after another, no padding. In each layer the new keys and values
 are written into their slots, and attention reads the slots. Key-value heads are never repeated: the G query heads
 of a group are G queries to one head.
+
+Where a token is stored and its place in the text are two things: in layers where a handler says which tokens stay, each
+slot has a length of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from lmeval_prune.interventions.attention_call import AttentionCall, UnsupportedAttention
+from lmeval_prune.interventions.attention_call import (
+    AttentionCall,
+    Packed,
+    SlotState,
+    State,
+    UnsupportedAttention,
+)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring slots, each with the same number of new tokens.
+    """Neighbouring slots in which the same number of new tokens attends.
 
     Attributes:
         slot: the first slot.
-        starts: how many tokens each slot holds already.
-        tokens: new tokens of each.
+        ends: how many tokens each slot holds, the new ones included.
+        tokens: of each that attend.
     """
 
     slot: int
-    starts: tuple[int, ...]
+    ends: tuple[int, ...]
     tokens: int
 
-    @property
-    def end(self) -> int:
-        """Tokens in the longest slot, the new ones included."""
-        return max(self.starts) + self.tokens
+
+def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
+    """Rows (slot, end, tokens) in the order of their slots, neighbours of one block together."""
+    spans: list[Span] = []
+    for slot, end, tokens in rows:
+        last = spans[-1] if spans else None
+        if last and last.slot + len(last.ends) == slot and slot % block and last.tokens == tokens:
+            spans[-1] = Span(last.slot, (*last.ends, end), tokens)
+        else:
+            spans.append(Span(slot, (end,), tokens))
+    return spans
 
 
 @dataclass
 class Layout:
-    """Where the tokens of a packed batch belong: the tokens of the first span's first slot, of its second, …"""
+    """Where the tokens of a packed batch that attend belong: those of the first span's first slot, of its second, …
+
+    Attributes:
+        spans: of slots.
+        slots, positions: of each token, where it is stored, (tokens,).
+        texts: its place in its text, (tokens,).
+        places: of all stored tokens in their texts, (slots, length); None if they are stored in these places.
+    """
 
     spans: Sequence[Span]
-    device: torch.device
-    slots: torch.Tensor = field(init=False)  # (tokens,)
-    positions: torch.Tensor = field(init=False)  # (tokens,)
+    slots: torch.Tensor
+    positions: torch.Tensor
+    texts: torch.Tensor
+    places: torch.Tensor | None = None
+    parts: list[tuple[Span, slice]] = field(init=False)  # each span with its tokens
     _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        slots: list[int] = []
-        positions: list[int] = []
-        for span in self.spans:
-            for row, start in enumerate(span.starts):
-                slots += [span.slot + row] * span.tokens
-                positions += range(start, start + span.tokens)
-        both = torch.tensor([slots, positions]).to(self.device)
-        self.slots, self.positions = both[0], both[1]
+    @classmethod
+    def of(cls, packed: Packed, block: int, device: torch.device) -> Layout:
+        """Of a pass whose tokens all attend and are stored in their places."""
+        rows = list(zip(packed.slots, packed.starts, packed.counts, strict=True))
+        slots = [slot for slot, _, count in rows for _ in range(count)]
+        positions = [place for _, start, count in rows for place in range(start, start + count)]
+        both = torch.tensor([slots, positions]).to(device)
+        return cls(spans_of(((slot, a + n, n) for slot, a, n in rows), block), both[0], both[1], both[1])
 
-    def mask(self, number: int, share: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def __post_init__(self) -> None:
+        ends = accumulate((len(span.ends) * span.tokens for span in self.spans), initial=0)
+        self.parts = list(zip(self.spans, (slice(*pair) for pair in pairwise(ends)), strict=True))
+
+    def mask(self, span: Span, tokens: slice, share: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask of a span: 0 where a query sees a key, else the lowest number.
 
         Shape (slots, 1, share · tokens, keys), `share` query heads a key-value head; with one token a slot
         (slots, 1, 1, keys).
         """
-        key = (number, share, window, dtype)
+        key = (tokens.start, share, window, dtype)
         if key not in self._masks:
-            span = self.spans[number]
-            starts = torch.tensor(span.starts, device=self.device)
-            query = starts[:, None, None] + torch.arange(span.tokens, device=self.device)[:, None]
-            seen = torch.arange(span.end, device=self.device)
+            query, text = (one[tokens].view(-1, span.tokens, 1) for one in (self.positions, self.texts))
+            seen = place = torch.arange(max(span.ends), device=query.device)
+            if self.places is not None:
+                place = self.places[span.slot : span.slot + len(span.ends), None, : len(seen)]
             hidden = seen > query
             if window is not None:
-                hidden |= seen <= query - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+                hidden |= place <= text - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=query.device)
             mask.masked_fill_(hidden, torch.finfo(dtype).min)
             self._masks[key] = (mask.repeat(1, share, 1) if span.tokens > 1 else mask)[:, None]
         return self._masks[key]
 
 
+@dataclass
+class Taken:
+    """A copy of what a slot holds in a layer.
+
+    Attributes:
+        tensors: keys and values.
+        places: in the text, where only some tokens stay.
+        state: what the layer's handler remembers.
+    """
+
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    places: torch.Tensor | None = None
+    state: Any = None
+
+
 class KVCache:
-    """Storage for `count` answers of at most `length` tokens each.
+    """Storage for `count` answers of at most `length` tokens each; a `Store`.
 
     Attention runs block by block, each of `block` slots and as long as the longest of them.
 
@@ -93,9 +137,14 @@ class KVCache:
         self.count = count
         self.length = length
         self.block = block
-        self.layout: Layout | None = None  # of the pass that runs; None: attend within the batch, store nothing
+        self.packed = Packed((), (), ())  # of the pass that runs
+        self.layout: Layout | None = None  # the same, in slots
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        # of layers where only some tokens stay: how many each slot holds, and their places in the text
+        self.lengths: dict[int, torch.Tensor] = {}
+        self.places: dict[int, torch.Tensor] = {}
+        self.states: dict[int, SlotState] = {}
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """The attention of new tokens, whose keys and values are stored.
@@ -118,34 +167,78 @@ class KVCache:
         kinds = getattr(getattr(module, "config", None), "layer_types", None)
         if kinds and kinds[module.layer_idx] == "sliding_attention" and sliding_window is None:
             raise UnsupportedAttention("its attention modules do not say how wide their window is")
-        if options.get("dropout") or query.shape[0] != 1 or call.mask is not None:
+        if options.get("dropout") or query.shape[0] != 1 or call.mask is not None or self.layout is None:
             raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
         scaling = options.get("scaling")
-        rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
-        heads, share = query.shape[1], query.shape[1] // key.shape[1]  # query heads a key-value head
-        if self.layout is None:
-            alone = Layout([Span(0, (0,), query.shape[2])], query.device)
-            mask = alone.mask(0, share, sliding_window, query.dtype)
-            folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
-            out = rule.attend(folded, key, value, mask).reshape(1, heads, -1, value.shape[-1])
-            return out.transpose(1, 2), None
-        layout = self.layout
-        keys, values = self._storage(int(module.layer_idx), key, value)
-        keys[layout.slots, :, layout.positions] = key[0].transpose(0, 1)
-        values[layout.slots, :, layout.positions] = value[0].transpose(0, 1)
+        rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), sliding_window)
+        storage = self._storage(int(module.layer_idx), key, value)
+        given = call.asks if call.stays is None else call.stays
+        if given is None:
+            self._write(storage, self.layout.slots, self.layout.positions, key[0], value[0])
+            return self._attend(rule, self.layout, query[0], *storage).unsqueeze(0), None
+        stays = torch.ones_like(given) if call.stays is None else given
+        asks = given if call.asks is None else call.asks
+        stored, chosen, layout = self._thinned(int(module.layer_idx), stays, asks)
+        self._write(storage, self.layout.slots[stays], stored, key[0, :, stays], value[0, :, stays])
+        attended = self._attend(rule, layout, query[0, :, chosen], *storage)
+        out = attended.new_zeros(len(stays), *attended.shape[1:])
+        out[chosen] = attended
+        return out.masked_fill_(~asks[:, None, None], 0).unsqueeze(0), None
+
+    @staticmethod
+    def _write(storage: Iterable[torch.Tensor], slots: torch.Tensor, places: torch.Tensor, *new: torch.Tensor) -> None:
+        for whole, part in zip(storage, new, strict=True):
+            whole[slots, :, places] = part.transpose(0, 1)
+
+    @staticmethod
+    def _attend(
+        rule: _Rule, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of queries (heads, tokens, width) that lie so, (tokens, heads, width of values)."""
+        heads, share = query.shape[0], query.shape[0] // keys.shape[1]  # query heads a key-value head
         parts = []
-        at = 0
-        for number, span in enumerate(layout.spans):
-            rows, tokens = len(span.starts), span.tokens
-            q = query[0, :, at : at + rows * tokens].reshape(-1, share, rows, tokens, query.shape[-1])
-            q = q.permute(2, 0, 1, 3, 4).reshape(rows, key.shape[1], share * tokens, query.shape[-1])
-            near = slice(span.slot, span.slot + rows)
-            mask = layout.mask(number, share, sliding_window, query.dtype)
-            out = rule.attend(q, keys[near, :, : span.end], values[near, :, : span.end], mask)
-            out = out.reshape(rows, heads, tokens, -1).transpose(1, 2)  # heads stand together again
-            parts.append(out.reshape(rows * tokens, heads, -1))
-            at += rows * tokens
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+        for span, tokens in layout.parts:
+            rows = len(span.ends)
+            q = query[:, tokens].reshape(-1, share, rows, span.tokens, query.shape[-1])
+            q = q.permute(2, 0, 1, 3, 4).reshape(rows, keys.shape[1], share * span.tokens, query.shape[-1])
+            near, end = slice(span.slot, span.slot + rows), max(span.ends)
+            mask = layout.mask(span, tokens, share, rule.window, query.dtype)
+            out = rule.attend(q, keys[near, :, :end], values[near, :, :end], mask)
+            out = out.reshape(rows, heads, span.tokens, -1).transpose(1, 2)  # heads stand together again
+            parts.append(out.reshape(rows * span.tokens, heads, -1))
+        if not parts:
+            return query.new_zeros(0, heads, values.shape[-1])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _thinned(
+        self, layer: int, stays: torch.Tensor, asks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Layout]:
+        """Make room for the tokens that stay, each slot's after its last one.
+
+        Returns:
+            Their positions; which tokens attend, (tokens,); and the layout of these. A slot's only new token attends
+            even if it does not ask: leaving it out would break up blocks.
+        """
+        assert self.layout
+        if layer not in self.lengths:
+            self.lengths[layer] = torch.zeros(self.count, dtype=torch.long)
+            self.places[layer] = self.layout.texts.new_zeros(self.count, self.length)
+        packed = self.packed
+        slots, starts, counts = (torch.tensor(one) for one in (packed.slots, packed.starts, packed.counts))
+        row = torch.arange(len(slots)).repeat_interleave(counts)
+        lengths = torch.where(starts == 0, 0, self.lengths[layer][slots])
+        stay, ask = stays.cpu(), asks.cpu() | (counts == 1)[row]
+        upto = stay.cumsum(0)
+        new, asking = (torch.zeros_like(counts).index_add_(0, row, one.long()) for one in (stay, ask))
+        positions = (lengths - (new.cumsum(0) - new))[row] + upto - 1
+        ends = self.lengths[layer][slots] = lengths + new
+        device, texts = self.layout.texts.device, self.layout.texts
+        positions, chosen = positions.to(device), ask.to(device)
+        self.places[layer][self.layout.slots[stays], positions[stays]] = texts[stays]
+        rows = zip(slots.tolist(), ends.tolist(), asking.tolist(), strict=True)
+        spans = spans_of((one for one in rows if one[2]), self.block)
+        layout = Layout(spans, self.layout.slots[chosen], positions[chosen], texts[chosen], self.places[layer])
+        return positions[stays], chosen, layout
 
     def _storage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in self.keys:
@@ -155,36 +248,76 @@ class KVCache:
         return self.keys[layer], self.values[layer]
 
     @contextmanager
-    def laid_out(self, layout: Layout) -> Iterator[None]:
-        """Forward passes inside the block are over tokens that lie so, and are stored."""
-        self.layout = layout
+    def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
+        """Forward passes inside the block are over such tokens, which are stored."""
+        self.packed, self.layout = packed, Layout.of(packed, self.block, device)
         try:
-            yield
+            yield self.layout
         finally:
             self.layout = None
 
+    def state(self, call: AttentionCall, make: Callable[[], State]) -> State:
+        """What the handler of a layer remembers of the sequences; see `Store`."""
+        module: Any = call.module
+        layer: int = module.layer_idx
+        if layer not in self.states:
+            self.states[layer] = make()
+        found: Any = self.states[layer]
+        if new := [slot for slot, start in zip(self.packed.slots, self.packed.starts, strict=True) if not start]:
+            found.begin(new)
+        state: State = found
+        return state
+
+    # ------------------------------------------------------------------ slots
+
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot to another."""
-        for storage in (*self.keys.values(), *self.values.values()):
-            storage[target, :, :length] = storage[source, :, :length]
+        """Copy the first `length` tokens of one slot to another, and what is remembered of them."""
+        for layer in self.keys:
+            held = self._held(layer, source, length)
+            for storage in (self.keys[layer], self.values[layer]):
+                storage[target, :, :held] = storage[source, :, :held]
+            if layer in self.lengths:
+                self.lengths[layer][target] = held
+                self.places[layer][target, :held] = self.places[layer][source, :held]
+            if layer in self.states:
+                self.states[layer].move(source, target)
 
-    def take(self, slot: int, length: int, layers: int) -> list[torch.Tensor]:
+    def take(self, slot: int, length: int, layers: int) -> list[Taken]:
         """Copies of a slot's keys and values in the layers below `layers`, each (heads, length, width)."""
-        return [
-            storage[layer][slot, :, :length].clone() for layer in range(layers) for storage in (self.keys, self.values)
-        ]
-
-    def put(self, slot: int, taken: Sequence[torch.Tensor], length: int, layers: int) -> None:
-        """Write the first `length` tokens of what `take` gave into a slot, in the layers below `layers`."""
+        found = []
         for layer in range(layers):
-            for storage, part in ((self.keys, taken[2 * layer]), (self.values, taken[2 * layer + 1])):
-                storage[layer][slot, :, :length] = part[:, :length]
+            held = self._held(layer, slot, length)
+            keys, values = (one[layer][slot, :, :held].clone() for one in (self.keys, self.values))
+            places = self.places[layer][slot, :held].clone() if layer in self.places else None
+            state = self.states[layer].take(slot) if layer in self.states else None
+            found.append(Taken((keys, values), places, state))
+        return found
+
+    def put(self, slot: int, taken: Sequence[Taken], length: int, layers: int) -> None:
+        """Write the first `length` tokens of what `take` gave into a slot, in the layers below `layers`.
+
+        Where only some tokens stay, that is all that was taken, and what is remembered of them.
+        """
+        for layer, one in zip(range(layers), taken, strict=False):
+            for storage, part in zip((self.keys[layer], self.values[layer]), one.tensors, strict=True):
+                held = min(length, part.shape[1])
+                storage[slot, :, :held] = part[:, :held]
+            if one.places is not None:
+                self.lengths[layer][slot] = len(one.places)
+                self.places[layer][slot, : len(one.places)] = one.places
+            if layer in self.states:
+                self.states[layer].put(slot, one.state)
+
+    def _held(self, layer: int, slot: int, length: int) -> int:
+        """How many of the first `length` tokens of a slot stay in a layer."""
+        return int(self.lengths[layer][slot]) if layer in self.lengths else length
 
 
 @dataclass(frozen=True)
 class _Rule:
     scaling: float
     softcap: float | None
+    window: int | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if self.softcap is None:

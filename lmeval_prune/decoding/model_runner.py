@@ -11,9 +11,10 @@ import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.in_use import in_use
-from lmeval_prune.decoding.kv_cache import KVCache, Layout, Span
+from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
-from lmeval_prune.interventions.attention_call import UnsupportedAttention, replace_attention
+from lmeval_prune.interventions.attention_call import Packed, UnsupportedAttention, replace_attention
+from lmeval_prune.interventions.base import uncounted
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.row_masks import RowMasks
 
@@ -51,6 +52,7 @@ class ModelRunner:
     def __init__(
         self, model_map: ModelMap, cache: KVCache, skip: LayerSkip, rows: RowMasks, masks: Sequence[HeadMask | None]
     ) -> None:
+        self._model_map = model_map
         self._model: Any = model_map.model
         self._skip, self._rows = skip, rows
         self._table = rows.table(masks)
@@ -74,7 +76,7 @@ class ModelRunner:
         """
         skip, rows = LayerSkip(model_map), RowMasks()
         with in_use(model_map), ExitStack() as stack:
-            replace_attention(model_map, cache.attend, stack)
+            replace_attention(model_map, cache, stack)
             stack.enter_context(rows.applied_to(model_map.model, model_map))
             stack.enter_context(skip.installed())
             yield cls(model_map, cache, skip, rows, masks)
@@ -93,25 +95,19 @@ class ModelRunner:
             Logits, (tokens but the skipped ones, vocabulary), and of each chunk what entered the layers that it
             wants kept, (tokens, width).
         """
-        spans: list[Span] = []
         flat: list[int] = []
         masks: list[int] = []
         wanted: list[int] = []
         for chunk in batch:
             count = len(chunk.tokens)
-            last = spans[-1] if spans else None
-            near = last is not None and last.slot + len(last.starts) == chunk.slot and chunk.slot % self.cache.block
-            if last and near and last.tokens == count:
-                spans[-1] = Span(last.slot, (*last.starts, chunk.stored), count)
-            else:
-                spans.append(Span(chunk.slot, (chunk.stored,), count))
             wanted += range(len(flat) + chunk.skip, len(flat) + count)
             flat += chunk.tokens
             masks += [chunk.mask] * count
-        layout = Layout(spans, self._device)
+        columns = zip(*((chunk.slot, chunk.stored, len(chunk.tokens)) for chunk in batch), strict=True)
         keep = frozenset[int]().union(*(chunk.keep for chunk in batch))
         hidden = None if hidden is None else hidden.unsqueeze(0)
-        with self._skip.running(start, hidden, keep) as current, self.cache.laid_out(layout):
+        packing = self.cache.packing(Packed(*columns), self._device)
+        with self._skip.running(start, hidden, keep) as current, packing as layout:
             logits = self._logits(flat, masks, layout.positions, wanted)
         self.layer_tokens += len(flat) * (self.layers - start)
         self.head_tokens += len(wanted)
@@ -125,9 +121,14 @@ class ModelRunner:
 
     def alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
         """Logits after `tokens`, run by themselves, stored nowhere; they depend on nothing else. (vocabulary,)."""
-        positions = torch.arange(len(tokens), device=self._device)
-        with self._skip.running():
-            return self._logits(list(tokens), [mask] * len(tokens), positions, [len(tokens) - 1])[0]
+        length = len(tokens)
+        cache, packed = KVCache(1, length), Packed((0,), (0,), (length,))
+        with ExitStack() as stack:
+            replace_attention(self._model_map, cache, stack)
+            stack.enter_context(uncounted(self._model))
+            stack.enter_context(self._skip.running())
+            layout = stack.enter_context(cache.packing(packed, self._device))
+            return self._logits(list(tokens), [mask] * length, layout.positions, [length - 1])[0]
 
     def _logits(
         self, tokens: Sequence[int], masks: Sequence[int], positions: torch.Tensor, wanted: Sequence[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ def _check(model_map: ModelMap) -> None:
     """
     model: Any = model_map.model
     for one in interventions_on(model):
-        if not one.tokenwise:
+        if one.needs_order:
+            raise UnsupportedAttention(f"answers under {type(one).__name__} depend on those before them")
+        if not (one.tokenwise or one.by_sequence):
             raise UnsupportedAttention(f"{type(one).__name__} does not say that it treats each token by itself")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
@@ -58,7 +61,9 @@ def _check(model_map: ModelMap) -> None:
     tokens = [7 * i % config.vocab_size for i in range(12)]
     (layer,) = middle = frozenset({len(model_map.attention) // 2})
     (device,) = devices
-    with torch.inference_mode():
+    with torch.inference_mode(), ExitStack() as stack:
+        for one in interventions_on(model):
+            stack.enter_context(one.compared())
         expected = model(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
         with ModelRunner.on(model_map, KVCache(2, 12), [None]) as runner:
 

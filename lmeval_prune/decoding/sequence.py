@@ -10,6 +10,7 @@ import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.drafts import GrowingLookup, Lookup
+from lmeval_prune.decoding.kv_cache import Taken
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.interventions.head_mask import HeadMask
 
@@ -70,7 +71,7 @@ class PromptGroup:
     followers: deque[Sequence]
     led: list[int] = field(default_factory=list)
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    shared: list[torch.Tensor] = field(default_factory=list)
+    shared: list[Taken] = field(default_factory=list)
     answers: Lookup | None = None
     left: int = 0
 

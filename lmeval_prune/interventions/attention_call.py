@@ -9,11 +9,11 @@ attention and with the engine's alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +33,58 @@ class UnsupportedAttention(Exception):  # noqa: N818 - a reason to fall back, no
     """A model's attention asks for something that is not done here."""
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Whose the tokens of a packed batch (1, tokens) are: sequence after sequence.
+
+    Attributes:
+        slots: of each sequence, where a store has it.
+        starts: how many of its tokens the store has seen; 0 for one that begins.
+        counts: how many are new.
+    """
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+
+
+class SlotState(Protocol):
+    """What a handler remembers of the sequences in a store, slot by slot; it moves with them."""
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Other sequences begin there."""
+
+    def move(self, source: int, target: int) -> None:
+        """A sequence goes to another slot."""
+
+    def take(self, slot: int) -> Any:
+        """A copy of what is remembered of a sequence."""
+
+    def put(self, slot: int, taken: Any) -> None:
+        """Another sequence goes on from there."""
+
+
+State = TypeVar("State", bound=SlotState)
+
+
+class Store(Protocol):
+    """Keys and values of many sequences, and the attention over them, in place of the model's own.
+
+    Attributes:
+        count: how many slots it has.
+        packed: what the pass that runs is about.
+    """
+
+    count: int
+    packed: Packed
+
+    def attend(self, call: AttentionCall) -> Attended:
+        """The attention of new tokens, whose keys and values are stored."""
+
+    def state(self, call: AttentionCall, make: Callable[[], State]) -> State:
+        """What the handler of a layer remembers, made when first asked for; to be asked for once a pass."""
+
+
 @dataclass
 class AttentionCall:
     """What an attention module asks for.
@@ -44,6 +96,9 @@ class AttentionCall:
         key, value: (batch, key-value heads, keys, width), after rotary embedding, as they are cached.
         mask: the model's own mask, as its implementation wants it (None may mean causal); always None before a store.
         options: `scaling`, `softcap`, `sliding_window`, `dropout` and the like.
+        store: what stands in place of the model's own attention, if anything does; the batch is then packed.
+        stays: for a store, which of the new tokens are stored, (tokens,); None for all. What is not is seen by none.
+        asks: for a store, which of those attend, (tokens,); None for all that stay. The others get zeros.
     """
 
     layer: AttentionLayer
@@ -53,6 +108,9 @@ class AttentionCall:
     value: torch.Tensor
     mask: torch.Tensor | None
     options: dict[str, Any]
+    store: Store | None = None
+    stays: torch.Tensor | None = None
+    asks: torch.Tensor | None = None
 
 
 Attend = Callable[[AttentionCall], Attended]
@@ -65,7 +123,7 @@ class _Wiring:
 
     originals: list[tuple[Any, str]]  # configurations, and the implementations that they named
     handlers: list[Handler] = field(default_factory=list)
-    stores: list[Attend] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
 
     @property
     def original(self) -> str:
@@ -92,7 +150,7 @@ def put_in_front(model_map: ModelMap, handler: Handler, stack: ExitStack) -> Non
     _name_implementation(wiring)
 
 
-def replace_attention(model_map: ModelMap, store: Attend, stack: ExitStack) -> None:
+def replace_attention(model_map: ModelMap, store: Store, stack: ExitStack) -> None:
     """Let `store` compute the attention of all layers, behind what stands in front, until `stack` closes."""
     wiring = _wiring_of(model_map)
     wiring.stores.append(store)
@@ -177,10 +235,11 @@ def _attend(
     wiring, layer = found or (None, None)
     if wiring is None or layer is None:
         raise UnsupportedAttention("its attention is computed by modules that are not known")
-    attend: Attend = wiring.stores[-1] if wiring.stores else _original
+    store = wiring.stores[-1] if wiring.stores else None
+    attend: Attend = store.attend if store else _original
     for handler in wiring.handlers:
         attend = _after(handler, attend)
-    return attend(AttentionCall(layer, module, query, key, value, attention_mask, options))
+    return attend(AttentionCall(layer, module, query, key, value, attention_mask, options, store))
 
 
 def _after(handler: Handler, attend: Attend) -> Attend:

@@ -98,11 +98,16 @@ class Intervention(ABC):
 
     Attributes:
         tokenwise: (of the class) what it does to a token depends on that token alone. Then rows of different requests
-            can stand in one packed batch, and the decoding engine runs it; else the engine leaves it to `generate`.
+            can stand in one packed batch, and the decoding engine runs it.
+        by_sequence: (of the class) what it does to a token depends on those before it in the same sequence. Of packed
+            tokens it finds out whose they are, and keeps what it remembers of each sequence, in the store that is
+            behind it (`AttentionCall.store`). The engine runs it, too, but takes no token back. What says neither is
+            left to `generate`.
         origin: the artefact that it was loaded from.
     """
 
     tokenwise: ClassVar[bool] = False
+    by_sequence: ClassVar[bool] = False
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -139,6 +144,10 @@ class Intervention(ABC):
     def uncounted(self) -> AbstractContextManager[None]:
         """A block whose forward passes are trials: what is measured does not count them. By default nothing is."""
         return nullcontext()
+
+    def compared(self) -> AbstractContextManager[None]:
+        """`uncounted`, for passes whose results are compared: what a rounding could turn is made certain in them."""
+        return self.uncounted()
 
     def joined(self, other: Intervention) -> Self | None:
         """This and another one as a single intervention; None if they only nest."""
@@ -266,6 +275,15 @@ def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
     """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
     applied = (_APPLIED[module] for module in model.modules() if module in _APPLIED) if _APPLIED else ()
     return tuple(next(iter(applied), ()))
+
+
+@contextmanager
+def uncounted(model: nn.Module) -> Iterator[None]:
+    """A block whose forward passes are trials for all that is applied to a model."""
+    with ExitStack() as stack:
+        for one in interventions_on(model):
+            stack.enter_context(one.uncounted())
+        yield
 
 
 def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:

@@ -120,10 +120,7 @@ class DeviceFilter:
         """Which new tokens do not attend, skipped or padding, (rows, tokens); the others are stored."""
         key, value, device = call.key, call.value, call.key.device
         states = self.states.setdefault(label, fresh(1, device)) if self.shared else sequences.states
-        if label not in self.totals:
-            totals = self.totals[label] = torch.zeros(2, dtype=torch.long, device=device)
-            self.counts[label].update({"tokens": totals[0], "skipped": totals[1]})
-        totals = self.totals[label]
+        totals = self.totals_of(label, device)
         moved = (key, value, valid, sequences.begun, *sequences.anchors, states, self.rule)
         if valid.shape[1] == 1:
             sequences.make_room(1)
@@ -140,6 +137,13 @@ class DeviceFilter:
             sequences.append(key, value, valid if self.keep_skipped_kv else ~absent)
         sequences.tokens += valid.shape[1]
         return absent
+
+    def totals_of(self, label: str, device: torch.device) -> torch.Tensor:
+        """A layer's tokens and skipped ones so far, (2,); written."""
+        if label not in self.totals:
+            totals = self.totals[label] = torch.zeros(2, dtype=torch.long, device=device)
+            self.counts[label].update({"tokens": totals[0], "skipped": totals[1]})
+        return self.totals[label]
 
     def attend(
         self,

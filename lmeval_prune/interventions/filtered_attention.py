@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.attention_call import Attend, AttentionCall, put_in_front
-from lmeval_prune.interventions.base import change_output
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, Store, put_in_front
+from lmeval_prune.interventions.filter_in_store import SlotStates, array
 from lmeval_prune.interventions.filter_on_device import DeviceFilter, DeviceSequences, can_attend
 from lmeval_prune.kernels.token_filter.state import fresh
+
+FEW = 64  # tokens: to project those that do not skip pays for more
 
 
 @dataclass
@@ -197,6 +200,7 @@ class FilteredAttention:
         self.rule, self.keep_skipped_kv, self.counts, self.skipped = rule, keep_skipped_kv, counts, skipped
         self.on_device = DeviceFilter(rule, shared, keep_skipped_kv, counts)
         self._shared: dict[str, np.ndarray] | None = {} if shared else None
+        self._attended: dict[str, torch.Tensor] = {}  # what skipped, for the output projection that follows
         self._caches: dict[str, FilteredLayer | None] = {}
         self._last: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self.labels: set[str] = set()
@@ -211,6 +215,7 @@ class FilteredAttention:
             if place:
                 place.is_awaited = False
         self._caches.clear()
+        self._attended.clear()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -223,6 +228,17 @@ class FilteredAttention:
             counts, self._shared, device.states, device.totals = before
             self.counts.update(counts)
 
+    @contextmanager
+    def skipping(self, place: int) -> Iterator[None]:
+        """Inside the block a sequence's token in this place, 2 at least, skips, and no other, whatever it holds."""
+        rule = self.rule
+        # the threshold begins far below all similarities, and then rises far above them
+        self.rule = self.on_device.rule = (-1.0, 1e12, rule[2], place, -1e9, *rule[5:])
+        try:
+            yield
+        finally:
+            self.rule = self.on_device.rule = rule
+
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
         """Handle the attention of these layers until `stack` closes."""
         put_in_front(model_map, self.handle, stack)
@@ -232,8 +248,7 @@ class FilteredAttention:
             self.counts[layer.label] = Counter()
             watch = layer.module.register_forward_pre_hook(self._watching(layer), with_kwargs=True)
             stack.callback(watch.remove)
-            if getattr(layer.o_proj, "bias", None) is not None:  # it would add its bias to what was skipped
-                change_output(layer.o_proj, self._clearing(layer), stack)
+            self._project_through(layer, stack)
 
     def _watching(self, layer: AttentionLayer) -> Any:
         """See which cache the layer is about to use, and have a place of our own in it."""
@@ -261,8 +276,26 @@ class FilteredAttention:
         found.is_awaited = True
         return found
 
-    def _clearing(self, layer: AttentionLayer) -> Any:
-        return lambda output: output.masked_fill(self.skipped[layer.label][..., None], 0)
+    def _project_through(self, layer: AttentionLayer, stack: ExitStack) -> None:
+        """Let a layer's output projection leave out what skips; hooks on it see all tokens, in whatever order."""
+        module: Any = layer.o_proj
+        before = vars(module).get("forward")  # another library's, if any
+        module.forward = partial(self._project, layer, module.forward)
+        stack.callback(setattr, module, "forward", before) if before else stack.callback(delattr, module, "forward")
+
+    def _project(self, layer: AttentionLayer, project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
+        """The output projection of tokens that do not skip; zeros for the others, without its bias."""
+        skipped = self._attended.pop(layer.label, None)
+        if skipped is None:  # another model's, copied from this one
+            return project(x)
+        if x.is_cuda or skipped.numel() <= FEW:  # a GPU would be waited for
+            out = project(x)
+            return out if getattr(layer.o_proj, "bias", None) is None else out.masked_fill(skipped[..., None], 0)
+        kept = ~skipped
+        part = project(x[kept])
+        out = part.new_zeros(*x.shape[:-1], part.shape[-1])
+        out[kept] = part
+        return out
 
     # ------------------------------------------------------------------ attention
 
@@ -271,6 +304,8 @@ class FilteredAttention:
         label = call.layer.label
         if label not in self.labels:
             return attend(call)
+        if call.store is not None:
+            return self._in_store(call, call.store, attend)
         place = self._caches.pop(label, None)
         sequences = (place.sequences if place else None) or sequences_like(call.key, call.value)
         if place:
@@ -280,7 +315,7 @@ class FilteredAttention:
             by_kernel = can_attend(call)
             before = [] if by_kernel else sequences.lengths.tolist()
             absent = self.on_device.decide(label, call, sequences, valid)
-            self.skipped[label] = absent & valid
+            self.skipped[label] = self._attended[label] = absent & valid
             if by_kernel:
                 softcap = call.options.get("softcap") if _is_eager(call) else None  # as in layers without a filter
                 return self.on_device.attend(call, sequences, valid, absent, softcap), None
@@ -288,7 +323,7 @@ class FilteredAttention:
         else:
             before = list(sequences.lengths)
             skipped = torch.from_numpy(self._decide(label, call, sequences, valid)).to(call.query.device)
-            self.skipped[label] = skipped
+            self.skipped[label] = self._attended[label] = skipped
             kept = valid & ~skipped
             sequences.append(call.key, call.value, valid if self.keep_skipped_kv else kept)
         found = {
@@ -301,6 +336,22 @@ class FilteredAttention:
         for row, attended in found.items():
             out[row, kept[row]] = attended
         return out, None
+
+    def _in_store(self, call: AttentionCall, store: Store, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same for packed sequences, whose keys and values the store has."""
+        label, key, value = call.layer.label, call.key, call.value
+        states = store.state(call, lambda: SlotStates(store.count, key, value, partial(self._count, label, key.device)))
+        skipped = states.decide(store.packed, key, value, self.rule)
+        self._count(label, key.device, len(skipped), int(skipped.sum()))
+        self.skipped[label] = self._attended[label] = skipped[None]
+        asks = ~skipped
+        return attend(replace(call, stays=None if self.keep_skipped_kv else asks, asks=asks))
+
+    def _count(self, label: str, device: torch.device, tokens: int, skipped: int) -> None:
+        if device.type == "cuda":
+            self.on_device.totals_of(label, device).add_(torch.tensor([tokens, skipped], device=device))
+        else:
+            self.counts[label].update(tokens=tokens, skipped=skipped)
 
     def _valid_of(self, call: AttentionCall) -> torch.Tensor:
         """`_valid`, once for all layers of a decode step that are given the same mask."""
@@ -315,7 +366,7 @@ class FilteredAttention:
         from lmeval_prune.kernels.token_filter import compiled
 
         states = sequences.states if self._shared is None else self._shared.setdefault(label, fresh(1).numpy())
-        key, value = (_array(tensor) for tensor in (call.key, call.value))
+        key, value = (array(tensor) for tensor in (call.key, call.value))
         is_token = valid.cpu().numpy()
         skipped = compiled.decide(key, value, is_token, sequences.begun, *sequences.anchors, states, *self.rule)
         self.counts[label].update(tokens=int(is_token.sum()), skipped=int(skipped.sum()))
@@ -352,11 +403,6 @@ class FilteredAttention:
                 hidden |= seen <= asks[:, None] - window
             mask = query.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min)[None, None]
         return attend(replace(call, query=query, key=key, value=value, mask=mask))[0][0]
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    found: np.ndarray = tensor.detach().to("cpu", torch.float64).contiguous().numpy()
-    return found
 
 
 def _valid(call: AttentionCall) -> torch.Tensor:

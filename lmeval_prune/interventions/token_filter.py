@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, Self
@@ -55,6 +56,7 @@ class TokenFilter(Intervention):
         InputError: a value is none of these, or out of its range.
     """
 
+    by_sequence = True
     ratio: float
     tail: float = 0.5
     focus: str = "tail"
@@ -127,6 +129,12 @@ class TokenFilter(Intervention):
     def uncounted(self) -> AbstractContextManager[None]:
         """What runs inside the block is not counted; see the base class."""
         return self.attention.uncounted() if self.attention else nullcontext()
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """The sixth token skips, and no other: similarity and threshold may be close; see the base class."""
+        with self.uncounted(), self.attention.skipping(5) if self.attention else nullcontext():
+            yield
 
     @property
     def needs_order(self) -> bool:

@@ -20,6 +20,7 @@ from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions.base import uncounted
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import applied, identity_of, tokenizer_fingerprint
@@ -74,7 +75,7 @@ class PrunedHFLM(HFLM):
                 applied.enter_context(one.applied_to(self.model, self.model_map))
             self.engine = self._engine() if self.given.engine.engine == "batched" else None
             self.answering = Answering(self)
-            if self.given.responses and any(one.needs_order for one in interventions_on(self.model)):
+            if self.given.responses and self._needs_order:
                 raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
             self._applied = applied.pop_all()
 
@@ -173,7 +174,7 @@ class PrunedHFLM(HFLM):
         """Keep what `--use_cache` stores apart by model, settings and what is applied; see `keep_apart`.
 
         Raises:
-            InputError: there is an answer store too, or the cache's tables cannot be told apart.
+            InputError: there is an answer store too, answers depend on their order, or tables cannot be told apart.
         """
         database = getattr(cache_hook, "dbdict", None)
         if database is not None:
@@ -181,6 +182,10 @@ class PrunedHFLM(HFLM):
                 raise InputError("--use_cache and responses= both keep answers; give one of them")
             if self.given.tries:
                 raise InputError("--use_cache cannot keep the tries of a router apart; use responses=FOLDER instead")
+            if self._needs_order:
+                raise InputError(
+                    "answers that depend on their order (state=run) cannot be stored; leave out --use_cache"
+                )
             keep_apart(database, self)
         super().set_cache_hook(cache_hook)
 
@@ -201,6 +206,10 @@ class PrunedHFLM(HFLM):
         """As lm-eval's, through the answer store if there is one."""
         return self.answering.answer("loglikelihood_rolling", requests, disable_tqdm)
 
+    @property
+    def _needs_order(self) -> bool:
+        return any(one.needs_order for one in interventions_on(self.model))
+
     # ------------------------------------------------------------------ padding
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
@@ -214,9 +223,7 @@ class PrunedHFLM(HFLM):
         return found
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        with ExitStack() as stack:
-            for one in interventions_on(self.model):
-                stack.enter_context(one.uncounted())
+        with uncounted(self.model):
             return int(super()._detect_batch_size(*args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

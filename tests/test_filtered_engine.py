@@ -1,0 +1,201 @@
+"""The decoding engine on filtered models, against `generate` of each request alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmeval_prune import HeadMask
+from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
+from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.interventions import filter_in_store, interventions_on
+from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from tests.test_decoding import Letters, alone, answers, model_of, some_requests
+from tests.test_pruned_hf import GENERATE, PROMPTS, request
+from tests.tiny_models import tiny
+
+QUICK = {"ratio": 0.4, "focus": "uniform", "warmup": 3}
+FAMILIES = [
+    ("llama", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("phi3", {}),
+    ("gpt2", {}),
+    ("deepseek_v3", {}),
+    ("mistral", {"sliding_window": 6}),
+    ("gemma2", {"sliding_window": 5}),
+    ("gemma3_text", {"sliding_window": 5}),
+]
+
+
+def plain(requests: list[Request]) -> list[Request]:
+    """Without stop texts, which `alone` only cuts off afterwards."""
+    return [Request(r.prompt, r.mask, SamplingParams(r.params.max_new_tokens, ()), tag=r.tag) for r in requests]
+
+
+def counts(model: Any) -> dict[str, Counter[str]]:
+    return {label: Counter(count) for label, count in interventions_on(model)[0].counts.items()}
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)
+@pytest.mark.parametrize("keep", [False, True])
+def test_every_family_gives_what_generate_gives(family: str, changes: dict[str, Any], keep: bool) -> None:
+    """More requests than slots, several of a prompt under different masks, ends at any time."""
+    model = model_of(family, **changes)
+    requests = some_requests(model, seed=1, longest=20)
+    dense = answers(Engine(model, Letters()), requests)
+    with TokenFilter(**QUICK, keep_skipped_kv=keep).applied_to(model):
+        engine = Engine(model, Letters(), max_rows=3)
+        assert engine.unsupported is None
+        found = answers(engine, requests)
+        for one in requests:
+            assert found[one.tag] == alone(model, one), one
+    assert found != dense
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10**6),
+    block=st.sampled_from([1, 2, 3, 16]),
+    rule=st.fixed_dictionaries(
+        {
+            "ratio": st.sampled_from([0.2, 0.5]),
+            "focus": st.sampled_from(["tail", "uniform", "head"]),
+            "warmup": st.sampled_from([1, 4]),
+            "keep_skipped_kv": st.booleans(),
+        }
+    ),
+    rows=st.integers(1, 9),
+    switches=st.fixed_dictionaries(
+        {"share": st.booleans(), "refill": st.booleans(), "follow": st.sampled_from([0, 4])}
+    ),
+    deterministic=st.booleans(),
+)
+def test_any_options_and_order_give_what_generate_gives(
+    seed: int, block: int, rule: dict[str, Any], rows: int, switches: dict[str, Any], deterministic: bool
+) -> None:
+    """Answers, and what was skipped by layer, shared prompts counted for each."""
+    model = model_of("llama")
+    requests = plain(some_requests(model, seed, prompts=3, each=4))
+    with pytest.MonkeyPatch.context() as patch, TokenFilter(**rule).applied_to(model):
+        patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
+        engine = Engine(model, schedule=Schedule(budget=40, **switches), max_rows=rows, deterministic=deterministic)
+        found, done = answers(engine, requests), counts(model)
+        expected = {one.tag: alone(model, one) for one in requests}
+        assert found == expected
+        assert {label: now - done[label] for label, now in counts(model).items()} == done
+
+
+def test_decisions_where_the_tensors_are_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, without its kernels."""
+    model, found = model_of("llama"), []
+    requests = some_requests(model, seed=4, prompts=6)
+    for on_device in (False, True):
+        monkeypatch.setattr(filter_in_store, "on_device", lambda _, on_device=on_device: on_device)
+        with TokenFilter(**QUICK).applied_to(model):
+            found.append((answers(Engine(model, Letters(), max_rows=4), requests), counts(model)))
+    assert found[0] == found[1]
+
+
+def test_slots_are_moved_and_prompts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other tests compare did run on every path."""
+    model, seen = model_of("llama"), Counter[str]()
+    for name in ("move", "take", "put"):
+        inner = getattr(KVCache, name)
+
+        def watched(self: KVCache, *args: Any, name: str = name, inner: Any = inner) -> Any:
+            seen[name] += 1
+            return inner(self, *args)
+
+        monkeypatch.setattr(KVCache, name, watched)
+    with TokenFilter(**QUICK).applied_to(model):
+        engine = Engine(model, Letters(), max_rows=4)
+        answers(engine, some_requests(model, seed=3, prompts=6))
+    assert min(seen["move"], seen["take"], seen["put"], engine.statistics.follow_tokens) > 0
+    assert engine.statistics.drafted == engine.statistics.followed == 0
+
+
+def test_a_slot_holds_what_was_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, caches = model_of("llama"), []
+    monkeypatch.setattr(KVCache, "move", lambda *_: None)  # one answer, never moved
+    inner = KVCache.__init__
+    monkeypatch.setattr(KVCache, "__init__", lambda self, *args: (inner(self, *args), caches.append(self))[0])
+    with TokenFilter(**{**QUICK, "focus": "tail"}).applied_to(model):
+        engine = Engine(model)
+        assert engine.unsupported is None
+        list(engine.decode([Request(tuple(range(5, 25)), None, SamplingParams(21, ()))]))
+        done = counts(model)
+    cache = caches[-1]
+    assert set(cache.lengths) == {2, 3}  # of 4 layers, the last two filter
+    for layer, label in ((2, "L2"), (3, "L3")):
+        held = int(cache.lengths[layer][0])
+        assert held == done[label]["tokens"] - done[label]["skipped"] < done[label]["tokens"] == 40
+        assert not cache.keys[layer][0, :, held:].any()
+        places = cache.places[layer][0, :held]
+        assert (places.diff() > 0).all() and places[-1] < 40
+
+
+def test_a_draw_is_that_of_the_request_alone() -> None:
+    model = model_of("llama")
+    sampled = SamplingParams(20, (), do_sample=True, temperature=0.8)
+    requests = [Request((5, 6, 7), HeadMask("L1H1") if n % 2 else None, sampled, n, tag=n) for n in range(6)]
+    with TokenFilter(**QUICK).applied_to(model):
+        together = answers(Engine(model, max_rows=4), requests)
+        for one in requests:
+            assert answers(Engine(model), [one])[one.tag] == together[one.tag]
+
+
+def test_a_store_that_keeps_what_is_skipped_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision, too, where a rounding may turn a decision."""
+    inner = KVCache.attend
+
+    def keeping(self: KVCache, call: Any) -> Any:
+        return inner(self, replace(call, stays=None))
+
+    for dtype in (torch.float64, torch.bfloat16):
+        model = tiny("llama", dtype=dtype)
+        with TokenFilter(0.3).applied_to(model):
+            assert Engine(model).unsupported is None
+            assert not any(counts(model).values())  # trials
+            with monkeypatch.context() as patch:
+                patch.setattr(KVCache, "attend", keeping)
+                assert Engine(model).unsupported
+
+
+def test_what_takes_tokens_back_is_switched_off_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("llama")
+    asked = [Request((5, 6, 7), None, SamplingParams(4, ()), tag=0)]
+    with TokenFilter(**QUICK).applied_to(model):
+        answers(Engine(model), asked)
+        assert "takes no token back" not in caplog.text
+        answers(Engine(model, schedule=Schedule(drafts=4)), asked)
+        assert caplog.text.count("TokenFilter takes no token back") == 1
+
+
+def test_one_threshold_for_a_run_is_left_to_generate() -> None:
+    model = model_of("llama")
+    with TokenFilter(**QUICK, state="run").applied_to(model):
+        assert "depend on those before them" in str(Engine(model).unsupported)
+
+
+def test_answers_and_counts_do_not_depend_on_the_rows(tiny_folder: Path) -> None:
+    rng = random.Random(0)
+    texts = [prompt[: rng.randint(1, len(prompt))] for prompt in PROMPTS * 5]
+    asked = [request("generate_until", (text, dict(GENERATE)), i) for i, text in enumerate(texts)]
+
+    def run(**arguments: Any) -> tuple[list[str], Any]:
+        lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", token_filter=QUICK, **arguments)
+        return lm.generate_until(asked), lm.pruning_info()["token_filter_skipped"]
+
+    expected = run(batch_size=1)
+    for rows in (1, 4, 16):
+        assert run(engine="batched", engine_rows=rows) == expected

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -21,7 +22,7 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.artefacts import read_artefact, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
+from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
 
 SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
@@ -62,14 +63,11 @@ def begin(name: str, **settings: Any) -> Athena:
         max_length=min(longest, tokenizer.model_max_length),
         **settings,
     )
-    return Athena(own, _encoder(folder).float(), tokenizer)
-
-
-def _encoder(folder: str | os.PathLike[str]) -> Any:
     try:
-        return AutoModel.from_pretrained(folder, dtype="auto")
+        encoder = AutoModel.from_pretrained(folder, dtype=torch.float32)
     except UNREADABLE as error:
-        raise InputError(f"the weights of the encoder {folder} cannot be loaded ({first_line(error)})") from error
+        raise InputError(f"the weights of the encoder {name} cannot be loaded ({first_line(error)})") from error
+    return Athena(own, encoder, tokenizer)
 
 
 def write(model: Athena, folder: str | os.PathLike[str]) -> None:
@@ -132,7 +130,8 @@ def read(folder: str | os.PathLike[str]) -> Athena:
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(f"{HEAD} is not the one that {SETTINGS} names")
         state = load(data)
-        model = Athena(settings, _encoder(Path(folder) / ENCODER), tokenizer).to(next(iter(state.values())).dtype)
+        encoder = with_weights(skeleton_of(f"{folder}/{ENCODER}"), f"{folder}/{ENCODER}")
+        model = Athena(settings, encoder, tokenizer).to(next(iter(state.values())).dtype)
         model.load_state_dict(state, strict=False)
         if set(state) != set(head_state(model)):
             raise ValueError(f"{HEAD} lacks weights, or has other ones")

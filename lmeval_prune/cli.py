@@ -35,6 +35,7 @@ COMMANDS = {
     "report sprint": "lmeval_prune.sprint.commands:report",
     "grid run": "lmeval_prune.grid.commands:run",
     "grid compare": "lmeval_prune.grid.commands:compare",
+    "athena train": "lmeval_prune.athena.commands:train",
 }
 
 # run lm-eval, which is to know us, with the bridge or without

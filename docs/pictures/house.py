@@ -8,9 +8,9 @@ from matplotlib.patches import FancyBboxPatch
 FLOORS = [
     [("cli · demo", "the commands"), ("plugin", "how lm-eval finds us")],
     [("sprint", "outcomes, router, report"), ("grid", "cells, runners, comparison, page")],
-    [("models", "pruned-hf and the store of answers")],
+    [("models", "pruned-hf and the store of answers; athena")],
     [("surgery", "executes a plan"), ("pruners", "scores, schedule, plans")],
-    [("decoding", "the engine: scheduler, KV cache"), ("profiling", "parameters, FLOPs, speed")],
+    [("decoding", "the engine"), ("profiling", "parameters, FLOPs, speed"), ("athena", "the second paper's host")],
     [("interventions", "head masks, row masks, plans, the attention call; kernels/")],
     [("checkpoints", "embedded models, models without weights, cut ones")],
     [("architectures", "the model map, names of heads, fingerprints")],

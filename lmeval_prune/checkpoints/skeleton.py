@@ -21,7 +21,7 @@ def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> 
 
     Args:
         config: transformers' configuration; it is copied.
-        kind: auto class; default what suits the configuration.
+        kind: auto class; default the one that the configuration names (an encoder's own), or what suits it.
         trust_remote_code: as for `from_pretrained`.
 
     Raises:

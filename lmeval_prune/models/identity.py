@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmeval_prune.architectures import adapters_of
-from lmeval_prune.artefacts import digest
+from lmeval_prune.architectures import ModelMap, adapters_of
+from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.errors import InputError
+from lmeval_prune.interventions import combined, interventions_on
 
 # Arguments that change where and how fast a response is computed, but not what it should be; the type of the weights
 # is taken from the model.
@@ -35,6 +36,19 @@ def identity_of(lm: Any) -> dict[str, Any]:
         "arguments": {k: str(v) for k, v in sorted(others) if k not in NOT_PART_OF_AN_ANSWER},
         **({"adapters": digest(adapters)} if adapters else {}),
     }
+
+
+def applied(model_map: ModelMap, weights: str | None) -> dict[str, Any]:
+    """Say what is applied to a model, for the results file.
+
+    Args:
+        model_map: of the model.
+        weights: its fingerprint.
+    """
+    info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": weights, "heads": []}
+    for one in combined(interventions_on(model_map.model)):
+        info |= one.report(model_map)
+    return info
 
 
 def config_fingerprint(config: Any) -> str:

@@ -15,17 +15,16 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
-from lmeval_prune.artefacts import CREATED_BY
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, has_own_layers, model_class, read_manifest
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
-from lmeval_prune.interventions import combined, interventions_on
+from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.base import uncounted
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
-from lmeval_prune.models.identity import identity_of, tokenizer_fingerprint
+from lmeval_prune.models.identity import applied, identity_of, tokenizer_fingerprint
 from lmeval_prune.models.tries import InTurn
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 from lmeval_prune.profiling.costs import cost_columns
@@ -293,9 +292,7 @@ class PrunedHFLM(HFLM):
 
     def pruning_info(self) -> dict[str, Any]:
         """What is applied, for the results file."""
-        info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": self.weights, "heads": []}
-        for one in combined(interventions_on(self.model)):
-            info |= one.report(self.model_map)
+        info = applied(self.model_map, self.weights)
         if self.given.tries:
             info["router"] = self.given.tries.info
         manifest = read_manifest(getattr(self.model.config, "_name_or_path", "") or "nowhere")

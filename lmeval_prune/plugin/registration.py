@@ -9,7 +9,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-MODELS = {"pruned-hf": "lmeval_prune.models.pruned_hf:PrunedHFLM"}
+MODELS = {
+    "pruned-hf": "lmeval_prune.models.pruned_hf:PrunedHFLM",
+    "athena": "lmeval_prune.models.athena:AthenaLM",
+}
 
 ROUTING = "lmeval_prune.sprint.routing:Routing"
 

@@ -1,0 +1,143 @@
+"""ATHENA as a folder: `athena.json`, the head part's weights, and the encoder as a stock transformers folder.
+
+Whatever works on models by their folder (`lmeval-prune heads`, `mask`, …) works on `FOLDER/encoder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+from lmeval_prune.architectures import map_model
+from lmeval_prune.artefacts import read_artefact, write_artefact, write_bytes
+from lmeval_prune.athena.model import Athena, AthenaSettings
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton, skeleton_of, with_weights
+from lmeval_prune.errors import InputError, first_line
+
+SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
+SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
+
+
+def begin(name: str, **settings: Any) -> Athena:
+    """Make an untrained ATHENA over an encoder.
+
+    Args:
+        name: of the encoder: hub name, folder, or embedded model.
+        settings: fields of `AthenaSettings` beside those that the encoder gives.
+
+    Raises:
+        InputError: there is no such model, or it is no encoder with a mask token.
+    """
+    embedded.check_name(name)
+    folder = embedded.resolve(name)
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    except UNREADABLE as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the encoder {name} cannot be read ({first_line(error)})") from error
+    fix = "name a model of the BERT family, e.g. roberta-base or all-minilm-l6-v2"
+    if tokenizer.mask_token is None:
+        raise InputError(f"the encoder {name} has no mask token, which takes the place of numbers; {fix}")
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
+        raise InputError(f"{name} ({config.model_type}) is no encoder; {fix}")
+    model_map = map_model(skeleton(config, AutoModel))
+    if not model_map.feed_forward:
+        raise InputError(f"the encoder {name} ({config.model_type}) has no feed-forward blocks that we know; {fix}")
+    longest = config.max_position_embeddings - (config.pad_token_id + 1 if "roberta" in config.model_type else 0)
+    own = AthenaSettings(
+        width=config.hidden_size,
+        channels=model_map.feed_forward[0].channels,
+        heads=model_map.attention[0].heads,
+        max_length=min(longest, tokenizer.model_max_length),
+        **settings,
+    )
+    try:
+        encoder = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    except UNREADABLE as error:
+        raise InputError(f"the weights of the encoder {name} cannot be loaded ({first_line(error)})") from error
+    return Athena(own, encoder, tokenizer)
+
+
+def write(model: Athena, folder: str | os.PathLike[str]) -> None:
+    """Write a model; its folder appears whole, and takes the place of one that was there.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    target = Path(folder)
+    half, old = (target.with_name(f".{target.name}.{word}") for word in ("partial", "old"))
+    try:
+        for left in (half, old):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
+        model.encoder.save_pretrained(half / ENCODER)
+        model.tokenizer.save_pretrained(half / ENCODER)
+        data = save(head_state(model))
+        write_bytes(half / HEAD, data)
+        content = {"settings": asdict(model.settings), "head_sha256": hashlib.sha256(data).hexdigest(), **model.about}
+        write_artefact(half / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
+        if target.exists():
+            target.rename(old)
+        half.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written ({first_line(error)}); name another folder") from error
+
+
+def head_state(model: Athena) -> dict[str, Tensor]:
+    """Weights of all but the encoder."""
+    state = model.state_dict()
+    return {name: tensor.contiguous() for name, tensor in state.items() if not name.startswith("encoder.")}
+
+
+def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `athena.json` says.
+
+    Raises:
+        InputError: the folder is not an ATHENA's.
+    """
+    path = Path(folder) / SETTINGS
+    if not path.is_file():
+        raise InputError(f"{folder} is not an ATHENA (no {SETTINGS}); train one with `lmeval-prune athena train`")
+    return read_artefact(path, SCHEMA, SCHEMA_VERSION)[0]
+
+
+def read(folder: str | os.PathLike[str]) -> Athena:
+    """Read a model, in evaluation mode.
+
+    Raises:
+        InputError: the folder is not an ATHENA's, or its files do not belong together.
+    """
+    content = describe(folder)
+    for key in ("schema", "schema_version", "created_by"):
+        content.pop(key)
+    try:
+        given, sha256 = content.pop("settings"), content.pop("head_sha256")
+        settings = AthenaSettings(**{**given, "constants": tuple(given["constants"])})
+        data = (Path(folder) / HEAD).read_bytes()
+        tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER)
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ValueError(f"{HEAD} is not the one that {SETTINGS} names")
+        state = load(data)
+        encoder = with_weights(skeleton_of(f"{folder}/{ENCODER}"), f"{folder}/{ENCODER}")
+        model = Athena(settings, encoder, tokenizer).to(next(iter(state.values())).dtype)
+        model.load_state_dict(state, strict=False)
+        if set(state) != set(head_state(model)):
+            raise ValueError(f"{HEAD} lacks weights, or has other ones")
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the ATHENA in {folder} is incomplete ({first_line(error)}); train it again") from error
+    model.about = content
+    return model.eval()

@@ -1,0 +1,170 @@
+"""Equations as thoughts, and thoughts as expressions that the scorer reads."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from lmeval_prune.athena.thoughts import Thought, merged
+
+Leaf = Callable[[Fraction | str], Thought]
+SUM, PRODUCT, POWER, ATOM = range(4)  # how tightly an expression binds
+
+
+class Equation(NamedTuple):
+    """An equation as a thought, and all thoughts that it is made of as it was written, itself among them."""
+
+    root: Thought
+    targets: frozenset[Thought]
+
+
+def parse(equation: str, leaf: Leaf) -> Equation:
+    """Read an equation over `+ - * / ^` and brackets.
+
+    Where a constant is involved, a shorter thought is taken: `t * 1` is `t`, `t * 2` is `t + t`, `t / 2` is a half, `1
+    / t` an inverse, `t ^ 2` is `t * t`.
+
+    Args:
+        equation: e.g. `(9+33)/7` or `n0 / ( x1 - n1 )`.
+        leaf: called from left to right with the value of each number that is written out and with each name.
+
+    Raises:
+        ValueError: it is none, or `leaf` knows no such number or name.
+    """
+    try:
+        tree = ast.parse(equation.replace("^", "**").strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{equation!r} is no equation") from error
+    return _read(tree, leaf)
+
+
+def _read(node: ast.expr, leaf: Leaf) -> Equation:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _whole(leaf(Fraction(str(number))))
+        case ast.Name(id=name):
+            return _whole(leaf(name))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _transformed("neg", _read(operand, leaf))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_read(left, leaf), right, leaf)
+        case ast.BinOp(left=left, op=operator, right=right):
+            one, other = _read(left, leaf), _read(right, leaf)
+            match operator:
+                case ast.Add():
+                    return _merged("add", one, other)
+                case ast.Sub():
+                    return _merged("add", one, _transformed("neg", other))
+                case ast.Mult():
+                    return _product(one, other)
+                case ast.Div():
+                    return _quotient(one, other)
+    raise ValueError(f"{ast.unparse(node)} is no arithmetic over the four operations and powers")
+
+
+def _whole(thought: Thought, *parts: Equation) -> Equation:
+    return Equation(thought, frozenset({thought}).union(*(part.targets for part in parts)))
+
+
+def _transformed(operator: str, one: Equation) -> Equation:
+    return _whole((operator, one.root), one)
+
+
+def _merged(operator: str, one: Equation, other: Equation) -> Equation:
+    return _whole(merged(operator, one.root, other.root), one, other)
+
+
+def _constant(thought: Thought) -> Fraction | None:
+    if thought[0] == "con":
+        return Fraction(thought[1])
+    return -Fraction(thought[1][1]) if thought[0] == "neg" and thought[1][0] == "con" else None
+
+
+def _product(one: Equation, other: Equation) -> Equation:
+    for factor, rest in ((one, other), (other, one)):
+        match _constant(factor.root):
+            case 1:
+                return rest
+            case -1:
+                return _transformed("neg", rest)
+            case 2:
+                return _merged("add", rest, rest)
+            case value if value == Fraction(1, 2):
+                return _transformed("halve", rest)
+    return _merged("mul", one, other)
+
+
+def _quotient(one: Equation, other: Equation) -> Equation:
+    match _constant(other.root):
+        case 1:
+            return one
+        case 2:
+            return _transformed("halve", one)
+    inverse = _transformed("inv", other)
+    return inverse if _constant(one.root) == 1 else _merged("mul", one, inverse)
+
+
+def _power(base: Equation, node: ast.expr, leaf: Leaf) -> Equation:
+    literal = isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+    exponent = Fraction(str(node.value)) if literal else _constant(_read(node, leaf).root)  # type: ignore[attr-defined]
+    if exponent == Fraction(1, 2):
+        return _transformed("root", base)
+    if exponent not in (2, 3):
+        raise ValueError(f"the exponent {ast.unparse(node)} is none of 2, 3 and 1/2")
+    square = _merged("mul", base, base)
+    return square if exponent == 2 else _merged("mul", square, base)
+
+
+def expression(thought: Thought, numbers: Sequence[Fraction]) -> str:
+    """Write a thought out, with no more brackets than needed.
+
+    Args:
+        thought: to be written.
+        numbers: values of the problem's numbers.
+    """
+    return _written(thought, numbers)[0]
+
+
+def _written(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
+    """An expression, and how tightly it binds."""
+
+    def part(inner: Thought, tightness: int) -> str:
+        text, own = _written(inner, numbers)
+        return text if own >= tightness else f"({text})"
+
+    operator, *arguments = thought
+    match operator:
+        case "num":
+            return _number(numbers[arguments[0]])
+        case "con":
+            return _number(Fraction(arguments[0]))
+        case "neg":
+            return f"-{part(arguments[0], PRODUCT)}", SUM
+        case "inv":
+            return f"1 / {part(arguments[0], POWER)}", PRODUCT
+        case "halve":
+            return f"{part(arguments[0], PRODUCT)} / 2", PRODUCT
+        case "root":
+            return f"{part(arguments[0], ATOM)} ** 0.5", POWER
+    opposite, sign, tightness = ("neg", "-", PRODUCT) if operator == "add" else ("inv", "/", POWER)
+    kept = [part(one, PRODUCT) for one in arguments if one[0] != opposite]
+    turned = [part(one[1], tightness) for one in arguments if one[0] == opposite]
+    if not kept:
+        first, *turned = turned
+        kept = [f"-{first}" if operator == "add" else f"1 / {first}"]
+    plus = " + " if operator == "add" else " * "
+    text = plus.join(kept) + "".join(f" {sign} {one}" for one in turned)
+    return text, SUM if operator == "add" else PRODUCT
+
+
+def _number(value: Fraction) -> tuple[str, int]:
+    """A number with its decimals if they end, else a fraction in brackets."""
+    for decimals in range(13):
+        scaled = value * 10**decimals
+        if scaled.denominator == 1:
+            digits = str(abs(scaled.numerator)).rjust(decimals + 1, "0")
+            text = f"{digits[:-decimals]}.{digits[-decimals:]}" if decimals else digits
+            return (f"-{text}", SUM) if value < 0 else (text, ATOM)
+    return f"({value.numerator}/{value.denominator})", ATOM

@@ -1,0 +1,113 @@
+"""Word problems as ATHENA reads them: the text between the numbers, the numbers, and the equation as a thought."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from lmeval_prune.athena.equations import Equation, parse
+from lmeval_prune.athena.thoughts import Thought
+from lmeval_prune.scoring import readings
+
+_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_TEENS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_WORDS = {word: number for number, word in enumerate(_ONES + _TEENS)}
+_WORDS |= {word: 10 * number for number, word in enumerate(_TENS, start=2)} | {"dozen": 12}
+_DIGIT, _TEN, _SMALL = ("|".join(words) for words in (_ONES[1:], _TENS, reversed(_TEENS + _ONES)))
+_BELOW_100 = rf"(?:{_TEN})(?:[- ](?:{_DIGIT}))?|{_SMALL}|dozen"
+_NUMBER = re.compile(
+    rf"""
+    (?P<digits> \d{{1,3}}(?:,\d{{3}})+(?:\.\d+)? | \d*\.\d+ | \d+ ) (?P<percent>\s?%)?
+    | \b (?P<hundreds>{_DIGIT}) [ ] hundred (?: [ ] (?:and[ ])? (?P<rest>{_BELOW_100}))? \b
+    | \b (?P<words>{_BELOW_100}) \b
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A word problem whose numbers are taken out.
+
+    Attributes:
+        pieces: the text before, between and after the numbers.
+        numbers: their values.
+    """
+
+    pieces: tuple[str, ...]
+    numbers: tuple[Fraction, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Problem:
+        """Find the numbers of an English text: in digits, and in words up to nine hundred and ninety-nine."""
+        pieces, numbers, end = list[str](), list[Fraction](), 0
+        for found in _NUMBER.finditer(text):
+            pieces.append(text[end : found.start()])
+            numbers.append(_value(found))
+            end = found.end()
+        return cls((*pieces, text[end:]), tuple(numbers))
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any], field: str = "question") -> Problem:
+        """Read the bare question of a document, whose numbers may be marked already (`masked_text`, `numbers`).
+
+        Raises:
+            ValueError: a marked number cannot be read.
+        """
+        if document.get("masked_text") is None:
+            return cls.of(document[field])
+        pieces, found = document["masked_text"].split("[NUM]"), [readings(text) for text in document["numbers"]]
+        if not all(found) or len(pieces) != len(found) + 1:
+            raise ValueError(f"the numbers {document['numbers']} cannot be read, or are not those of the text")
+        return cls(tuple(pieces), tuple(values[-1] for values in found))
+
+    def masked(self, mask: str) -> str:
+        """The text in lower case, with a mask in the place of each number."""
+        return mask.join(piece.replace(mask, " ").lower() for piece in self.pieces)
+
+
+def _value(found: re.Match[str]) -> Fraction:
+    if found["digits"]:
+        value = Fraction(found["digits"].replace(",", ""))
+        return value / 100 if found["percent"] else value
+    hundreds = 100 * _WORDS[found["hundreds"].lower()] if found["hundreds"] else 0
+    words = re.split(r"[- ]", (found["words"] or found["rest"] or "").lower())
+    return Fraction(hundreds + sum(_WORDS[word] for word in words if word))
+
+
+def gold(document: Mapping[str, Any], problem: Problem) -> Equation:
+    """The equation of a document over the numbers of its problem.
+
+    Written-out numbers (`formula`) are matched by value, of equal ones the first that is not used yet; names
+    (`equation`) are `n0`, `n1`, … and, for constants, those of the document's `names`.
+
+    Raises:
+        ValueError: it needs a number that the problem does not have.
+    """
+    unused = list(range(len(problem.numbers)))
+    constants = {name: value for name, value in (document.get("names") or {}).items() if not re.match(r"n\d", name)}
+
+    def leaf(what: Fraction | str) -> Thought:
+        if isinstance(what, str):
+            if (named := re.fullmatch(r"n(\d+)", what)) and int(named[1]) < len(problem.numbers):
+                return ("num", int(named[1]))
+            if value := constants.get(what):
+                return ("con", value)
+        else:
+            places = [place for place, value in enumerate(problem.numbers) if value == what]
+            if chosen := [place for place in places if place in unused] or places:
+                if chosen[0] in unused:
+                    unused.remove(chosen[0])
+                return ("num", chosen[0])
+        raise ValueError(f"{what} is no number of the problem")
+
+    return parse((document.get("formula") or document.get("equation") or "").split("=")[0], leaf)
+
+
+def constants_of(thoughts: frozenset[Thought]) -> set[str]:
+    """The constants among thoughts."""
+    return {thought[1] for thought in thoughts if thought[0] == "con"}

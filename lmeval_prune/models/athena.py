@@ -1,0 +1,161 @@
+"""`--model athena`: the host model that answers word problems by expressions, for tasks that score expressions."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import torch
+from lm_eval.api.model import LM
+
+from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.athena import checkpoint
+from lmeval_prune.athena.data import question_key
+from lmeval_prune.athena.problems import Problem
+from lmeval_prune.athena.solving import answers
+from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.errors import InputError, nearest, reported
+from lmeval_prune.models.arguments import Arguments, our_names, unknown
+from lmeval_prune.models.identity import applied
+from lmeval_prune.settings import typed
+
+eval_logger = logging.getLogger(__name__)
+_FOR_TEXTS = ("router", "engine", "responses")  # what only a language model has use for
+
+
+class AthenaLM(LM):
+    r"""Answers the bare question of a document, whatever the prompt, with `\boxed{expression}`.
+
+    Args:
+        pretrained: folder that `lmeval-prune athena train` wrote.
+        batch_size: problems at once.
+        device: torch's.
+        question_field: field of the documents that holds the question.
+        arguments: methods for the encoder, as for `pruned-hf`: `heads=L5H3+L2H0`, `mask=FILE`, …
+
+    Raises:
+        InputError: an argument cannot be used; before the weights are loaded wherever that can be known.
+    """
+
+    @reported
+    def __init__(
+        self,
+        pretrained: Any = None,
+        batch_size: Any = 32,
+        max_batch_size: Any = None,
+        device: str | None = None,
+        question_field: str = "question",
+        **arguments: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(pretrained, str) or not pretrained:
+            raise InputError("name a model: --model_args pretrained=FOLDER, one that `lmeval-prune athena train` wrote")
+        for name in _FOR_TEXTS:
+            if arguments.get(name) is not None:
+                raise InputError(f"{name}= is not for --model athena; leave it out")
+        given = Arguments.of(arguments)
+        for name in given.others:
+            meant = nearest(name, [*our_names(), "pretrained", "batch_size", "device"])
+            raise unknown(name) if not meant else InputError(f"unknown model_arg {name!r}{meant}")
+        self.field, self.batch_size = question_field, _batch(batch_size)
+        where = _device(device)
+        self.about = checkpoint.describe(pretrained)
+        bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
+        for one in given.interventions:
+            one.fit_to(bare)
+        self.host = checkpoint.read(pretrained).to(where)
+        with ExitStack() as stack:
+            for one in given.interventions:
+                stack.enter_context(one.applied_to(self.host.encoder, self.model_map))
+            self._applied = stack.pop_all()
+
+    def close(self) -> None:
+        """Undo what was applied. (The end of the object does so too.)"""
+        self._applied.close()
+
+    @cached_property
+    def model_map(self) -> ModelMap:
+        """Where everything is in the encoder."""
+        return map_model(self.host.encoder)
+
+    @reported
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        r"""The expression that answers each request's document, as `\boxed{…}`; empty if it has no numbers.
+
+        Raises:
+            InputError: documents lack the field with the question.
+        """
+        problems = []
+        for request in requests:
+            if not isinstance(request.doc, dict) or self.field not in request.doc:
+                raise InputError(
+                    f"task {request.task_name}: its documents have no field {self.field!r}; name the one with the "
+                    f"question in question_field"
+                )
+            problems.append(self._problem(request.doc))
+        self._warn(requests)
+        found = answers(self.host, problems, self.batch_size)
+        return [rf"\boxed{{{text}}}" if text else "" for text in found]
+
+    def _problem(self, document: dict[str, Any]) -> Problem:
+        try:
+            return Problem.of_document(document, self.field)
+        except ValueError:
+            return Problem.of(document[self.field])
+
+    def _warn(self, requests: list[Any]) -> None:
+        known = set(self.about.get("trained_on", ()))
+        seen = {key for request in requests if (key := question_key(request.doc, self.field)) in known}
+        if seen:
+            eval_logger.warning("%d of the questions were in the training of this model: this is no test", len(seen))
+
+    @reported
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """Refuse tasks that score given texts."""
+        raise InputError("--model athena answers by expressions; use a task that scores them (prune_asdiv_a_equation)")
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        """Refuse tasks that score given texts."""
+        return self.loglikelihood(requests)  # type: ignore[return-value]
+
+    @property
+    @reported
+    def tokenizer_name(self) -> str:
+        """Refuse chat templates, which are the only ones to ask for it: there is no prompt."""
+        raise InputError("--model athena is asked the bare question; leave out --apply_chat_template")
+
+    @reported
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Refuse `--use_cache`, whose keys do not know what is applied to the model."""
+        if getattr(cache_hook, "dbdict", None) is not None:
+            raise InputError("--use_cache cannot tell pruned models apart; leave it out, answers take seconds")
+        super().set_cache_hook(cache_hook)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results file says of the model: its training, and a section `pruning`."""
+        training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
+        parameters = sum(parameter.numel() for parameter in self.host.parameters())
+        return {
+            "model_num_parameters": parameters,
+            "athena": training,
+            "pruning": applied(self.model_map, self.model_map.weights),
+        }
+
+
+def _batch(size: Any) -> int:
+    found = 32 if str(size).startswith("auto") else typed("batch_size", size, int)
+    if found < 1:
+        raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto")
+    return int(found)
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of a name; lm-eval's own default is a GPU, also where there is none."""
+    if name is None or (str(name).startswith("cuda") and not torch.cuda.is_available()):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device={name} is none of torch's; use cpu or cuda") from error

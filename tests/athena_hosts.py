@@ -1,0 +1,109 @@
+"""A tiny random encoder, hosts over it, and problems of our own."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmeval_prune.athena.batches import Example
+from lmeval_prune.athena.checkpoint import begin
+from lmeval_prune.athena.data import Grounded
+from lmeval_prune.athena.model import Athena
+from tests.tiny_models import tiny
+
+PROBLEMS = [
+    ("Ann has 3 red caps and 12 blue ones. Ben lost 4.", "How many caps has Ann?", "3+12=15"),
+    ("There were twenty birds.", "If 7 flew off, how many are there?", "20-7=13"),
+    ("A box holds 6 eggs.", "How many eggs are in 5 boxes?", "6*5=30"),
+    ("24 pens go into 4 cups.", "How many pens are in a cup?", "24/4=6"),
+    ("Tom had 30 nuts, ate 8 and gave away 5.", "How many are left?", "30-(8+5)=17"),
+    ("Zoe reads 2 pages, then 9, then 14.", "How many pages is that?", "2+9+14=25"),
+    ("Of 18 plums 3 are bad; the others go to 5 children.", "How many does each get?", "(18-3)/5=3"),
+]
+
+
+def encoder_folder(folder: Path, family: str = "bert", **changes: Any) -> Path:
+    """Write a tiny encoder with a tokenizer of single letters."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
+    letters = [*string.ascii_lowercase, *".,?;$'-"]
+    vocabulary = {token: i for i, token in enumerate([*special, *letters, *(f"##{one}" for one in letters)])}
+    made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    mask = changes.pop("mask", "[MASK]")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, model_max_length=128, **names, **({"mask_token": mask} if mask else {})
+    )
+    tiny(family, vocab_size=len(vocabulary), **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def document(number: int) -> dict[str, Any]:
+    """One of our problems as the tasks give it."""
+    body, question, formula = PROBLEMS[number % len(PROBLEMS)]
+    return {
+        "question": f"{body} {question}",
+        "formula": formula,
+        "target": formula.partition("=")[2],
+        "complexity": "low",
+    }
+
+
+def grounded() -> list[Grounded]:
+    """All our problems."""
+    return [one for number in range(len(PROBLEMS)) if (one := Grounded.of(document(number)))]
+
+
+def host(encoder: Path, **settings: Any) -> Athena:
+    """A random host in float64; weights large enough that thoughts differ."""
+    torch.manual_seed(3)
+    model = begin(str(encoder), **settings).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not name.startswith("encoder."):
+                parameter.normal_(0, 0.3)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+    return model
+
+
+def examples(model: Athena) -> list[Example]:
+    """Our problems as examples of a host."""
+    settings = model.settings
+    made = [one.example(model.tokenizer, settings.max_length, settings.constants) for one in grounded()]
+    assert all(made)
+    return [one for one in made if one]
+
+
+def data_folder(folder: Path, rows: int = 30) -> Path:
+    """Write `asdiv.jsonl` with our problems, told apart by a word each, in five folds."""
+    lines = []
+    for number in range(rows):
+        body, question, formula = PROBLEMS[number % len(PROBLEMS)]
+        name = "".join(string.ascii_lowercase[int(digit)] for digit in str(number))
+        row = {
+            "id": f"own-{number}",
+            "grade": 1,
+            "source": "own",
+            "body": f"{name}: {body}",
+            "question": question,
+            "solution_type": "Own",
+            "answer": f"{formula.partition('=')[2]} (things)",
+            "formula": formula,
+            "asdiv_a_fold": number % 5,
+        }
+        lines.append(json.dumps(row) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "asdiv.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder

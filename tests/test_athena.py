@@ -1,0 +1,316 @@
+"""The host model against its formulas, written out one candidate at a time; batches, files, masks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune.athena.batches import Collator, Encoded
+from lmeval_prune.athena.checkpoint import begin, read, write
+from lmeval_prune.athena.model import Athena
+from lmeval_prune.athena.problems import Problem
+from lmeval_prune.athena.solving import Solution, answers, solve
+from lmeval_prune.athena.thoughts import Expansion, Thought
+from lmeval_prune.athena.training import task_loss
+from tests.athena_hosts import PROBLEMS, document, encoder_folder, examples, grounded, host
+
+CLOSE = {"rtol": 0, "atol": 1e-9}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return encoder_folder(tmp_path_factory.mktemp("encoders") / "tiny-bert")
+
+
+@pytest.fixture(scope="module")
+def model(encoder: Path) -> Athena:
+    return host(encoder, constants=("1", "157/50"), steps=5, max_kept=14)
+
+
+# ---------------------------------------------------------------- the formulas, one vector at a time
+
+
+class Literal:
+    """Judges, merges and transforms by loops over heads and keys, from the weights by their names."""
+
+    def __init__(self, model: Athena) -> None:
+        self.model, self.w = model, model.state_dict()
+        self.heads = model.settings.heads
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return torch.stack([row @ x for row in self.w[f"{name}.weight"]]) + self.w[f"{name}.bias"]
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        centred = x - x.mean()
+        scaled = centred / torch.sqrt((centred**2).mean() + 1e-5)
+        return scaled * self.w[f"{name}.weight"] + self.w[f"{name}.bias"]
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return torch.tensor([v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x.tolist()], dtype=x.dtype)
+
+    def ffn(self, name: str, x: Tensor) -> Tensor:
+        return x + self.linear(f"{name}.down", self.gelu(self.linear(f"{name}.up", self.norm(f"{name}.norm", x))))
+
+    def attention(self, name: str, query: Tensor, keys: list[Tensor]) -> Tensor:
+        """Outputs of the heads side by side, before the output projection."""
+        q = self.linear(f"{name}.query", query)
+        ks, vs = ([self.linear(f"{name}.{part}", x) for x in keys] for part in ("key", "value"))
+        size, parts = len(q) // self.heads, []
+        for head in range(self.heads):
+            own = slice(head * size, (head + 1) * size)
+            scores = [float(q[own] @ k[own]) / math.sqrt(size) for k in ks]
+            highest = max(scores)
+            weights = [math.exp(score - highest) for score in scores]
+            parts.append(sum(w / sum(weights) * v[own] for w, v in zip(weights, vs, strict=True)))
+        return torch.cat(parts)
+
+    def merge(self, operator: str, one: Tensor, other: Tensor) -> Tensor:
+        name = f"merges.{operator}"
+        pair = [self.norm(f"{name}.norm", x) for x in (one, other)]
+        seen = sum(self.attention(f"{name}.attention", x, pair) for x in pair)
+        return self.ffn(f"{name}.feed_forward", one + other + self.linear(f"{name}.attention.output", seen))
+
+    def judge(self, name: str, thought: Tensor, references: list[Tensor]) -> tuple[Tensor, float]:
+        x = self.ffn(f"{name}.before", thought)
+        keys = [self.norm(f"{name}.reference_norm", reference) for reference in references]
+        seen = self.attention(f"{name}.attention", self.norm(f"{name}.norm", x), keys)
+        x = self.ffn(f"{name}.after", x + self.linear(f"{name}.attention.output", seen))
+        return x, float(self.linear(f"{name}.score", x)[0])
+
+    def think(self, operator: str, one: Tensor, other: Tensor) -> Tensor:
+        if operator in ("num", "con"):
+            return one
+        return (
+            self.merge(operator, one, other) if operator in ("add", "mul") else self.ffn(f"transforms.{operator}", one)
+        )
+
+    def begin(self, problem: Encoded) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Leaves, premises and the goal."""
+        with torch.no_grad():
+            hidden = self.model.encoder(torch.tensor([problem.ids])).last_hidden_state[0]
+        leaves = [hidden[place] for _, place in problem.places]
+        for vector in self.w["constants.vectors"]:
+            up = self.linear("constants.up", self.norm("constants.norm", vector))
+            leaves.append(self.linear("constants.down", self.gelu(up)))
+        return leaves, [hidden[0]], hidden[problem.goal]
+
+    def solve(self, problem: Encoded) -> Solution:
+        settings = self.model.settings
+        sources, premises, goal = self.begin(problem)
+        expansion, kept, verdicts = Expansion(problem.leaves(settings.constants)), list[Tensor](), list[float]()
+        while not expansion.ended and expansion.depth < settings.steps and len(kept) < settings.max_kept:
+            candidates, judged = expansion.candidates(), []
+            for candidate in candidates:
+                source = kept if expansion.depth else sources
+                thought = self.think(candidate.operator, source[candidate.first], source[candidate.second])
+                judged.append((thought, *self.judge("reason", thought, premises)))
+            chosen = [i for i, (_, _, logit) in enumerate(judged) if 1 / (1 + math.exp(-logit)) >= settings.accept]
+            if not chosen and expansion.depth == 0:
+                chosen = list(range(len(judged)))
+            chosen = sorted(sorted(chosen, key=lambda i: -judged[i][2])[: settings.max_kept - len(kept)])
+            expansion.keep(candidates[i] for i in chosen)
+            for i in chosen:
+                kept.append(judged[i][0])
+                premises.append(judged[i][1])
+                verdicts.append(self.judge("answer", judged[i][0], [goal])[1])
+            if max(1 / (1 + math.exp(-logit)) for logit in verdicts) >= settings.conclude:
+                break
+        best = max(range(len(kept)), key=lambda i: verdicts[i])
+        return Solution(expansion.kept[best], verdicts[best], tuple(expansion.kept))
+
+    def forced(self, example) -> tuple[list[float], list[float]]:
+        """Logits of teacher forcing: of all candidates, and of all kept thoughts."""
+        sources, premises, goal = self.begin(example.problem)
+        kept, reasons = list[Tensor](), list[float]()
+        for depth, (candidates, labels) in enumerate(example.steps):
+            found = []
+            for candidate in candidates:
+                source = kept if depth else sources
+                thought = self.think(candidate.operator, source[candidate.first], source[candidate.second])
+                found.append((thought, *self.judge("reason", thought, premises)))
+            reasons += [logit for _, _, logit in found]
+            for (thought, context, _), label in zip(found, labels, strict=True):
+                if label:
+                    kept.append(thought)
+                    premises.append(context)
+        return reasons, [self.judge("answer", thought, [goal])[1] for thought in kept]
+
+
+def collated(model: Athena, some: list) -> dict:
+    return Collator(len(model.settings.constants), model.tokenizer.pad_token_id)(some)
+
+
+def encoded(model: Athena) -> list[Encoded]:
+    return [Encoded.of(one.problem, model.tokenizer, model.settings.max_length) for one in grounded()]
+
+
+def test_teacher_forcing_follows_the_formulas(model: Athena) -> None:
+    literal = Literal(model)
+    for example in examples(model)[3:6]:
+        inputs = collated(model, [example])
+        with torch.no_grad():
+            got = model(**inputs)
+        reasons, verdicts = literal.forced(example)
+        torch.testing.assert_close(got.reason, torch.tensor(reasons, dtype=torch.double), **CLOSE)
+        torch.testing.assert_close(got.answer, torch.tensor(verdicts, dtype=torch.double), **CLOSE)
+        labels = [label for step in example.steps for label in step.labels]
+        kept = [c.thought for step in example.steps for c, label in zip(*step, strict=True) if label]
+        root = [thought == kept[example.root] for thought in kept]
+        assert inputs["labels"].tolist() == [int(x) for x in (*labels, *root)]
+        assert sum(root) == 1
+
+
+def test_a_batch_of_examples_is_each_example_alone(model: Athena) -> None:
+    together = examples(model)
+    inputs = collated(model, together)
+    with torch.no_grad():
+        got = model(**inputs)
+    split = len(got.reason)
+    assert len(inputs["labels"]) == split + len(got.answer)
+    for number, example in enumerate(together):
+        with torch.no_grad():
+            alone = model(**(own := collated(model, [example])))
+        mine, kept = got.candidate_problem == number, got.kept_problem == number
+        torch.testing.assert_close(got.reason[mine], alone.reason, **CLOSE)
+        torch.testing.assert_close(got.answer[kept], alone.answer, **CLOSE)
+        labels = inputs["labels"]
+        assert torch.equal(torch.cat([labels[:split][mine], labels[split:][kept]]), own["labels"])
+
+
+def test_the_loss_is_the_mean_of_all_judgements_and_accumulates(model: Athena) -> None:
+    inputs = collated(model, examples(model))
+    logits = torch.cat([(out := model(**inputs)).reason, out.answer]).tolist()
+    terms = [
+        -math.log(1 / (1 + math.exp(-x if y else x))) for x, y in zip(logits, inputs["labels"].tolist(), strict=True)
+    ]
+    loss = task_loss(out, inputs["labels"])
+    assert loss.item() == pytest.approx(sum(terms) / len(terms), abs=1e-12)
+    whole = torch.autograd.grad(loss, model.reason.score.weight)[0]
+    parts, total = torch.zeros_like(whole), len(terms)
+    for some in (examples(model)[:2], examples(model)[2:]):
+        own = collated(model, some)
+        parts += torch.autograd.grad(task_loss(model(**own), own["labels"], total), model.reason.score.weight)[0]
+    torch.testing.assert_close(parts, whole, **CLOSE)
+
+
+def test_gradients_reach_all_weights_but_where_one_key_leaves_no_choice(model: Athena) -> None:
+    inputs = collated(model, examples(model))
+    model.zero_grad()
+    task_loss(model(**inputs), inputs["labels"]).backward()
+    still = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-12}
+    model.zero_grad()
+    one_key = ("answer.norm", "answer.attention.query", "answer.attention.key")
+    shifts = tuple(name for name in still if name.endswith("key.bias"))  # add the same to every score
+    assert {name for name in still if not name.startswith((*one_key, *shifts, "encoder.pooler"))} == set()
+    assert {name for name in still if name.startswith(one_key)} >= {f"{one}.weight" for one in one_key}
+
+
+def test_solving_follows_the_formulas_alone_and_in_a_batch(model: Athena) -> None:
+    literal, problems = Literal(model), encoded(model)
+    together = solve(model, problems)
+    assert len({solution.kept for solution in together}) > 3
+    for number, problem in enumerate(problems):
+        (alone,) = solve(model, [problem])
+        assert (alone.thought, alone.kept) == (together[number].thought, together[number].kept)
+        assert alone.logit == pytest.approx(together[number].logit, abs=1e-9)
+        if number in (0, 4):
+            expected = literal.solve(problem)
+            assert (expected.thought, expected.kept) == (alone.thought, alone.kept)
+            assert expected.logit == pytest.approx(alone.logit, abs=1e-9)
+
+
+def test_thoughts_are_capped_and_the_search_has_a_limit(encoder: Path) -> None:
+    model = host(encoder, steps=4, max_kept=5, accept=1e-40, conclude=1 - 1e-15)
+    found = solve(model, encoded(model))
+    assert {len(solution.kept) for solution in found} == {5}
+    short = host(encoder, steps=1, conclude=1 - 1e-15)
+    assert all(thought[0] == "num" for solution in solve(short, encoded(short)) for thought in solution.kept)
+
+
+def test_problems_without_numbers_or_too_long_ones_are_answered_as_far_as_can_be(encoder: Path) -> None:
+    model = host(encoder, steps=3)
+    long = Problem.of("3 " + "apples and pears, " * 20 + "4 plums and 5 figs?")
+    problem = Encoded.of(long, model.tokenizer, model.settings.max_length)
+    assert len(problem.ids) == model.settings.max_length
+    assert [number for number, _ in problem.places] == [1, 2]  # the beginning was cut off
+    texts = answers(model, [Problem.of("How many?"), long, grounded()[0].problem], batch=2)
+    assert texts[0] == ""
+    assert texts[1] and "3" not in texts[1].replace(" ", "")
+    assert texts[2] == answers(model, [grounded()[0].problem])[0]
+
+
+def test_the_goal_is_the_last_token_of_the_text(model: Athena) -> None:
+    problem = encoded(model)[0]
+    assert model.tokenizer.convert_ids_to_tokens(problem.ids)[problem.goal] == "?"
+    ends = Encoded.of(Problem.of("What is twice 8"), model.tokenizer, 128)
+    assert ends.goal == ends.places[-1][1]
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_saved_and_read_it_gives_the_same(tmp_path: Path, family: str) -> None:
+    model = host(encoder_folder(tmp_path / "encoder", family), constants=("1",), steps=3)
+    model.about = {"trained_on": ["x"]}
+    write(model, tmp_path / "host")
+    write(model, tmp_path / "host")  # takes the place of the first
+    again = read(tmp_path / "host")
+    assert (again.settings, again.about) == (model.settings, model.about)
+    inputs = collated(model, examples(model))
+    with torch.no_grad():
+        one, other = model(**inputs), again(**inputs)
+    assert torch.equal(one.reason, other.reason)
+    assert torch.equal(one.answer, other.answer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder", "host"]
+    assert map_model(again.encoder).weights == map_model(model.encoder).weights
+    (tmp_path / "host" / "head.safetensors").write_bytes(b"cut off")
+    with pytest.raises(InputError, match=r"incomplete .* train it again"):
+        read(tmp_path / "host")
+    with pytest.raises(InputError, match=r"no athena.json"):
+        read(tmp_path)
+
+
+def test_masked_heads_are_zeroed_columns_of_the_output_projection(encoder: Path) -> None:
+    model, masked = host(encoder), host(encoder)
+    inputs = collated(model, examples(model))
+    with torch.no_grad():
+        for layer, head in ((0, 1), (1, 2), (1, 3)):
+            model.encoder.encoder.layer[layer].attention.output.dense.weight[:, 8 * head : 8 * head + 8] = 0
+        expected, dense = model(**inputs), masked(**inputs)
+        with HeadMask("L0H1+L1H2-3").applied_to(masked.encoder):
+            got = masked(**inputs)
+        torch.testing.assert_close(got.reason, expected.reason, **CLOSE)
+        torch.testing.assert_close(got.answer, expected.answer, **CLOSE)
+        assert (dense.reason - expected.reason).abs().max() > 1e-4
+        assert torch.equal(masked(**inputs).reason, dense.reason)
+
+
+def test_attention_maps_come_on_demand(tmp_path: Path) -> None:
+    model = host(encoder_folder(tmp_path / "eager"))
+    model.encoder.set_attn_implementation("eager")
+    inputs = collated(model, examples(model)[:2])
+    maps = model(**inputs, output_attentions=True).attentions
+    length = inputs["input_ids"].shape[1]
+    assert [tuple(one.shape) for one in maps] == [(2, 4, length, length)] * 2
+    assert model(**inputs).attentions is None
+
+
+def test_what_is_no_encoder_with_a_mask_token_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
+    with pytest.raises(InputError, match="has no mask token"):
+        begin(str(tiny_folder))
+    with pytest.raises(InputError, match="has no mask token"):
+        begin(str(encoder_folder(tmp_path / "maskless", mask=None)))
+    with pytest.raises(InputError, match="is no encoder"):
+        begin(str(encoder_folder(tmp_path / "bart", "bart")))
+    with pytest.raises(InputError, match=r"cannot be read|no such folder"):
+        begin(str(tmp_path / "nowhere"))
+
+
+def test_our_problems_are_what_they_should_be() -> None:
+    assert len(grounded()) == len(PROBLEMS)
+    assert all(one.is_solved_by(str(document(i)["formula"]).partition("=")[0]) for i, one in enumerate(grounded()))
+    thought: Thought = grounded()[0].equation.root
+    assert thought == ("add", ("num", 0), ("num", 1))

@@ -1,0 +1,374 @@
+"""Training of ATHENA: what it learns from, going on after a kill, evaluation through lm-eval, refusals."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+from lmeval_prune import InputError
+from lmeval_prune.athena import checkpoint, training
+from lmeval_prune.athena.data import Material, question_key
+from lmeval_prune.athena.options import TrainOptions
+from lmeval_prune.athena.training import AthenaTrainer, ByLength, last_whole
+from lmeval_prune.cli import main
+from tests.athena_hosts import data_folder, encoder_folder
+from tests.conftest import task_manager
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
+    """Two epochs over 20 problems, 4 for validation."""
+    folder = tmp_path_factory.mktemp("training")
+    return TrainOptions(
+        output=str(folder / "host"),
+        encoder=str(encoder_folder(folder / "encoder", dtype=torch.float32)),
+        data_dir=str(data_folder(folder / "data")),
+        validation=0.2,
+        epochs=3,
+        batch=4,
+        encoder_rate=1e-3,
+        head_rate=1e-3,
+        seed=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(options: TrainOptions) -> str:
+    """Without interruption."""
+    training.train(options)
+    return options.output
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    return checkpoint.read(folder).state_dict()
+
+
+def losses(folder: str) -> list[tuple[str, float]]:
+    log = checkpoint.describe(folder)["log"]
+    return [(key, row[key]) for row in log for key in ("loss", "eval_loss", "eval_accuracy") if key in row]
+
+
+class Killed(BaseException):
+    """Ends the training where it stands, as a kill would."""
+
+
+def killed_at(patch: pytest.MonkeyPatch, name: str, call: int) -> None:
+    """Let a method of the trainer's end the training when it is called for the n-th time."""
+    original, calls = getattr(AthenaTrainer, name), iter(range(1, 1000))
+
+    def stop(self: Any, *args: Any, **named: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return original(self, *args, **named)
+
+    patch.setattr(AthenaTrainer, name, stop)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("compute_loss", 2), ("compute_loss", 9), ("_save_rng_state", 2), ("evaluation_loop", 3), ("_load_best_model", 1)],
+)
+def test_a_training_that_was_killed_ends_with_the_same_weights(
+    options: TrainOptions, trained: str, tmp_path: Path, name: str, call: int
+) -> None:
+    again = replace(options, output=str(tmp_path / "host"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, name, call)
+        with pytest.raises(Killed):
+            training.train(again)
+    assert not (tmp_path / "host").exists()
+    training.train(again)
+    expected, got = weights(trained), weights(again.output)
+    assert expected.keys() == got.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=0, atol=1e-6)
+    assert losses(again.output) == losses(trained)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["host"]
+
+
+def test_patience_survives_a_kill(options: TrainOptions, tmp_path: Path) -> None:
+    still = replace(options, epochs=6, patience=1, encoder_rate=1e-9, head_rate=1e-9, output=str(tmp_path / "one"))
+    training.train(still)
+    epochs = sum("loss" in row for row in checkpoint.describe(still.output)["log"])
+    assert epochs == 2  # nothing is learned, and the second epoch is no better
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, "compute_loss", 8)
+        with pytest.raises(Killed):
+            training.train(replace(still, output=str(tmp_path / "two")))
+    training.train(replace(still, output=str(tmp_path / "two")))
+    assert losses(str(tmp_path / "two")) == losses(still.output)
+
+
+def test_what_is_learned_and_recorded(options: TrainOptions, trained: str) -> None:
+    about = checkpoint.describe(trained)
+    found = losses(trained)
+    first, *_, last = [value for key, value in found if key == "loss"]
+    assert last < first
+    assert about["problems"] == {"train": 20, "validation": 4, "ungrounded": 0, "repeated": 0}
+    assert about["settings"]["steps"] == 5
+    assert about["settings"]["constants"] == []
+    best = max(value for key, value in found if key == "eval_accuracy")
+    accuracies = [row["eval_accuracy"] for row in about["log"] if "eval_accuracy" in row]
+    assert about["best_epoch"] == accuracies.index(best) + 1
+    for ending in ("png", "svg"):
+        assert (Path(trained) / f"training.{ending}").stat().st_size > 1000
+    test = {question_key(row) for row in training_rows(options, "fold0")}
+    assert len(about["trained_on"]) == 24
+    assert test.isdisjoint(about["trained_on"])
+
+
+def training_rows(options: TrainOptions, split: str) -> list[dict[str, Any]]:
+    from lmeval_prune.tasks.data import load
+
+    return list(load("asdiv_a", split, options.data_dir))
+
+
+def test_the_same_command_trains_once_and_other_options_are_refused(
+    options: TrainOptions, trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, "compute_loss", 1)  # would end a training
+        training.train(options)
+    with pytest.raises(InputError, match=r"made with other options \(epochs=3\)"):
+        training.train(replace(options, epochs=4))
+
+
+def test_without_a_validation_split_the_last_epoch_counts(options: TrainOptions, tmp_path: Path) -> None:
+    model = training.train(replace(options, validation=0, epochs=1, output=str(tmp_path / "host")))
+    assert model.about["best_epoch"] == 1
+    assert model.about["problems"]["train"] == 24
+    assert [key for key, _ in losses(str(tmp_path / "host"))] == ["loss"]
+
+
+def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path: Path) -> None:
+    still = encoder_folder(tmp_path / "encoder", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    found = []
+    for batch, accumulate in ((4, 2), (8, 1)):
+        folder = str(tmp_path / str(batch))
+        one = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # Adam would turn the rounding of gradients that are zero into steps
+            patch.setattr(ByLength, "__iter__", lambda self: iter(range(len(self))))
+            patch.setattr(AthenaTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
+            training.train(replace(one, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
+        found.append(weights(folder))
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-5)
+    assert losses(str(tmp_path / "4"))[0][1] == pytest.approx(losses(str(tmp_path / "8"))[0][1], abs=1e-5)
+
+
+def test_batches_hold_texts_of_about_one_length_in_another_order_each_epoch() -> None:
+    lengths = [(7 * i) % 50 for i in range(101)]
+    sampler = ByLength(lengths, 4, 0)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+        assert sorted(orders[-1]) == list(range(101))
+    assert orders[0] == orders[2] != orders[1]
+    batches = [orders[0][i : i + 4] for i in range(0, 101, 4)]
+    spread = [max(lengths[i] for i in batch) - min(lengths[i] for i in batch) for batch in batches]
+    assert sum(spread) / len(spread) < 5
+    assert len(batches[-1]) == 1
+
+
+def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+    for step, state in ((10, '{"global_step": 10}'), (20, '{"global_step": 20}'), (30, '{"global_'), (40, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    assert last_whole(tmp_path) == str(tmp_path / "checkpoint-20")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--test fold9", "no split 'fold9'"),
+        ("--test all", "test=all is no fold of asdiv_a"),
+        ("--train fold0,fold1", "the training split fold0 is the test split"),
+        ("--train all", "hold 6 of the 6 questions of the test split fold0"),
+        ("--train fold7", "no split 'fold7'"),
+        ("--data asdiv_b", "unknown data set 'asdiv_b'"),
+        ("--limit 2", "too few to train and validate"),
+        ("--validation 1.5", "validation must be"),
+        ("--epochs 0", "must be at least 1"),
+        ("--patience 2 --validation 0", "patience needs a validation split"),
+        ("--encoder nobody/nothing/here", "no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    given = ["--encoder", options.encoder, "--data_dir", str(options.data_dir), "--output", str(tmp_path / "host")]
+    if "--encoder" in words:
+        given = given[2:]
+    assert main(["athena", "train", *given, *words.split()]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("lmeval-prune: error: ")
+    assert message in error
+    assert not (tmp_path / "host").exists()
+
+
+def test_an_encoder_without_a_mask_token_is_refused(
+    options: TrainOptions, tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--encoder", str(tiny_folder), "--data_dir", str(options.data_dir), "--output", str(tmp_path / "host")]
+    assert main(["athena", "train", *words]) == 2
+    assert "has no mask token" in capsys.readouterr().err
+
+
+def test_the_material_leaves_out_the_test_and_what_does_not_ground(options: TrainOptions, tmp_path: Path) -> None:
+    folder = data_folder(tmp_path / "data")
+    rows = [json.loads(line) for line in (folder / "asdiv.jsonl").read_text().splitlines()]
+    rows[1] |= {"formula": "3+99=102"}  # fold 1: a number that the text lacks
+    rows[2] |= {"body": rows[0]["body"], "question": rows[0]["question"], "formula": rows[0]["formula"]}  # of the test
+    (folder / "asdiv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Material.of(replace(options, data_dir=str(folder)))
+    assert (found.ungrounded, found.repeated) == (1, 1)
+    assert (len(found.train), len(found.validation)) == (18, 4)
+    assert found.constants == ()
+
+
+# ---------------------------------------------------------------- through lm-eval
+
+
+def evaluate(
+    model: str, options: TrainOptions, task: str = "prune_asdiv_a_equation", split: str = "fold0", **others: Any
+) -> Any:
+    import lm_eval
+
+    from lmeval_prune.plugin import registration
+
+    registration.register()
+    metadata = {"data_dir": options.data_dir, "data_split": split}
+    return lm_eval.simple_evaluate(
+        model="athena", model_args=model, tasks=[task], task_manager=task_manager(metadata), metadata=metadata,
+        bootstrap_iters=0, **others,
+    )  # fmt: skip
+
+
+def test_lm_eval_asks_the_bare_question(options: TrainOptions, trained: str) -> None:
+    results = {}
+    for heads in ("", ",heads=L0H0-2+L1H1-3"):
+        found = evaluate(f"pretrained={trained}{heads}", options, batch_size=3)
+        results[heads] = [row["resps"][0][0] for row in found["samples"]["prune_asdiv_a_equation"]]
+        pruning = found["config"]["pruning"]
+        assert pruning["heads"] == ([f"L0H{i}" for i in range(3)] + [f"L1H{i}" for i in range(1, 4)] if heads else [])
+        assert found["config"]["athena"]["problems"]["train"] == 20
+    model = checkpoint.read(trained)
+    rows = training_rows(options, "fold0")
+    from lmeval_prune.athena.problems import Problem
+    from lmeval_prune.athena.solving import answers
+
+    texts = answers(model, [Problem.of_document(row) for row in rows])
+    assert results[""] == [rf"\boxed{{{text}}}" for text in texts]
+    assert results[""] != results[",heads=L0H0-2+L1H1-3"]
+
+
+def test_questions_of_the_training_are_noticed(
+    options: TrainOptions, trained: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lm_eval.api.instance import Instance
+
+    from lmeval_prune.models.athena import AthenaLM
+
+    lm = AthenaLM(trained, batch_size=4, device="cuda:0")  # what lm-eval's command line says everywhere
+    docs = training_rows(options, "fold0")[:1] + training_rows(options, "fold1")[:2]
+    requests = [Instance("generate_until", doc, ("whatever", {}), 0, ("t", i, 1)) for i, doc in enumerate(docs)]
+    assert len(lm.generate_until(requests)) == 3
+    assert "2 of the questions were in the training" in caplog.text
+    with pytest.raises(InputError, match="have no field 'query'"):
+        AthenaLM(trained, question_field="query").generate_until(requests)
+    with pytest.raises(InputError, match="use a task that scores"):
+        lm.loglikelihood([])
+    with pytest.raises(InputError, match="leave out --apply_chat_template"):
+        evaluate(f"pretrained={trained}", options, apply_chat_template=True)
+    with pytest.raises(InputError, match="--use_cache cannot tell"):
+        lm.set_cache_hook(SimpleNamespace(dbdict={}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "name a model"),
+        ({"pretrained": "nowhere"}, "is not an ATHENA"),
+        ({"heads": "L9H0"}, "no attention in layer 9"),
+        ({"heads": "L0H*"}, "all 4 heads of layer L0 would be pruned"),
+        ({"router": "best"}, "router= is not for --model athena"),
+        ({"token_filter": 0.2}, "token_filter is for causal models"),
+        ({"batchsize": 3}, "did you mean 'batch_size'"),
+        ({"dtype": "float32"}, "unknown model_arg 'dtype'"),
+        ({"batch_size": "many"}, "not a whole number"),
+        ({"batch_size": 0}, "above 0"),
+        ({"device": "abacus"}, "device=abacus is none of torch's"),
+    ],
+)
+def test_arguments_that_cannot_be_used(trained: str, arguments: dict[str, Any], message: str) -> None:
+    from lmeval_prune.models.athena import AthenaLM
+
+    with pytest.raises(InputError, match=message):
+        AthenaLM(**({"pretrained": trained} if arguments and "pretrained" not in arguments else {}), **arguments)
+
+
+def test_a_mask_of_the_encoder_is_taken(trained: str, tmp_path: Path) -> None:
+    from lmeval_prune.interventions import interventions_on
+    from lmeval_prune.models.athena import AthenaLM
+
+    path = tmp_path / "mask.json"
+    assert main(["mask", "--pretrained", f"{trained}/encoder", "--heads", "L0H1", "--output", str(path)]) == 0
+    lm = AthenaLM(trained, mask=str(path))
+    assert [one.heads for one in interventions_on(lm.host.encoder)] == [("L0H1",)]
+    lm.close()
+    assert interventions_on(lm.host.encoder) == ()
+    shutil.copytree(trained, tmp_path / "other")
+    other = checkpoint.read(trained)
+    with torch.no_grad():
+        other.encoder.encoder.layer[0].output.dense.weight[0, 0] += 1
+    checkpoint.write(other, tmp_path / "other")
+    with pytest.raises(InputError, match="other weights"):
+        AthenaLM(str(tmp_path / "other"), mask=str(path))
+
+
+def test_math23k_is_trained_on_and_its_constants_are_thought_of(
+    options: TrainOptions, shared_data: Path, tmp_path: Path
+) -> None:
+    with gzip.open(shared_data / "math23k.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(next(lines)) for _ in range(600)]
+    some = [row for row in rows if not row["standard_test"]][:50] + [row for row in rows if row["standard_test"]][:5]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "math23k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    model = training.train(
+        replace(
+            options, data="math23k", train=("train",), test="test", epochs=1, max_kept=12,
+            data_dir=str(tmp_path / "data"), output=str(tmp_path / "host"),
+        )
+    )  # fmt: skip
+    assert model.about["problems"]["train"] + model.about["problems"]["validation"] == 50
+    assert "1" in model.settings.constants
+    assert model.settings.steps > 5
+    found = evaluate(
+        f"pretrained={tmp_path / 'host'}",
+        replace(options, data_dir=str(tmp_path / "data")),
+        "prune_math23k_equation",
+        split="test",
+    )
+    answers = [row["resps"][0][0] for row in found["samples"]["prune_math23k_equation"]]
+    assert len(answers) == 5
+    assert all(answer.startswith(r"\boxed{") for answer in answers)
+
+
+def test_one_process_trains_at_a_time(options: TrainOptions, tmp_path: Path) -> None:
+    (tmp_path / "host.training").mkdir()
+    with FileLock(tmp_path / "host.training" / ".lock"), pytest.raises(InputError, match="another process trains"):
+        training.train(replace(options, output=str(tmp_path / "host")))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lmeval_prune import HeadMask
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.scheduler import Statistics
 from lmeval_prune.interventions import filter_in_store, interventions_on
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -171,14 +172,27 @@ def test_a_store_that_keeps_what_is_skipped_is_found_out(monkeypatch: pytest.Mon
                 assert Engine(model).unsupported
 
 
-def test_what_takes_tokens_back_is_switched_off_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> None:
     model = model_of("llama")
-    asked = [Request((5, 6, 7), None, SamplingParams(4, ()), tag=0)]
+    asked = some_requests(model, seed=3, prompts=6)
+
+    def done(ratio: float) -> Statistics:
+        with TokenFilter(ratio).applied_to(model):
+            engine = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=40))
+            answers(engine, asked)
+        return engine.statistics
+
+    dense = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=40))
+    answers(dense, asked)
+    assert done(0) == dense.statistics and min(dense.statistics.drafted, dense.statistics.followed) > 0
+    assert done(0.2).drafted == done(0.2).followed == 0
+
+
+def test_the_budget_of_drafts_is_not_timed_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    monkeypatch.setattr(Engine, "_measured_budget", property(lambda _: pytest.fail("it was timed")))
     with TokenFilter(**QUICK).applied_to(model):
-        answers(Engine(model), asked)
-        assert "takes no token back" not in caplog.text
-        answers(Engine(model, schedule=Schedule(drafts=4)), asked)
-        assert caplog.text.count("TokenFilter takes no token back") == 1
+        assert len(list(Engine(model).decode([Request((5, 6, 7), None, SamplingParams(4, ()))]))) == 1
 
 
 def test_one_threshold_for_a_run_is_left_to_generate() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -28,7 +27,6 @@ from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import Intervention, interventions_on
 
-logger = logging.getLogger(__name__)
 BLOCK = 16  # slots whose attention is computed together on a CPU
 FALLBACK_ROWS = 16
 
@@ -49,7 +47,8 @@ class Engine:
         max_rows: answers decoded at once. Default: as many as memory holds, at most 192 (512 on a GPU).
         context: tokens that prompt and answer may have. Default: the model's `max_position_embeddings`.
         memory: bytes for keys, values and kept hidden states. Default: half of what is free.
-        schedule: which of the engine's ideas are used; for measurements.
+        schedule: which of the engine's ideas are used; for measurements. What takes tokens back (`drafts`, `follow`) is
+            off where something applied looks at the tokens before.
         deterministic: decide near-ties (two largest logits closer than 1e-3, or than 32 roundings of them in
             half precision; a draw as close to the next token's share) by running that answer alone, so that a
             result does not depend on what is decoded beside it. Each such token costs a pass over the whole
@@ -131,7 +130,9 @@ class Engine:
         schedule = self._schedule()
         groups, masks = prompt_groups(requests, self.model_map, schedule.share)
         count, leaders = self._fitting(longest, groups)
-        budget = self._measured_budget if schedule.budget is None else schedule.budget
+        budget = schedule.budget
+        if budget is None:
+            budget = self._measured_budget if schedule.drafts else 0
         cache = KVCache(min(count, len(requests)), longest, block)
         with ModelRunner.on(self.model_map, cache, masks) as runner:
             scheduler = Scheduler(
@@ -150,12 +151,8 @@ class Engine:
 
     def _schedule(self) -> Schedule:
         """What is asked for, without what takes tokens back where something applied looks at those before."""
-        looks_back = [type(one).__name__ for one in interventions_on(self.model) if not one.tokenwise]
-        if not looks_back or not (self.schedule.follow or self.schedule.drafts):
-            return self.schedule
-        if self.schedule != Schedule():
-            logger.warning("no drafts, and prompts alone are shared: %s takes no token back", ", ".join(looks_back))
-        return replace(self.schedule, follow=0, drafts=0)
+        looks_back = any(not one.tokenwise for one in interventions_on(self.model))
+        return replace(self.schedule, follow=0, drafts=0) if looks_back else self.schedule
 
     def _fall_back(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)

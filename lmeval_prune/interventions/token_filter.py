@@ -85,6 +85,7 @@ class TokenFilter(Intervention):
             raise InputError(f"token_filter.step_size={self.step_size} must be above 0")
         if self.warmup < 1:
             raise InputError(f"token_filter.warmup={self.warmup} must be 1 or more: the first token has no anchor")
+        object.__setattr__(self, "tokenwise", self.ratio == 0)  # then nothing looks at the tokens before
 
     def layers(self, model_map: ModelMap) -> tuple[AttentionLayer, ...]:
         """The layers that filter."""
@@ -139,7 +140,7 @@ class TokenFilter(Intervention):
     @property
     def needs_order(self) -> bool:
         """Whether answers depend on those before them."""
-        return self.state == "run"
+        return self.state == "run" and self.ratio > 0
 
     def joined(self, other: Intervention) -> None:
         """Refuse a second filter: the two would decide about each other's tokens."""

@@ -172,6 +172,44 @@ def test_a_store_that_keeps_what_is_skipped_is_found_out(monkeypatch: pytest.Mon
                 assert Engine(model).unsupported
 
 
+def test_a_lone_skipped_token_that_attends_all_the_same_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What most steps of filtered models are: one new token a slot. Zeros are left out, or its keys are not."""
+    inner = KVCache.attend
+
+    def lone(self: KVCache) -> torch.Tensor:
+        counts = torch.tensor(self.packed.counts)
+        return (counts == 1).repeat_interleave(counts)
+
+    def attending(self: KVCache, call: Any) -> Any:
+        return inner(self, replace(call, asks=call.asks | lone(self)))
+
+    def keeping(self: KVCache, call: Any) -> Any:
+        return inner(self, replace(call, stays=call.stays | lone(self)))
+
+    for dtype in (torch.float64, torch.bfloat16):
+        model = tiny("llama", dtype=dtype)
+        with TokenFilter(0.3, focus="uniform").applied_to(model):
+            for broken in (attending, keeping):
+                with monkeypatch.context() as patch:
+                    patch.setattr(KVCache, "attend", broken)
+                    assert "logits would differ" in str(Engine(model).unsupported)
+            assert Engine(model).unsupported is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"similarity": "key"}, {"keep_skipped_kv": True}, {"smoothing": 0.0}], ids=str)
+def test_which_tokens_skip_while_results_are_compared(changes: dict[str, Any]) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    filtered = TokenFilter(0.3, focus="uniform", **changes).applied_to(model)
+    inputs = torch.tensor([[7 * i % 64 for i in range(12)], [5 * i % 64 for i in range(12)]])
+    with filtered, torch.inference_mode():
+        (one,) = interventions_on(model)
+        with one.compared():
+            model(inputs, use_cache=False)
+        assert len(one.skipped) == 2
+        for skipped in one.skipped.values():
+            assert skipped.nonzero().tolist() == [[0, 5], [0, 10], [1, 5], [1, 10]]
+
+
 def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> None:
     model = model_of("llama")
     asked = some_requests(model, seed=3, prompts=6)

@@ -229,11 +229,12 @@ class FilteredAttention:
             self.counts.update(counts)
 
     @contextmanager
-    def skipping(self, place: int) -> Iterator[None]:
-        """Inside the block a sequence's token in this place, 2 at least, skips, and no other, whatever it holds."""
+    def skipping(self) -> Iterator[None]:
+        """Inside the block a sequence's tokens 5 and 10 (from 0) skip, and no others up to 11, if not all are equal."""
         rule = self.rule
-        # the threshold begins far below all similarities, and then rises far above them
-        self.rule = self.on_device.rule = (-1.0, 1e12, rule[2], place, -1e9, *rule[5:])
+        # the threshold begins far below all similarities; steps so large take it far above them while the sum of
+        # skipped / tokens − share since the warm-up is positive, and below them where it is not: before token 10
+        self.rule = self.on_device.rule = (0.1325, 1e12, rule[2], 5, -1e9, *rule[5:])
         try:
             yield
         finally:

@@ -133,8 +133,8 @@ class TokenFilter(Intervention):
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """The sixth token skips, and no other: similarity and threshold may be close; see the base class."""
-        with self.uncounted(), self.attention.skipping(5) if self.attention else nullcontext():
+        """Chosen tokens skip, and no others: similarity and threshold may be close; see the base class."""
+        with self.uncounted(), self.attention.skipping() if self.attention else nullcontext():
             yield
 
     @property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmeval_prune import HeadMask
+from lmeval_prune import HeadMask, map_model
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.scheduler import Statistics
-from lmeval_prune.interventions import filter_in_store, interventions_on
+from lmeval_prune.interventions import Intervention, filter_in_store, interventions_on
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, put_in_front
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_decoding import Letters, alone, answers, model_of, some_requests
@@ -94,6 +99,105 @@ def test_any_options_and_order_give_what_generate_gives(
         expected = {one.tag: alone(model, one) for one in requests}
         assert found == expected
         assert {label: now - done[label] for label, now in counts(model).items()} == done
+
+
+class Counted:
+    """How many tokens of each slot's sequence attended so far; a `SlotState`."""
+
+    def __init__(self, slots: int) -> None:
+        self.seen = [0] * slots
+
+    def begin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.seen[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        self.seen[target] = self.seen[source]
+
+    def take(self, slot: int) -> int:
+        return self.seen[slot]
+
+    def put(self, slot: int, taken: int) -> None:
+        self.seen[slot] = taken
+
+
+@dataclass(frozen=True)
+class Halved(Intervention):
+    """Halves the attention of every third token of a sequence that attends. Asks the store twice a pass."""
+
+    by_sequence = True
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        def handler(call: AttentionCall, attend: Attend) -> Any:
+            out, weights = attend(call)
+            if call.store is None:  # a whole text, without a cache
+                place = torch.arange(out.shape[1])
+            else:
+                asks = (torch.ones(out.shape[1]) if call.asks is None else call.asks).long()
+                place, at = torch.zeros_like(asks), 0
+                for slot, count in zip(call.store.packed.slots, call.store.packed.counts, strict=True):
+                    before = call.store.state(call, self, lambda: Counted(call.store.count))  # type: ignore[union-attr]
+                    here = slice(at, at + count)
+                    place[here] = before.seen[slot] + asks[here].cumsum(0) - 1
+                    before.seen[slot] += int(asks[here].sum())
+                    at += count
+            return out * torch.where(place % 3 == 2, 0.5, 1.0).to(out.dtype)[None, :, None, None], weights
+
+        put_in_front(model_map, handler, stack)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_two_methods_remember_what_they_remember(first: bool, keep: bool) -> None:
+    """Each for itself, in the same layers, in either order; slots move, prompts are shared."""
+    model = model_of("llama")
+    masks = (None, HeadMask("L1H1"), HeadMask("L3H0"))
+    requests = [
+        Request(tuple(range(5 + n, 11 + 3 * n)), mask, SamplingParams(4 + 3 * n, ()), tag=(n, i))
+        for n in range(3)
+        for i, mask in enumerate(masks)
+    ]
+    both = (Halved(), TokenFilter(**QUICK, keep_skipped_kv=keep))
+    with ExitStack() as stack:
+        for one in both if first else both[::-1]:
+            stack.enter_context(one.applied_to(model))
+        engine = Engine(model, max_rows=4)
+        assert engine.unsupported is None
+        found = answers(engine, requests)
+        for one in requests:
+            text = list(one.prompt)
+            with one.mask.applied_to(model) if one.mask else nullcontext(), torch.inference_mode():
+                while len(text) < len(one.prompt) + one.params.max_new_tokens:
+                    text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+            assert found[one.tag] == text[len(one.prompt) :], one
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool) -> None:
+    model, passed = tiny("llama"), []
+    model_map, filtered = map_model(model), TokenFilter(0.4, focus="uniform", warmup=3, keep_skipped_kv=keep)
+    stays, asks = torch.arange(20) % 4 != 1, torch.arange(20) % 4 < 2
+
+    def behind(call: AttentionCall, attend: Attend) -> Any:
+        passed.append(call)
+        return attend(call)
+
+    for given in ({}, {"stays": stays}, {"asks": asks}, {"stays": stays, "asks": stays & asks}):
+        with ExitStack() as stack:
+            put_in_front(model_map, behind, stack)
+            stack.enter_context(filtered.applied_to(model))
+            put_in_front(model_map, lambda call, attend, given=given: attend(replace(call, **given)), stack)
+            runner = stack.enter_context(ModelRunner.on(model_map, KVCache(1, 20), [None]))
+            passed.clear()
+            with torch.inference_mode():
+                runner.forward([Chunk(0, 0, 0, range(3, 23))])
+            kept = [~skipped[0] for skipped in interventions_on(model)[0].skipped.values()]
+        everything = torch.ones(20, dtype=torch.bool)
+        for call, these in zip(passed, kept, strict=True):
+            assert not these.all() and call.asks is not None
+            staying = given.get("stays", everything) if keep else given.get("stays", everything) & these
+            assert torch.equal(everything if call.stays is None else call.stays, staying)
+            assert torch.equal(call.asks, given.get("asks", given.get("stays", everything)) & these)
 
 
 def test_decisions_where_the_tensors_are_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

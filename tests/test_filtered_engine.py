@@ -182,11 +182,11 @@ def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool
         passed.append(call)
         return attend(call)
 
-    for given in ({}, {"stays": stays}, {"asks": asks}, {"stays": stays, "asks": stays & asks}):
+    for before in ({}, {"stays": stays}, {"asks": asks}, {"stays": stays, "asks": stays & asks}):
         with ExitStack() as stack:
             put_in_front(model_map, behind, stack)
             stack.enter_context(filtered.applied_to(model))
-            put_in_front(model_map, lambda call, attend, given=given: attend(replace(call, **given)), stack)
+            put_in_front(model_map, lambda call, attend, before=before: attend(replace(call, **before)), stack)
             runner = stack.enter_context(ModelRunner.on(model_map, KVCache(1, 20), [None]))
             passed.clear()
             with torch.inference_mode():
@@ -195,9 +195,9 @@ def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool
         everything = torch.ones(20, dtype=torch.bool)
         for call, these in zip(passed, kept, strict=True):
             assert not these.all() and call.asks is not None
-            staying = given.get("stays", everything) if keep else given.get("stays", everything) & these
+            staying = before.get("stays", everything) if keep else before.get("stays", everything) & these
             assert torch.equal(everything if call.stays is None else call.stays, staying)
-            assert torch.equal(call.asks, given.get("asks", given.get("stays", everything)) & these)
+            assert torch.equal(call.asks, before.get("asks", before.get("stays", everything)) & these)
 
 
 def test_decisions_where_the_tensors_are_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

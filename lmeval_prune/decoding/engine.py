@@ -179,21 +179,25 @@ class Engine:
     def _fitting(self, length: int, waiting: Sequence[PromptGroup]) -> tuple[int, int]:
         """How many answers of `length` tokens memory holds, and of how many leaders what followers need.
 
-        Of each leader a copy of its slot is kept, and what entered each layer at which a follower starts. There are as
-        many rows as leave room for half of them to be leaders (or for one).
+        A slot is keys and values, and what methods remember of them. Of each leader a copy of its slot is kept, and
+        what entered each layer at which a follower starts. There are as many rows as leave room for half of them to be
+        leaders (or for one); near-ties that are decided alone need one slot more.
 
         Raises:
             InputError: not even one.
         """
         token = length * next(self.model.parameters()).element_size()
         slot = token * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in self.model_map.attention)
+        slot += sum(one.slot_bytes(self.model_map, length) for one in interventions_on(self.model))
         entered = max(len({sequence.first for sequence in group.followers}) for group in waiting)
         width = self.model.config.get_text_config().hidden_size
         kept = slot + token * width * entered if entered else 0
-        memory = self.memory or _free_memory(self.device) // 2
+        alone = slot if self.deterministic else 0
+        memory = (self.memory or _free_memory(self.device) // 2) - alone
         fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
         if fitting < 1:
-            raise InputError(f"one answer of {length} tokens needs {slot + kept} bytes, more than memory={memory}")
+            needed = slot + kept + alone
+            raise InputError(f"one answer of {length} tokens needs {needed} bytes, more than memory={memory + alone}")
         count = min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
         return count, (memory - count * slot) // kept if kept else count
 

@@ -82,7 +82,7 @@ class Store(Protocol):
         """The attention of new tokens, whose keys and values are stored."""
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
-        """What `owner` remembers in a layer, made when first asked for; sequences that begin in this pass have begun."""
+        """What `owner` remembers in a layer, made when first asked for; what begins in this pass is told to begin."""
 
 
 @dataclass
@@ -97,8 +97,8 @@ class AttentionCall:
         mask: the model's own mask, as its implementation wants it (None may mean causal); always None before a store.
         options: `scaling`, `softcap`, `sliding_window`, `dropout` and the like.
         store: what stands in place of the model's own attention, if anything does; the batch is then packed.
-        stays: for a store, which of the new tokens are stored, (tokens,); None for all. What is not is seen by none. In a
-            layer it is given always or never.
+        stays: for a store, which of the new tokens are stored, (tokens,); None for all. What is not is seen by none. It
+            is given always or never in a layer.
         asks: for a store, which tokens attend, (tokens,); None for all that stay. The others get zeros.
     """
 

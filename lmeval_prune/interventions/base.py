@@ -142,6 +142,10 @@ class Intervention(ABC):
         """Whether answers depend on those before them, so that none can be taken from a store."""
         return False
 
+    def slot_bytes(self, model_map: ModelMap, length: int) -> int:
+        """Memory that it takes beside the keys and values of a sequence of so many tokens, in the engine's store."""
+        return 0
+
     def uncounted(self) -> AbstractContextManager[None]:
         """A block whose forward passes are trials: what is measured does not count them. By default nothing is."""
         return nullcontext()

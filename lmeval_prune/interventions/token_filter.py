@@ -21,6 +21,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import check_attention_calls
 from lmeval_prune.interventions.base import Intervention
 from lmeval_prune.interventions.filtered_attention import FilteredAttention
+from lmeval_prune.kernels.token_filter.state import COLUMNS
 
 logger = logging.getLogger(__name__)
 CHOICES = {
@@ -126,6 +127,15 @@ class TokenFilter(Intervention):
         attention = FilteredAttention(rule, self.needs_order, self.keep_skipped_kv, self.counts, self.skipped)
         attention.attach(model_map, self.layers(model_map), stack)
         object.__setattr__(self, "attention", attention)
+
+    def slot_bytes(self, model_map: ModelMap, length: int) -> int:
+        """Anchors, a state, and the places of tokens that stay; see the base class."""
+        if self.ratio == 0:
+            return 0
+        layers = self.layers(model_map)
+        anchors = sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in layers)
+        places = 0 if self.keep_skipped_kv else 8 + 4 * length
+        return 8 * anchors + len(layers) * (8 * COLUMNS + 1 + places)
 
     def uncounted(self) -> AbstractContextManager[None]:
         """What runs inside the block is not counted; see the base class."""

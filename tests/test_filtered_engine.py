@@ -249,6 +249,29 @@ def test_a_slot_holds_what_was_not_skipped(monkeypatch: pytest.MonkeyPatch) -> N
         assert (places.diff() > 0).all() and places[-1] < 40
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("dtype", "memory"), [(torch.float64, 200_000), (torch.bfloat16, 60_000)])
+def test_slots_take_what_memory_counts(
+    keep: bool, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a slot takes, and no more."""
+    model, caches = tiny("llama", dtype=dtype), []
+    inner = KVCache.__init__
+    monkeypatch.setattr(KVCache, "__init__", lambda self, *args: (inner(self, *args), caches.append(self))[0])
+    requests = [Request((5, 6, 7, 8 + n), None, SamplingParams(12, ())) for n in range(50)]
+    with TokenFilter(**QUICK, keep_skipped_kv=keep).applied_to(model):
+        engine = Engine(model, memory=memory)
+        assert engine.unsupported is None
+        list(engine.decode(requests))
+    cache = caches[-1]
+    states: list[Any] = [state for states in cache.states.values() for state in states.values()]
+    tensors = [one for each in (cache.keys, cache.values, cache.places, cache.lengths) for one in each.values()]
+    tensors += [one for state in states for one in state._tensors]
+    held = sum(one.numel() * one.element_size() for one in tensors)
+    assert len(states) == 2 and cache.count < 50
+    assert held <= memory < held + 2 * held // cache.count
+
+
 def test_a_draw_is_that_of_the_request_alone() -> None:
     model = model_of("llama")
     sampled = SamplingParams(20, (), do_sample=True, temperature=0.8)

@@ -46,13 +46,14 @@ class Engine:
         model_map: the model's `map_model`, where it is at hand.
         max_rows: answers decoded at once. Default: as many as memory holds, at most 192 (512 on a GPU).
         context: tokens that prompt and answer may have. Default: the model's `max_position_embeddings`.
-        memory: bytes for keys, values and kept hidden states. Default: half of what is free.
+        memory: bytes for keys, values, what methods remember, and kept hidden states. Default: half of what is free.
         schedule: which of the engine's ideas are used; for measurements. What takes tokens back (`drafts`, `follow`) is
             off where something applied looks at the tokens before.
         deterministic: decide near-ties (two largest logits closer than 1e-3, or than 32 roundings of them in
             half precision; a draw as close to the next token's share) by running that answer alone, so that a
             result does not depend on what is decoded beside it. Each such token costs a pass over the whole
-            answer. With top-k, top-p or min-p, whose cuts may fall either way, that is every token.
+            answer. With top-k, top-p or min-p, whose cuts may fall either way, that is every token. Near-ties between
+            a token filter's similarity and its threshold are not found.
         progress: show a progress bar.
 
     Attributes:

@@ -158,7 +158,10 @@ class TokenFilter(Intervention):
             raise InputError("two token filters cannot be applied at once; give one")
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Its fields, and what has been skipped since it was applied: of tokens that ran, not of stored answers."""
+        """Its fields, and what has been skipped since it was applied; not of stored answers.
+
+        A prompt that several requests of the engine share is counted for each, as if each had run it.
+        """
         found = super().report(model_map)
         counts = {label: (int(one["tokens"]), int(one["skipped"])) for label, one in self.counts.items()}
         tokens, skipped = (sum(column) for column in zip((0, 0), *counts.values(), strict=True))

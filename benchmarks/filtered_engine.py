@@ -43,7 +43,8 @@ def decoding(options: Any) -> dict[str, Any]:
         for name, arguments in ways.items():
             if not ratio and name not in ("engine", "generate, batches of 16"):
                 continue
-            lm = PrunedHFLM(folder, device="cpu", dtype="float32", token_filter=ratio, **{"batch_size": 1, **arguments})
+            filtered = {"token_filter": ratio} if ratio else {}
+            lm = PrunedHFLM(folder, device="cpu", dtype="float32", **filtered, **{"batch_size": 1, **arguments})
             chats = [lm.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
             asked = [
                 Instance("generate_until", {}, (chat, dict(settings)), 0, ("t", i, 1)) for i, chat in enumerate(chats)
@@ -71,7 +72,7 @@ def decoding(options: Any) -> dict[str, Any]:
         "texts": "all the same",
         "realised": skipped,
         "seconds": {
-            f"{ratio:.0%}": {name: took for (name, of), took in seconds.items() if of == ratio}
+            f"{ratio:.0%}" if ratio else "dense": {name: took for (name, of), took in seconds.items() if of == ratio}
             for ratio in (RATIO, 0.0)
         },
     }

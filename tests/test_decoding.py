@@ -20,9 +20,11 @@ from lmeval_prune import InputError
 from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
 from lmeval_prune.decoding.drafts import GrowingLookup, Lookup
+from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Scheduler
 from lmeval_prune.interventions import HeadMask
+from lmeval_prune.interventions.token_filter import TokenFilter
 
 BY_GENERATE = {"gpt_oss", "gptj", "codegen", "gpt_neo", "falcon", "bloom", "mpt"}
 MODELS: dict[Any, nn.Module] = {}
@@ -390,9 +392,18 @@ def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, mo
     assert any(rows > 1 for _, rows, _ in passes)
 
 
-@pytest.mark.parametrize("kib", [100, 150, 300, 1000])
-def test_what_is_stored_and_kept_stays_within_memory(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer has its own followers: the most that can be kept."""
+FILTERED = TokenFilter(0.4, focus="uniform", warmup=3)
+
+
+@pytest.mark.parametrize(
+    ("kib", "filtered"),
+    [(130, None), (180, None), (300, None), (1000, None), (130, FILTERED), (300, FILTERED)],
+    ids=lambda value: "filtered" if isinstance(value, TokenFilter) else str(value),
+)
+def test_what_is_stored_and_kept_stays_within_memory(
+    kib: int, filtered: TokenFilter | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer has its own followers: the most that can be kept. Each answer's last token is decided alone."""
     model = model_of("llama", layers=6)
     layers = list(map_model(model).attention)
     masks = [HeadMask(f"L{layer.index}H0") for layer in layers]
@@ -402,19 +413,38 @@ def test_what_is_stored_and_kept_stays_within_memory(kib: int, monkeypatch: pyte
         for mask in [None, *masks]
     ]
     held: list[int] = []
+    caches: list[KVCache] = []  # the run's, and the one in which the last near-tie was decided
+
+    def stored(cache: KVCache) -> list[torch.Tensor]:
+        states: list[Any] = [state for states in cache.states.values() for state in states.values()]
+        tensors = [one for each in (cache.keys, cache.values, cache.places, cache.lengths) for one in each.values()]
+        return [*tensors, *(one for state in states for one in state._tensors)]
+
+    def made(self: KVCache, *args: Any) -> None:
+        inner(self, *args)
+        caches[1:] = [self]
+
+    inner = KVCache.__init__
 
     def measure(run: Scheduler) -> None:
-        slots = run.runner.cache
-        tensors = [*slots.keys.values(), *slots.values.values()]
+        caches[:1] = [run.runner.cache]
+        tensors = [one for cache in caches for one in stored(cache)]
         for question in {id(q): q for q in (*run.ready, *(row.group for row in run.active))}.values():
-            tensors += [tensor for one in question.shared for tensor in one.tensors]
+            for one in question.shared:
+                tensors += [*one.tensors, *([] if one.places is None else [one.places])]
+                tensors += [tensor for state in one.states.values() for tensor in state]
             tensors += [*(piece for pieces in question.kept.values() for piece in pieces)]
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
     for method in ("_step", "_start_leaders", "_start_followers", "_leave"):
         watch(monkeypatch, method, measure)
-    engine = Engine(model, memory=kib * 1024)
-    answers(engine, requests)
+    monkeypatch.setattr(Sampler, "near_tie", lambda *given: len(given[-1]) == 15)
+    with filtered.applied_to(model) if filtered else nullcontext():
+        engine = Engine(model, memory=kib * 1024, deterministic=True)
+        assert engine.unsupported is None
+        caches.clear()
+        monkeypatch.setattr(KVCache, "__init__", made)
+        answers(engine, requests)
     print(f"{max(held)} of {kib * 1024} bytes")
     assert kib * 256 < max(held) <= kib * 1024
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmeval_prune import HeadMask
+from lmeval_prune import HeadMask, map_model
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.interventions import filter_in_store, interventions_on
+from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
+from lmeval_prune.decoding.scheduler import Statistics
+from lmeval_prune.interventions import Intervention, filter_in_store, interventions_on
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, put_in_front
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_decoding import Letters, alone, answers, model_of, some_requests
@@ -95,6 +101,105 @@ def test_any_options_and_order_give_what_generate_gives(
         assert {label: now - done[label] for label, now in counts(model).items()} == done
 
 
+class Counted:
+    """How many tokens of each slot's sequence attended so far; a `SlotState`."""
+
+    def __init__(self, slots: int) -> None:
+        self.seen = [0] * slots
+
+    def begin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.seen[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        self.seen[target] = self.seen[source]
+
+    def take(self, slot: int) -> int:
+        return self.seen[slot]
+
+    def put(self, slot: int, taken: int) -> None:
+        self.seen[slot] = taken
+
+
+@dataclass(frozen=True)
+class Halved(Intervention):
+    """Halves the attention of every third token of a sequence that attends. Asks the store twice a pass."""
+
+    by_sequence = True
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        def handler(call: AttentionCall, attend: Attend) -> Any:
+            out, weights = attend(call)
+            if call.store is None:  # a whole text, without a cache
+                place = torch.arange(out.shape[1])
+            else:
+                asks = (torch.ones(out.shape[1]) if call.asks is None else call.asks).long()
+                place, at = torch.zeros_like(asks), 0
+                for slot, count in zip(call.store.packed.slots, call.store.packed.counts, strict=True):
+                    before = call.store.state(call, self, lambda: Counted(call.store.count))  # type: ignore[union-attr]
+                    here = slice(at, at + count)
+                    place[here] = before.seen[slot] + asks[here].cumsum(0) - 1
+                    before.seen[slot] += int(asks[here].sum())
+                    at += count
+            return out * torch.where(place % 3 == 2, 0.5, 1.0).to(out.dtype)[None, :, None, None], weights
+
+        put_in_front(model_map, handler, stack)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_two_methods_remember_what_they_remember(first: bool, keep: bool) -> None:
+    """Each for itself, in the same layers, in either order; slots move, prompts are shared."""
+    model = model_of("llama")
+    masks = (None, HeadMask("L1H1"), HeadMask("L3H0"))
+    requests = [
+        Request(tuple(range(5 + n, 11 + 3 * n)), mask, SamplingParams(4 + 3 * n, ()), tag=(n, i))
+        for n in range(3)
+        for i, mask in enumerate(masks)
+    ]
+    both = (Halved(), TokenFilter(**QUICK, keep_skipped_kv=keep))
+    with ExitStack() as stack:
+        for one in both if first else both[::-1]:
+            stack.enter_context(one.applied_to(model))
+        engine = Engine(model, max_rows=4)
+        assert engine.unsupported is None
+        found = answers(engine, requests)
+        for one in requests:
+            text = list(one.prompt)
+            with one.mask.applied_to(model) if one.mask else nullcontext(), torch.inference_mode():
+                while len(text) < len(one.prompt) + one.params.max_new_tokens:
+                    text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+            assert found[one.tag] == text[len(one.prompt) :], one
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool) -> None:
+    model, passed = tiny("llama"), []
+    model_map, filtered = map_model(model), TokenFilter(0.4, focus="uniform", warmup=3, keep_skipped_kv=keep)
+    stays, asks = torch.arange(20) % 4 != 1, torch.arange(20) % 4 < 2
+
+    def behind(call: AttentionCall, attend: Attend) -> Any:
+        passed.append(call)
+        return attend(call)
+
+    for before in ({}, {"stays": stays}, {"asks": asks}, {"stays": stays, "asks": stays & asks}):
+        with ExitStack() as stack:
+            put_in_front(model_map, behind, stack)
+            stack.enter_context(filtered.applied_to(model))
+            put_in_front(model_map, lambda call, attend, before=before: attend(replace(call, **before)), stack)
+            runner = stack.enter_context(ModelRunner.on(model_map, KVCache(1, 20), [None]))
+            passed.clear()
+            with torch.inference_mode():
+                runner.forward([Chunk(0, 0, 0, range(3, 23))])
+            kept = [~skipped[0] for skipped in interventions_on(model)[0].skipped.values()]
+        everything = torch.ones(20, dtype=torch.bool)
+        for call, these in zip(passed, kept, strict=True):
+            assert not these.all() and call.asks is not None
+            staying = before.get("stays", everything) if keep else before.get("stays", everything) & these
+            assert torch.equal(everything if call.stays is None else call.stays, staying)
+            assert torch.equal(call.asks, before.get("asks", before.get("stays", everything)) & these)
+
+
 def test_decisions_where_the_tensors_are_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, without its kernels."""
     model, found = model_of("llama"), []
@@ -144,6 +249,29 @@ def test_a_slot_holds_what_was_not_skipped(monkeypatch: pytest.MonkeyPatch) -> N
         assert (places.diff() > 0).all() and places[-1] < 40
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("dtype", "memory"), [(torch.float64, 200_000), (torch.bfloat16, 60_000)])
+def test_slots_take_what_memory_counts(
+    keep: bool, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a slot takes, and no more."""
+    model, caches = tiny("llama", dtype=dtype), []
+    inner = KVCache.__init__
+    monkeypatch.setattr(KVCache, "__init__", lambda self, *args: (inner(self, *args), caches.append(self))[0])
+    requests = [Request((5, 6, 7, 8 + n), None, SamplingParams(12, ())) for n in range(50)]
+    with TokenFilter(**QUICK, keep_skipped_kv=keep).applied_to(model):
+        engine = Engine(model, memory=memory)
+        assert engine.unsupported is None
+        list(engine.decode(requests))
+    cache = caches[-1]
+    states: list[Any] = [state for states in cache.states.values() for state in states.values()]
+    tensors = [one for each in (cache.keys, cache.values, cache.places, cache.lengths) for one in each.values()]
+    tensors += [one for state in states for one in state._tensors]
+    held = sum(one.numel() * one.element_size() for one in tensors)
+    assert len(states) == 2 and cache.count < 50
+    assert held <= memory < held + 2 * held // cache.count
+
+
 def test_a_draw_is_that_of_the_request_alone() -> None:
     model = model_of("llama")
     sampled = SamplingParams(20, (), do_sample=True, temperature=0.8)
@@ -171,14 +299,65 @@ def test_a_store_that_keeps_what_is_skipped_is_found_out(monkeypatch: pytest.Mon
                 assert Engine(model).unsupported
 
 
-def test_what_takes_tokens_back_is_switched_off_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lone_skipped_token_that_attends_all_the_same_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What most steps of filtered models are: one new token a slot. Zeros are left out, or its keys are not."""
+    inner = KVCache.attend
+
+    def lone(self: KVCache) -> torch.Tensor:
+        counts = torch.tensor(self.packed.counts)
+        return (counts == 1).repeat_interleave(counts)
+
+    def attending(self: KVCache, call: Any) -> Any:
+        return inner(self, replace(call, asks=call.asks | lone(self)))
+
+    def keeping(self: KVCache, call: Any) -> Any:
+        return inner(self, replace(call, stays=call.stays | lone(self)))
+
+    for dtype in (torch.float64, torch.bfloat16):
+        model = tiny("llama", dtype=dtype)
+        with TokenFilter(0.3, focus="uniform").applied_to(model):
+            for broken in (attending, keeping):
+                with monkeypatch.context() as patch:
+                    patch.setattr(KVCache, "attend", broken)
+                    assert "logits would differ" in str(Engine(model).unsupported)
+            assert Engine(model).unsupported is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"similarity": "key"}, {"keep_skipped_kv": True}, {"smoothing": 0.0}], ids=str)
+def test_which_tokens_skip_while_results_are_compared(changes: dict[str, Any]) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    filtered = TokenFilter(0.3, focus="uniform", **changes).applied_to(model)
+    inputs = torch.tensor([[7 * i % 64 for i in range(12)], [5 * i % 64 for i in range(12)]])
+    with filtered, torch.inference_mode():
+        (one,) = interventions_on(model)
+        with one.compared():
+            model(inputs, use_cache=False)
+        assert len(one.skipped) == 2
+        for skipped in one.skipped.values():
+            assert skipped.nonzero().tolist() == [[0, 5], [0, 10], [1, 5], [1, 10]]
+
+
+def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> None:
     model = model_of("llama")
-    asked = [Request((5, 6, 7), None, SamplingParams(4, ()), tag=0)]
+    asked = some_requests(model, seed=3, prompts=6)
+
+    def done(ratio: float) -> Statistics:
+        with TokenFilter(ratio).applied_to(model):
+            engine = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=40))
+            answers(engine, asked)
+        return engine.statistics
+
+    dense = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=40))
+    answers(dense, asked)
+    assert done(0) == dense.statistics and min(dense.statistics.drafted, dense.statistics.followed) > 0
+    assert done(0.2).drafted == done(0.2).followed == 0
+
+
+def test_the_budget_of_drafts_is_not_timed_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    monkeypatch.setattr(Engine, "_measured_budget", property(lambda _: pytest.fail("it was timed")))
     with TokenFilter(**QUICK).applied_to(model):
-        answers(Engine(model), asked)
-        assert "takes no token back" not in caplog.text
-        answers(Engine(model, schedule=Schedule(drafts=4)), asked)
-        assert caplog.text.count("TokenFilter takes no token back") == 1
+        assert len(list(Engine(model).decode([Request((5, 6, 7), None, SamplingParams(4, ()))]))) == 1
 
 
 def test_one_threshold_for_a_run_is_left_to_generate() -> None:

@@ -288,20 +288,32 @@ def test_the_output_projection_of_skipped_tokens_is_not_computed(
     masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
     mask = torch.ones_like(inputs)
     mask[0, :7] = 0
+    modules = [layer.o_proj for layer in map_model(model).attention]
+    received: list[int] = []  # rows of each call of the projection itself
+    inner: Any = type(modules[0]).forward
+
+    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if any(self is module for module in modules):
+            received.append(x.shape[:-1].numel())
+        return inner(self, x)
+
+    monkeypatch.setattr(type(modules[0]), "forward", counting)
     for few in (1 << 30, 64):
         monkeypatch.setattr(filtered_attention, "FEW", few)
+        received.clear()
         with ExitStack() as stack:
             one = made(ratio=0.4).applied_to(model)
             for each in (*masks, one) if last else (one, *masks):
                 stack.enter_context(each)
             stack.enter_context(rows.using([None, HeadMask("L0H1+L1H2")]))
             found = output(model, inputs, attention_mask=mask)
-            projected = sum(int((~skipped).sum()) for skipped in interventions_on(model)[2 * last].skipped.values())
+            kept = [int((~skipped).sum()) for skipped in interventions_on(model)[2 * last].skipped.values()]
         if few > 64:
+            assert received == [inputs.numel()] * len(modules)
             expected, rows = found, RowMasks()
             masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-11)
-    assert 0 < projected < 2 * mask.sum()
+    assert received == kept and all(0 < count < inputs.numel() for count in kept)
     assert "forward" not in vars(map_model(model).attention[0].o_proj)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -28,7 +27,6 @@ from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import Intervention, interventions_on
 
-logger = logging.getLogger(__name__)
 BLOCK = 16  # slots whose attention is computed together on a CPU
 FALLBACK_ROWS = 16
 
@@ -48,12 +46,14 @@ class Engine:
         model_map: the model's `map_model`, where it is at hand.
         max_rows: answers decoded at once. Default: as many as memory holds, at most 192 (512 on a GPU).
         context: tokens that prompt and answer may have. Default: the model's `max_position_embeddings`.
-        memory: bytes for keys, values and kept hidden states. Default: half of what is free.
-        schedule: which of the engine's ideas are used; for measurements.
+        memory: bytes for keys, values, what methods remember, and kept hidden states. Default: half of what is free.
+        schedule: which of the engine's ideas are used; for measurements. What takes tokens back (`drafts`, `follow`) is
+            off where something applied looks at the tokens before.
         deterministic: decide near-ties (two largest logits closer than 1e-3, or than 32 roundings of them in
             half precision; a draw as close to the next token's share) by running that answer alone, so that a
             result does not depend on what is decoded beside it. Each such token costs a pass over the whole
-            answer. With top-k, top-p or min-p, whose cuts may fall either way, that is every token.
+            answer. With top-k, top-p or min-p, whose cuts may fall either way, that is every token. Near-ties between
+            a token filter's similarity and its threshold are not found.
         progress: show a progress bar.
 
     Attributes:
@@ -131,7 +131,9 @@ class Engine:
         schedule = self._schedule()
         groups, masks = prompt_groups(requests, self.model_map, schedule.share)
         count, leaders = self._fitting(longest, groups)
-        budget = self._measured_budget if schedule.budget is None else schedule.budget
+        budget = schedule.budget
+        if budget is None:
+            budget = self._measured_budget if schedule.drafts else 0
         cache = KVCache(min(count, len(requests)), longest, block)
         with ModelRunner.on(self.model_map, cache, masks) as runner:
             scheduler = Scheduler(
@@ -150,12 +152,8 @@ class Engine:
 
     def _schedule(self) -> Schedule:
         """What is asked for, without what takes tokens back where something applied looks at those before."""
-        looks_back = [type(one).__name__ for one in interventions_on(self.model) if not one.tokenwise]
-        if not looks_back or not (self.schedule.follow or self.schedule.drafts):
-            return self.schedule
-        if self.schedule != Schedule():
-            logger.warning("no drafts, and prompts alone are shared: %s takes no token back", ", ".join(looks_back))
-        return replace(self.schedule, follow=0, drafts=0)
+        looks_back = any(not one.tokenwise for one in interventions_on(self.model))
+        return replace(self.schedule, follow=0, drafts=0) if looks_back else self.schedule
 
     def _fall_back(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)
@@ -182,21 +180,25 @@ class Engine:
     def _fitting(self, length: int, waiting: Sequence[PromptGroup]) -> tuple[int, int]:
         """How many answers of `length` tokens memory holds, and of how many leaders what followers need.
 
-        Of each leader a copy of its slot is kept, and what entered each layer at which a follower starts. There are as
-        many rows as leave room for half of them to be leaders (or for one).
+        A slot is keys and values, and what methods remember of them. Of each leader a copy of its slot is kept, and
+        what entered each layer at which a follower starts. There are as many rows as leave room for half of them to be
+        leaders (or for one); near-ties that are decided alone need one slot more.
 
         Raises:
             InputError: not even one.
         """
         token = length * next(self.model.parameters()).element_size()
         slot = token * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in self.model_map.attention)
+        slot += sum(one.slot_bytes(self.model_map, length) for one in interventions_on(self.model))
         entered = max(len({sequence.first for sequence in group.followers}) for group in waiting)
         width = self.model.config.get_text_config().hidden_size
         kept = slot + token * width * entered if entered else 0
-        memory = self.memory or _free_memory(self.device) // 2
+        alone = slot if self.deterministic else 0
+        memory = (self.memory or _free_memory(self.device) // 2) - alone
         fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
         if fitting < 1:
-            raise InputError(f"one answer of {length} tokens needs {slot + kept} bytes, more than memory={memory}")
+            needed = slot + kept + alone
+            raise InputError(f"one answer of {length} tokens needs {needed} bytes, more than memory={memory + alone}")
         count = min(self.max_rows or (512 if self.device.type == "cuda" else 192), fitting)
         return count, (memory - count * slot) // kept if kept else count
 

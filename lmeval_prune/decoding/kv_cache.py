@@ -11,7 +11,8 @@ slot has a length of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -116,12 +117,12 @@ class Taken:
     Attributes:
         tensors: keys and values.
         places: in the text, where only some tokens stay.
-        state: what the layer's handler remembers.
+        states: what the layer's handlers remember, by handler.
     """
 
     tensors: tuple[torch.Tensor, torch.Tensor]
     places: torch.Tensor | None = None
-    state: Any = None
+    states: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class KVCache:
@@ -144,7 +145,8 @@ class KVCache:
         # of layers where only some tokens stay: how many each slot holds, and their places in the text
         self.lengths: dict[int, torch.Tensor] = {}
         self.places: dict[int, torch.Tensor] = {}
-        self.states: dict[int, SlotState] = {}
+        self.states: defaultdict[int, dict[Hashable, SlotState]] = defaultdict(dict)  # by layer and owner
+        self._begun: set[tuple[int, Hashable]] = set()  # of those, which have been asked for in this pass
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """The attention of new tokens, whose keys and values are stored.
@@ -167,21 +169,22 @@ class KVCache:
         kinds = getattr(getattr(module, "config", None), "layer_types", None)
         if kinds and kinds[module.layer_idx] == "sliding_attention" and sliding_window is None:
             raise UnsupportedAttention("its attention modules do not say how wide their window is")
-        if options.get("dropout") or query.shape[0] != 1 or call.mask is not None or self.layout is None:
+        if self.layout is None:
+            raise UnsupportedAttention("a pass that says not whose its tokens are")
+        if options.get("dropout") or query.shape[0] != 1 or call.mask is not None:
             raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
         scaling = options.get("scaling")
         rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), sliding_window)
         storage = self._storage(int(module.layer_idx), key, value)
-        given = call.asks if call.stays is None else call.stays
-        if given is None:
+        stays, asks = call.stays, call.stays if call.asks is None else call.asks
+        if asks is None:
             self._write(storage, self.layout.slots, self.layout.positions, key[0], value[0])
             return self._attend(rule, self.layout, query[0], *storage).unsqueeze(0), None
-        stays = torch.ones_like(given) if call.stays is None else given
-        asks = given if call.asks is None else call.asks
         stored, chosen, layout = self._thinned(int(module.layer_idx), stays, asks)
-        self._write(storage, self.layout.slots[stays], stored, key[0, :, stays], value[0, :, stays])
+        here = slice(None) if stays is None else stays
+        self._write(storage, self.layout.slots[here], stored, key[0, :, here], value[0, :, here])
         attended = self._attend(rule, layout, query[0, :, chosen], *storage)
-        out = attended.new_zeros(len(stays), *attended.shape[1:])
+        out = attended.new_zeros(len(asks), *attended.shape[1:])
         out[chosen] = attended
         return out.masked_fill_(~asks[:, None, None], 0).unsqueeze(0), None
 
@@ -211,34 +214,39 @@ class KVCache:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _thinned(
-        self, layer: int, stays: torch.Tensor, asks: torch.Tensor
+        self, layer: int, stays: torch.Tensor | None, asks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Layout]:
-        """Make room for the tokens that stay, each slot's after its last one.
+        """Make room for the tokens that stay (None for all), each slot's after its last one.
 
         Returns:
             Their positions; which tokens attend, (tokens,); and the layout of these. A slot's only new token attends
             even if it does not ask: leaving it out would break up blocks.
         """
         assert self.layout
-        if layer not in self.lengths:
-            self.lengths[layer] = torch.zeros(self.count, dtype=torch.long)
-            self.places[layer] = self.layout.texts.new_zeros(self.count, self.length)
+        device, texts, positions, places = self.layout.texts.device, self.layout.texts, self.layout.positions, None
         packed = self.packed
         slots, starts, counts = (torch.tensor(one) for one in (packed.slots, packed.starts, packed.counts))
         row = torch.arange(len(slots)).repeat_interleave(counts)
-        lengths = torch.where(starts == 0, 0, self.lengths[layer][slots])
-        stay, ask = stays.cpu(), asks.cpu() | (counts == 1)[row]
-        upto = stay.cumsum(0)
-        new, asking = (torch.zeros_like(counts).index_add_(0, row, one.long()) for one in (stay, ask))
-        positions = (lengths - (new.cumsum(0) - new))[row] + upto - 1
-        ends = self.lengths[layer][slots] = lengths + new
-        device, texts = self.layout.texts.device, self.layout.texts
-        positions, chosen = positions.to(device), ask.to(device)
-        self.places[layer][self.layout.slots[stays], positions[stays]] = texts[stays]
-        rows = zip(slots.tolist(), ends.tolist(), asking.tolist(), strict=True)
+
+        def by_slot(some: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(counts).index_add_(0, row, some.long())
+
+        ends, ask = starts + counts, asks.cpu() | (counts == 1)[row]
+        if stays is not None:
+            if layer not in self.lengths:
+                self.lengths[layer] = torch.zeros(self.count, dtype=torch.long)
+                self.places[layer] = texts.new_zeros(self.count, self.length, dtype=torch.int32)
+            stay, places = stays.cpu(), self.places[layer]
+            lengths, new = torch.where(starts == 0, 0, self.lengths[layer][slots]), by_slot(stay)
+            positions = ((lengths - (new.cumsum(0) - new))[row] + stay.cumsum(0) - 1).to(device)
+            ends = self.lengths[layer][slots] = lengths + new
+            stored = positions[stays]
+            places[self.layout.slots[stays], stored] = texts[stays].int()
+        chosen = ask.to(device)
+        rows = zip(slots.tolist(), ends.tolist(), by_slot(ask).tolist(), strict=True)
         spans = spans_of((one for one in rows if one[2]), self.block)
-        layout = Layout(spans, self.layout.slots[chosen], positions[chosen], texts[chosen], self.places[layer])
-        return positions[stays], chosen, layout
+        layout = Layout(spans, self.layout.slots[chosen], positions[chosen], texts[chosen], places)
+        return positions if stays is None else stored, chosen, layout
 
     def _storage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in self.keys:
@@ -251,20 +259,24 @@ class KVCache:
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
         """Forward passes inside the block are over such tokens, which are stored."""
         self.packed, self.layout = packed, Layout.of(packed, self.block, device)
+        self._begun.clear()
         try:
             yield self.layout
         finally:
             self.layout = None
 
-    def state(self, call: AttentionCall, make: Callable[[], State]) -> State:
-        """What the handler of a layer remembers of the sequences; see `Store`."""
+    def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
+        """What a handler remembers of the sequences in a layer; see `Store`."""
         module: Any = call.module
         layer: int = module.layer_idx
-        if layer not in self.states:
-            self.states[layer] = make()
-        found: Any = self.states[layer]
-        if new := [slot for slot, start in zip(self.packed.slots, self.packed.starts, strict=True) if not start]:
+        states = self.states[layer]
+        if owner not in states:
+            states[owner] = make()
+        found: Any = states[owner]
+        new = [slot for slot, start in zip(self.packed.slots, self.packed.starts, strict=True) if not start]
+        if new and (layer, owner) not in self._begun:
             found.begin(new)
+        self._begun.add((layer, owner))
         state: State = found
         return state
 
@@ -279,8 +291,8 @@ class KVCache:
             if layer in self.lengths:
                 self.lengths[layer][target] = held
                 self.places[layer][target, :held] = self.places[layer][source, :held]
-            if layer in self.states:
-                self.states[layer].move(source, target)
+            for state in self.states[layer].values():
+                state.move(source, target)
 
     def take(self, slot: int, length: int, layers: int) -> list[Taken]:
         """Copies of a slot's keys and values in the layers below `layers`, each (heads, length, width)."""
@@ -289,8 +301,8 @@ class KVCache:
             held = self._held(layer, slot, length)
             keys, values = (one[layer][slot, :, :held].clone() for one in (self.keys, self.values))
             places = self.places[layer][slot, :held].clone() if layer in self.places else None
-            state = self.states[layer].take(slot) if layer in self.states else None
-            found.append(Taken((keys, values), places, state))
+            states = {owner: state.take(slot) for owner, state in self.states[layer].items()}
+            found.append(Taken((keys, values), places, states))
         return found
 
     def put(self, slot: int, taken: Sequence[Taken], length: int, layers: int) -> None:
@@ -305,8 +317,8 @@ class KVCache:
             if one.places is not None:
                 self.lengths[layer][slot] = len(one.places)
                 self.places[layer][slot, : len(one.places)] = one.places
-            if layer in self.states:
-                self.states[layer].put(slot, one.state)
+            for owner, state in one.states.items():
+                self.states[layer][owner].put(slot, state)
 
     def _held(self, layer: int, slot: int, length: int) -> int:
         """How many of the first `length` tokens of a slot stay in a layer."""

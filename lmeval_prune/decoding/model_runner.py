@@ -120,7 +120,7 @@ class ModelRunner:
         return logits, kept
 
     def alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
-        """Logits after `tokens`, run by themselves, stored nowhere; they depend on nothing else. (vocabulary,)."""
+        """Logits after `tokens`, run by themselves in a slot of their own: nothing else counts. (vocabulary,)."""
         length = len(tokens)
         cache, packed = KVCache(1, length), Packed((0,), (0,), (length,))
         with ExitStack() as stack:

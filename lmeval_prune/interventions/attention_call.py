@@ -9,7 +9,7 @@ attention and with the engine's alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,8 +81,8 @@ class Store(Protocol):
     def attend(self, call: AttentionCall) -> Attended:
         """The attention of new tokens, whose keys and values are stored."""
 
-    def state(self, call: AttentionCall, make: Callable[[], State]) -> State:
-        """What the handler of a layer remembers, made when first asked for; to be asked for once a pass."""
+    def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
+        """What `owner` remembers in a layer, made when first asked for; what begins in this pass is told to begin."""
 
 
 @dataclass
@@ -97,8 +97,9 @@ class AttentionCall:
         mask: the model's own mask, as its implementation wants it (None may mean causal); always None before a store.
         options: `scaling`, `softcap`, `sliding_window`, `dropout` and the like.
         store: what stands in place of the model's own attention, if anything does; the batch is then packed.
-        stays: for a store, which of the new tokens are stored, (tokens,); None for all. What is not is seen by none.
-        asks: for a store, which of those attend, (tokens,); None for all that stay. The others get zeros.
+        stays: for a store, which of the new tokens are stored, (tokens,); None for all. What is not is seen by none. It
+            is given always or never in a layer.
+        asks: for a store, which tokens attend, (tokens,); None for all that stay. The others get zeros.
     """
 
     layer: AttentionLayer

@@ -98,8 +98,8 @@ class Intervention(ABC):
     part of its identity. A subclass with a `__post_init__` of its own calls this one.
 
     Attributes:
-        tokenwise: (of the class) what it does to a token depends on that token alone. Then rows of different requests
-            can stand in one packed batch, and the decoding engine runs it.
+        tokenwise: (of the class, or set by what the fields say) what it does to a token depends on that token alone.
+            Then rows of different requests can stand in one packed batch, and the decoding engine runs it.
         by_sequence: (of the class) what it does to a token depends on those before it in the same sequence. Of packed
             tokens it finds out whose they are, and keeps what it remembers of each sequence, in the store that is
             behind it (`AttentionCall.store`). The engine runs it, too, but takes no token back. What says neither is
@@ -141,6 +141,10 @@ class Intervention(ABC):
     def needs_order(self) -> bool:
         """Whether answers depend on those before them, so that none can be taken from a store."""
         return False
+
+    def slot_bytes(self, model_map: ModelMap, length: int) -> int:
+        """Memory that it takes beside the keys and values of a sequence of so many tokens, in the engine's store."""
+        return 0
 
     def uncounted(self) -> AbstractContextManager[None]:
         """A block whose forward passes are trials: what is measured does not count them. By default nothing is."""

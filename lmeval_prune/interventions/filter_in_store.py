@@ -29,7 +29,7 @@ class SlotStates:
         count: is told of tokens and of skipped ones that were not run here: of a prompt that another sequence shares.
     """
 
-    def __init__(self, slots: int, key: torch.Tensor, value: torch.Tensor, count: Callable[[int, int], None]) -> None:
+    def __init__(self, slots: int, key: torch.Tensor, value: torch.Tensor, count: Callable[..., None]) -> None:
         self.on_device = on_device(key)
         precise = torch.promote_types(key.dtype, torch.float32) if self.on_device else torch.float64
         anchors = [one.new_zeros(slots, one.shape[1], one.shape[-1], dtype=precise) for one in (key, value)]
@@ -84,7 +84,7 @@ class SlotStates:
         """Go on in this slot from what was taken; its tokens are this sequence's, too, and are counted."""
         for one, part in zip(self._tensors, taken, strict=True):
             one[slot] = part
-        self._count(int(self._states[slot, SEEN]), int(self._states[slot, SKIPPED]))
+        self._count(self._states[slot, SEEN].long(), self._states[slot, SKIPPED].long())
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:

@@ -229,11 +229,12 @@ class FilteredAttention:
             self.counts.update(counts)
 
     @contextmanager
-    def skipping(self, place: int) -> Iterator[None]:
-        """Inside the block a sequence's token in this place, 2 at least, skips, and no other, whatever it holds."""
+    def skipping(self) -> Iterator[None]:
+        """Inside the block a sequence's tokens 5 and 10 (from 0) skip, and no others up to 11, if not all are equal."""
         rule = self.rule
-        # the threshold begins far below all similarities, and then rises far above them
-        self.rule = self.on_device.rule = (-1.0, 1e12, rule[2], place, -1e9, *rule[5:])
+        # the threshold begins far below all similarities; steps so large take it far above them while the sum of
+        # skipped / tokens − share since the warm-up is positive, and below them where it is not: before token 10
+        self.rule = self.on_device.rule = (0.1325, 1e12, rule[2], 5, -1e9, *rule[5:])
         try:
             yield
         finally:
@@ -340,18 +341,23 @@ class FilteredAttention:
     def _in_store(self, call: AttentionCall, store: Store, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same for packed sequences, whose keys and values the store has."""
         label, key, value = call.layer.label, call.key, call.value
-        states = store.state(call, lambda: SlotStates(store.count, key, value, partial(self._count, label, key.device)))
+        count = partial(self._count, label, key.device)
+        states = store.state(call, self, lambda: SlotStates(store.count, key, value, count))
         skipped = states.decide(store.packed, key, value, self.rule)
-        self._count(label, key.device, len(skipped), int(skipped.sum()))
+        count(len(skipped), skipped.sum())
         self.skipped[label] = self._attended[label] = skipped[None]
-        asks = ~skipped
-        return attend(replace(call, stays=None if self.keep_skipped_kv else asks, asks=asks))
+        asks = _both(~skipped, call.stays if call.asks is None else call.asks)
+        return attend(
+            replace(call, stays=call.stays if self.keep_skipped_kv else _both(~skipped, call.stays), asks=asks)
+        )
 
-    def _count(self, label: str, device: torch.device, tokens: int, skipped: int) -> None:
-        if device.type == "cuda":
-            self.on_device.totals_of(label, device).add_(torch.tensor([tokens, skipped], device=device))
+    def _count(self, label: str, device: torch.device, tokens: int | torch.Tensor, skipped: torch.Tensor) -> None:
+        if device.type == "cuda":  # which is not waited for
+            totals = self.on_device.totals_of(label, device)
+            totals[0] += tokens
+            totals[1] += skipped
         else:
-            self.counts[label].update(tokens=tokens, skipped=skipped)
+            self.counts[label].update(tokens=int(tokens), skipped=int(skipped))
 
     def _valid_of(self, call: AttentionCall) -> torch.Tensor:
         """`_valid`, once for all layers of a decode step that are given the same mask."""
@@ -403,6 +409,11 @@ class FilteredAttention:
                 hidden |= seen <= asks[:, None] - window
             mask = query.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(query.dtype).min)[None, None]
         return attend(replace(call, query=query, key=key, value=value, mask=mask))[0][0]
+
+
+def _both(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """Where both are true; None is true everywhere."""
+    return one if other is None else one & other
 
 
 def _valid(call: AttentionCall) -> torch.Tensor:

@@ -21,6 +21,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import check_attention_calls
 from lmeval_prune.interventions.base import Intervention
 from lmeval_prune.interventions.filtered_attention import FilteredAttention
+from lmeval_prune.kernels.token_filter.state import COLUMNS
 
 logger = logging.getLogger(__name__)
 CHOICES = {
@@ -85,6 +86,7 @@ class TokenFilter(Intervention):
             raise InputError(f"token_filter.step_size={self.step_size} must be above 0")
         if self.warmup < 1:
             raise InputError(f"token_filter.warmup={self.warmup} must be 1 or more: the first token has no anchor")
+        object.__setattr__(self, "tokenwise", self.ratio == 0)  # then nothing looks at the tokens before
 
     def layers(self, model_map: ModelMap) -> tuple[AttentionLayer, ...]:
         """The layers that filter."""
@@ -126,20 +128,29 @@ class TokenFilter(Intervention):
         attention.attach(model_map, self.layers(model_map), stack)
         object.__setattr__(self, "attention", attention)
 
+    def slot_bytes(self, model_map: ModelMap, length: int) -> int:
+        """Anchors, a state, and the places of tokens that stay; see the base class."""
+        if self.ratio == 0:
+            return 0
+        layers = self.layers(model_map)
+        anchors = sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in layers)
+        places = 0 if self.keep_skipped_kv else 8 + 4 * length
+        return 8 * anchors + len(layers) * (8 * COLUMNS + 1 + places)
+
     def uncounted(self) -> AbstractContextManager[None]:
         """What runs inside the block is not counted; see the base class."""
         return self.attention.uncounted() if self.attention else nullcontext()
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """The sixth token skips, and no other: similarity and threshold may be close; see the base class."""
-        with self.uncounted(), self.attention.skipping(5) if self.attention else nullcontext():
+        """Chosen tokens skip, and no others: similarity and threshold may be close; see the base class."""
+        with self.uncounted(), self.attention.skipping() if self.attention else nullcontext():
             yield
 
     @property
     def needs_order(self) -> bool:
         """Whether answers depend on those before them."""
-        return self.state == "run"
+        return self.state == "run" and self.ratio > 0
 
     def joined(self, other: Intervention) -> None:
         """Refuse a second filter: the two would decide about each other's tokens."""
@@ -147,7 +158,10 @@ class TokenFilter(Intervention):
             raise InputError("two token filters cannot be applied at once; give one")
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Its fields, and what has been skipped since it was applied: of tokens that ran, not of stored answers."""
+        """Its fields, and what has been skipped since it was applied; not of stored answers.
+
+        A prompt that several requests of the engine share is counted for each, as if each had run it.
+        """
         found = super().report(model_map)
         counts = {label: (int(one["tokens"]), int(one["skipped"])) for label, one in self.counts.items()}
         tokens, skipped = (sum(column) for column in zip((0, 0), *counts.values(), strict=True))

@@ -26,8 +26,8 @@ class EngineOptions:
         engine: `generate` or `batched`: our decoding engine, the same texts at a higher rate. Default `generate`;
             `batched` with a router, which needs it.
         engine_rows: answers that the engine decodes at once; default: what memory holds.
-        deterministic: the engine decides near-ties alone, so that no answer depends on its neighbours; default
-            only with a router.
+        deterministic: the engine decides near-ties alone, so that no answer depends on its neighbours (but where a
+            token filter's similarity is next to its threshold); default only with a router.
     """
 
     engine: str | None = None

@@ -367,9 +367,9 @@ def timing_decisions(into: list[float]) -> Iterator[None]:
     decide = FilteredAttention._decide
 
     def timed(*args: Any) -> Any:
-        begin = time.perf_counter()
+        begin = time.process_time()
         out = decide(*args)
-        into.append(time.perf_counter() - begin)
+        into.append(time.process_time() - begin)
         return out
 
     FilteredAttention._decide = timed  # type: ignore[method-assign]
@@ -381,7 +381,7 @@ def timing_decisions(into: list[float]) -> Iterator[None]:
 
 @torch.no_grad()
 def cpu_steps(model: Any, ids: torch.Tensor, batches: list[int], steps: int) -> dict[int, dict[str, Any]]:
-    """Times of decode steps after a text, whose cache every row of a batch is given."""
+    """Processor times of decode steps after a text, whose cache every row of a batch is given."""
     found = {}
     for batch in batches:
         cache = DynamicCache(config=model.config)
@@ -391,9 +391,9 @@ def cpu_steps(model: Any, ids: torch.Tensor, batches: list[int], steps: int) -> 
         token, times, decisions = ids[:, -1:].expand(batch, 1), [], []
         with timing_decisions(decisions):
             for step in range(steps + 1):
-                begun = time.perf_counter()
+                begun = time.process_time()
                 model(token, past_key_values=cache)
-                times.append(time.perf_counter() - begun)
+                times.append(time.process_time() - begun)
                 if not step:  # the first makes room
                     decisions.clear()
         found[batch] = {

@@ -147,7 +147,8 @@ def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = N
                         for row in rows
                     ),
                 )
-                write_artefact(cell / "cell.json", CELL, VERSION, {})
+                about = entries.get(variant, {}).get("about", {})
+                write_artefact(cell / "cell.json", CELL, VERSION, about)
             entry = {"key": key, "variant": variant, "task": task, "metric": None, "selected_on": []}
             entry |= {
                 "model_args": {"pretrained": "m"},
@@ -225,13 +226,50 @@ def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
     router = tmp_path / "router"
     router.mkdir()
     seen = [digest(f"t question {i}?") for i in (0, 2, 9)]
-    (router / "router.json").write_text(json.dumps({"schema": "x", "seen": seen}))
+    (router / "router.json").write_text(json.dumps({"schema": "lmeval-prune/router", "seen": seen}))
     values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
     path = made(tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}})
     rows = compare(path).rows
     assert [rows[name, "t"].chosen_on for name in values] == [0, 3, 2]
     assert main(["grid", "compare", str(path)]) == 0
     assert "routed †" in (path / "compare" / "report.md").read_text()
+
+
+def test_an_ordinary_checkpoint_is_no_artefact_that_was_chosen(tmp_path: Path) -> None:
+    """A vocabulary has the word `seen`, too."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"seen": 5}))
+    (tmp_path / "mask.json").write_text(json.dumps({"schema": "lmeval-prune/mask", "seen": 5}))
+    args = {"pretrained": str(tmp_path), "mask": str(tmp_path / "mask.json")}
+    found = compare(made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [1.0]}}, x={"model_args": args}))
+    assert found.rows["x", "t"].chosen_on == 0 and found.notes == []
+
+
+def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its content, above the grid's folder; and where it is not there as it was, that is said."""
+    from lmeval_prune.artefacts import content_digest, digest
+
+    router, elsewhere = tmp_path / "out" / "router", tmp_path / "elsewhere"
+    for folder, text in ((elsewhere / "out" / "router", "other"), (router, "t question 1?")):
+        folder.mkdir(parents=True)
+        write_artefact(folder / "router.json", "lmeval-prune/router", 1, {"seen": [digest(text)]})
+    about = {"identity": {"router": {"router": {"content": content_digest(router)}}}}
+    change = {"model_args": {"router": "out/router"}, "about": about}
+    path = made(tmp_path / "out" / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
+    monkeypatch.chdir(elsewhere)  # where another router has the same relative path
+    found = compare(path)
+    assert found.rows["x", "t"].chosen_on == 1 and found.notes == []
+    router.rename(router.with_name("moved"))
+    assert compare(path).notes == ["x: router=out/router is not there as it was used; its questions are unknown"]
+
+
+def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
+    from lmeval_prune.artefacts import digest
+
+    change = {"prepare": {"random_heads": {"share": 0.1}}, "about": {"prepared": "made"}}
+    path = made(tmp_path / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
+    mask = path / "prepared" / "made" / "mask.json"
+    write_artefact(mask, "lmeval-prune/mask", 3, {"seen": [digest("t question 0?")]})
+    assert compare(path).rows["x", "t"].chosen_on == 1
 
 
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

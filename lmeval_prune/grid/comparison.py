@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as parquet
 
-from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.configuration import check_name
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.outcomes import ANSWERS, Outcomes, read_outcomes
+from lmeval_prune.grid.outcomes import ANSWERS, Outcomes, read_outcomes, read_table
+from lmeval_prune.grid.seen import seen
 from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
 
 POOLED = "all tasks"
@@ -78,6 +76,7 @@ class Comparison:
         missing: cells that are not there: variant, task, why.
         cells: the grid's entries, by variant and task.
         outcomes: of each task its questions, and of each variant their figures.
+        notes: what a reader must know besides, a line each.
     """
 
     title: str
@@ -90,6 +89,7 @@ class Comparison:
     missing: list[tuple[str, str, str]]
     cells: dict[tuple[str, str], dict[str, Any]] = field(repr=False)
     outcomes: dict[str, tuple[list[tuple[str, int, str]], dict[str, np.ndarray]]] = field(repr=False)
+    notes: list[str] = field(default_factory=list)
 
 
 def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
@@ -122,6 +122,7 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     pooled: dict[str, list[np.ndarray]] = {}
     chosen: dict[str, int] = {}
     binary: list[bool] = []
+    notes: dict[str, None] = {}
     outcomes: dict[str, tuple[list[tuple[str, int, str]], dict[str, np.ndarray]]] = {}
     for task in tasks:
         present = [name for name in variants if (name, task) in there]
@@ -131,7 +132,11 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         outcomes[task] = questions, dict(zip(present, values.T, strict=True))
         base = present.index(baseline)
         for row in _rows(present, task, values, base, is_binary, seed):
-            row.chosen_on = _chosen_on(folder, there[row.variant, task], task)
+            known, lost = seen(folder, there[row.variant, task])
+            notes |= dict.fromkeys(
+                f"{row.variant}: {one} is not there as it was used; its questions are unknown" for one in lost
+            )
+            row.chosen_on = _chosen_on(folder, there[row.variant, task], task, known)
             chosen[row.variant] = chosen.get(row.variant, 0) + row.chosen_on
             rows[row.variant, task] = row
         for name, column in zip(present, values.T, strict=True):
@@ -149,7 +154,17 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     costs = {name: _costs(folder, cells, name) for name in variants}
     title = about["title"]
     return Comparison(
-        title, baseline, variants, tasks, rows, costs, _fronts(rows, costs, tasks[-1]), missing, cells, outcomes
+        title,
+        baseline,
+        variants,
+        tasks,
+        rows,
+        costs,
+        _fronts(rows, costs, tasks[-1]),
+        missing,
+        cells,
+        outcomes,
+        list(notes),
     )
 
 
@@ -211,39 +226,14 @@ def _rows(names: Sequence[str], task: str, values: np.ndarray, base: int, is_bin
 # ---------------------------------------------------------------------- chosen on the questions they are tested on
 
 
-def _chosen_on(folder: GridFolder, cell: dict[str, Any], task: str) -> int:
-    """How many of a cell's questions its variant was chosen on, as far as the grid or its artefacts say."""
-    seen = _seen(cell)
-    if cell["selected_on"] or seen:
-        table = parquet.read_table(folder.cell(cell["key"]) / ANSWERS, columns=["task", "text_key"])
+def _chosen_on(folder: GridFolder, cell: dict[str, Any], task: str, known: set[str]) -> int:
+    """How many of a cell's questions its variant was chosen on: `known` are digests of their texts."""
+    if cell["selected_on"] or known:
+        table = read_table(folder.cell(cell["key"]) / ANSWERS, ["task", "text_key"])
         places = zip(table["task"].to_pylist(), table["text_key"].to_pylist(), strict=True)
         named = {*cell["selected_on"]}
-        return sum(task in named or own in named or key in seen for own, key in places)
+        return sum(task in named or own in named or key in known for own, key in places)
     return 0
-
-
-def _seen(cell: dict[str, Any]) -> set[str]:
-    """Questions that artefacts among the model_args were made from, by their texts' digests."""
-    found: set[str] = set()
-    for value in cell["model_args"].values():
-        if not isinstance(value, str) or len(value) > 4000:
-            continue
-        path = Path(value).expanduser()
-        questions = path / "questions.parquet"  # of a store of outcomes
-        if questions.is_file():
-            found |= {
-                digest(text) for text in parquet.read_table(questions, columns=["question"])["question"].to_pylist()
-            }
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.suffix == ".json" else []
-        for one in files:
-            try:
-                content = json.loads(one.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            if isinstance(content, dict):
-                inner = content.get("about")
-                found |= {str(key) for key in content.get("seen") or (inner or {}).get("seen") or ()}
-    return found
 
 
 # ---------------------------------------------------------------------- costs

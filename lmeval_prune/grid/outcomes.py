@@ -85,6 +85,26 @@ class Outcomes:
     values: np.ndarray
 
 
+def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """Read one of a cell's tables.
+
+    Args:
+        path: of its file.
+        columns: those that are needed; default all.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        table = parquet.read_table(path, columns=columns)
+        table.select(columns or ["task", "doc_id", "question"])
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise InputError(
+            f"{path} cannot be read ({first_line(error)}); delete {path.parent} and run the grid"
+        ) from None
+    return table
+
+
 def read_outcomes(folder: Path, metric: str | None) -> Outcomes:
     """Read the metric that is compared.
 
@@ -95,12 +115,8 @@ def read_outcomes(folder: Path, metric: str | None) -> Outcomes:
     Raises:
         InputError: the cell is damaged, or has no such metric.
     """
-    path = folder / OUTCOMES
-    try:
-        table = parquet.read_table(path)
-        tasks, numbers, keys = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}); delete its folder and run the grid") from None
+    table = read_table(folder / OUTCOMES)
+    tasks, numbers, keys = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
     columns = [name for name in table.column_names if "," in name]
     values = np.full(len(tasks), np.nan)
     places = np.array(tasks)
@@ -129,5 +145,5 @@ def _chosen(columns: list[str], metric: str | None, table: pa.Table, rows: np.nd
 
 def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
     """Questions, gold answers and answers of a cell, by task and number."""
-    table = parquet.read_table(folder / ANSWERS, columns=["task", "doc_id", "question", "target", "answer"])
+    table = read_table(folder / ANSWERS, ["task", "doc_id", "question", "target", "answer"])
     return {(row["task"], row["doc_id"]): row for row in table.to_pylist()}

@@ -51,6 +51,7 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
         "costs": found.costs,
         "fronts": found.fronts,
         "missing": found.missing,
+        "notes": found.notes,
     }
     write_text(target / "comparison.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if costs:

@@ -18,7 +18,7 @@ from scipy import stats
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.cli import main
-from lmeval_prune.grid.comparison import POOLED, compare
+from lmeval_prune.grid.comparison import POOLED, _once, compare
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
@@ -138,7 +138,9 @@ def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = N
             rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
             with folder.making(key) as cell:
                 write_tables(cell, {task: rows}, {})
-                write_text(cell / "results.json", json.dumps({"results": {task: {"alias": task}}, "configs": {}}))
+                higher = {task: {"perplexity": False, "exact_match": True}}
+                results = {"results": {task: {"alias": task}}, "configs": {}, "higher_is_better": higher}
+                write_text(cell / "results.json", json.dumps(results))
                 write_text(
                     cell / f"samples_{task}.jsonl",
                     "".join(
@@ -191,6 +193,80 @@ def test_questions_that_differ_are_refused_with_how_many_match(tmp_path: Path) -
         tmp_path / "h", {"a": {"t": [1.0] * 4}, "b": {"t": [question("t", i, float(i == 2)) for i in (3, 2, 1, 0)]}}
     )
     assert compare(path).rows["b", "t"].worse == 3  # in another order they are the same
+
+
+def test_all_variants_are_compared_by_the_same_figure(tmp_path: Path) -> None:
+    """A question that one variant has no `strict` figure of does not move it to `flexible`."""
+
+    def rows(strict: list[float]) -> list[dict[str, Any]]:
+        own = [question("t", i, value) | {"filter": "strict"} for i, value in enumerate(strict)]
+        return [*own, *(question("t", i, 1.0) | {"filter": "flexible"} for i in range(len(strict)))]
+
+    values = {"dense": {"t": rows([0.0, 0.0])}, "x": {"t": rows([float("nan"), 0.0])}}
+    with pytest.raises(InputError, match=r"'x' on t: t has exact_match,flexible, and not exact_match,strict for all"):
+        compare(made(tmp_path / "g", values))
+    found = compare(made(tmp_path / "h", {**values, "x": {"t": rows([1.0, 0.0])}}))
+    assert found.rows["x", "t"].difference == 0.5 and found.metrics == {"t": ["exact_match,strict"]}
+
+
+def test_lower_may_be_better(tmp_path: Path) -> None:
+    def rows(value: float) -> list[dict[str, Any]]:
+        return [question("words", i, value + i % 3, metric="perplexity") for i in range(20)]
+
+    values = {name: {"words": rows(v), "t": [1.0] * 9, "u": [0.0] * 9} for name, v in (("dense", 1.0), ("worst", 9.0))}
+    path = made(tmp_path / "g", values)
+    found = compare(path)
+    row = found.rows["worst", "words"]
+    assert (row.difference, row.better, row.worse, row.lower_is_better) == (8.0, 0, 20, True)
+    assert found.rows["worst", POOLED].questions == 18 and found.rows["worst", POOLED].difference == 0
+    assert found.notes == ["all tasks: without words, where lower is better"]
+    only = {name: {"words": own["words"]} for name, own in values.items()}
+    assert compare(made(tmp_path / "h", only)).fronts["parameters"] == ["dense"]
+    assert main(["grid", "compare", str(path)]) == 0
+    report = (path / "compare" / "report.md").read_text()
+    assert "perplexity,none (lower is better)" in report and "- all tasks: without words" in report
+
+
+def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
+    """Greedy and pass@8 of the same questions are pooled by question, with the mean of both."""
+
+    def asked(task: str, right: Any) -> list[dict[str, Any]]:
+        return [question("asdiv", i, float(value)) | {"doc_hash": f"{task} {i}"} for i, value in enumerate(right)]
+
+    greedy, again = (RNG.random((2, 2, 100)) < 0.5).astype(float)
+    pairs = zip(("dense", "x"), greedy, again, strict=True)
+    values = {name: {"asdiv": asked("asdiv", one), "asdiv_pass8": asked("pass", two)} for name, one, two in pairs}
+    found = compare(made(tmp_path / "g", values))
+    row, means = found.rows["x", POOLED], (greedy + again) / 2
+    assert (row.questions, row.test) == (100, "sign flips") and row.mean == pytest.approx(means[1].mean())
+    assert row.p == sign_flip_test((means[1] - means[0])[:, None], draws=10_000)[0]
+    assert found.notes == ["all tasks: 200 outcomes of 100 questions; one asked by several tasks counts once"]
+
+
+def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
+    """Counted as independent questions, they would be called different more than twice as often."""
+    rng, n = np.random.default_rng(8), 150
+    first, second = rng.random((2, n, 1500)) < 0.5
+    again = [np.where(rng.random((n, 1500)) < 0.8, one, ~one) for one in (first, second)]
+    differences = np.concatenate([first.astype(float) - second, again[0].astype(float) - again[1]])
+    texts, once = _once([(f"{i}", 0) for i in (*range(n), *range(n))], differences)
+    assert len(texts) == len(once) == n
+    assert (sign_flip_test(once, draws=999) < 0.05).mean() == pytest.approx(0.05, abs=0.015)
+    naive = mcnemar_test((differences > 0).sum(0), (differences < 0).sum(0))
+    assert (naive < 0.05).mean() > 0.09
+
+
+def test_the_same_questions_are_marked_under_another_task(tmp_path: Path) -> None:
+    def asked(text: str, value: float) -> list[dict[str, Any]]:
+        return [question(text, i, value) for i in range(3)]
+
+    values = {
+        n: {"asdiv": asked("asdiv", v), "asdiv_pass8": asked("asdiv", v), "t": [v] * 3}
+        for n, v in (("a", 0.0), ("b", 1.0))
+    }
+    found = compare(made(tmp_path / "g", values, b={"selected_on": ["asdiv", "azdiv"]}))
+    assert [found.rows["b", task].chosen_on for task in ("asdiv", "asdiv_pass8", "t", POOLED)] == [3, 3, 0, 3]
+    assert "b: selected on azdiv, which is no task here; its questions are unknown" in found.notes
 
 
 @pytest.mark.parametrize(
@@ -298,6 +374,7 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
             values = RNG.random(1000) < 0.5
             rows = [question("t", i, float(value)) for i, value in enumerate(values)]
             write_tables(cell, {"t": rows}, {})
+            write_text(cell / "results.json", "{}")
     for number in range(1000):
         key = f"c{number}"
         folder.cell(key).symlink_to(folder.cell(f"k{number % 10}"))

@@ -52,6 +52,7 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
         "fronts": found.fronts,
         "missing": found.missing,
         "notes": found.notes,
+        "metrics": found.metrics,
     }
     write_text(target / "comparison.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if costs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import time
@@ -19,8 +20,10 @@ from lmeval_prune import InputError
 from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.grid.comparison import POOLED, _once, compare
+from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.outcomes import write_tables
+from lmeval_prune.grid.report import write
 from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
 
 RNG = np.random.default_rng(0)
@@ -346,6 +349,48 @@ def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
     mask = path / "prepared" / "made" / "mask.json"
     write_artefact(mask, "lmeval-prune/mask", 3, {"seen": [digest("t question 0?")]})
     assert compare(path).rows["x", "t"].chosen_on == 1
+
+
+# ---------------------------------------------------------------------- mistakes in the YAML and on the command line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": "abc"}, "variant 'v': seed='abc' is not a whole number"),
+        ({"variants": {"v": {"seed": 1.5}}}, "variant 'v': seed=1.5 is not a whole number"),
+        ({"variants": {"v": {"selected_on": 5}}}, "`selected_on:` is a list of tasks, not 5"),
+        ({"variants": {"v": {"selected_on": [5]}}}, "`selected_on:` is a list of tasks"),
+        ({"variants": {"v": {"prepare": {"random_heads": 0.1}}}}, "`prepare:` is one {NAME: {SETTING: VALUE}}"),
+        ({"gen_kwargs": "max_gen_toks=96"}, "`gen_kwargs:` holds {NAME: VALUE} pairs, not 'max_gen_toks=96'"),
+        ({"tasks": [{"task": "t", "gen_kwargs": "max_gen_toks=96"}]}, "`gen_kwargs:` holds {NAME: VALUE} pairs"),
+        ({"metadata": [1]}, "`metadata:` holds {NAME: VALUE} pairs"),
+        ({"batch_size": -3}, "batch_size is a whole number from 1, or auto, not -3"),
+        ({"batch_size": 1.5}, "batch_size is a whole number"),
+    ],
+)
+def test_mistakes_in_a_grid_are_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        Grid.of({"model": {"pretrained": "m"}, "variants": {"v": {}}, "tasks": ["t"], **change})
+
+
+def test_a_variant_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("model: {pretrained: m}\nvariants:\n  a: {heads: L0H0}\n  a: {heads: L0H1}\ntasks: [t]\n")
+    with pytest.raises(InputError, match=r"grid.yaml: 'a' stands twice in one place \(line 3\)"):
+        Grid.read(str(grid))
+    grid.write_text("model: &m {pretrained: m}\nvariants:\n  a: {<<: *m, pretrained: n}\ntasks: [t]\n")
+    assert Grid.read(str(grid)).variants[0].model_args == {"pretrained": "n"}  # a merge is no second time
+    assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o"), "--gpus", "1", "--memory", "2e9"]) == 2
+    assert "--gpus, --memory: only Ray heeds it; add --runner ray" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])
+def test_a_damaged_cell_is_one_line(tmp_path: Path, file: str) -> None:
+    path = made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
+    (path / "cells" / "dense-t" / file).write_bytes(b"xx")
+    with pytest.raises(InputError, match=f"{file} cannot be read .* run the grid"):
+        write(str(path))
 
 
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

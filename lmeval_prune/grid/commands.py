@@ -37,6 +37,9 @@ def run(
 
     if runner not in RUNNERS:
         raise InputError(f"there is no runner {runner!r}; there are {', '.join(RUNNERS)}")
+    asked = {"ray_address": ray_address, "cpus": cpus != 1, "gpus": gpus, "memory": memory}
+    if runner == "here" and (idle := [f"--{name}" for name, value in asked.items() if value]):
+        raise InputError(f"{', '.join(idle)}: only Ray heeds it; add --runner ray, or leave it out")
     read = Grid.read(grid)
     from lmeval_prune.grid.ray_runner import OnRay
     from lmeval_prune.grid.run import run as run_grid

@@ -17,7 +17,7 @@ import pytest
 from scipy import stats
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import write_artefact, write_text
+from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.grid.comparison import POOLED, _once, compare
 from lmeval_prune.grid.configuration import Grid
@@ -259,6 +259,18 @@ def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
     assert (naive < 0.05).mean() > 0.09
 
 
+def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
+    """As many flips are drawn as the tests of the table need: a sure difference stays one among 600 variants."""
+    grades = RNG.random(60)
+    values = {
+        "dense": {"t": grades.tolist()},
+        **{f"v{i}": {"t": (grades + RNG.normal(0, 0.1, 60)).tolist()} for i in range(600)},
+    }
+    values["better"] = {"t": (grades + 0.5 + 0.01 * RNG.random(60)).tolist()}
+    row = compare(made(tmp_path / "g", values)).rows["better", "t"]
+    assert row.test == "sign flips" and row.p_holm < 0.05
+
+
 def test_the_same_questions_are_marked_under_another_task(tmp_path: Path) -> None:
     def asked(text: str, value: float) -> list[dict[str, Any]]:
         return [question(text, i, value) for i in range(3)]
@@ -300,8 +312,6 @@ def test_no_grid_and_no_cells_are_said(tmp_path: Path) -> None:
 
 
 def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
-    from lmeval_prune.artefacts import digest
-
     router = tmp_path / "router"
     router.mkdir()
     seen = [digest(f"t question {i}?") for i in (0, 2, 9)]
@@ -325,8 +335,6 @@ def test_an_ordinary_checkpoint_is_no_artefact_that_was_chosen(tmp_path: Path) -
 
 def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its content, above the grid's folder; and where it is not there as it was, that is said."""
-    from lmeval_prune.artefacts import content_digest, digest
-
     router, elsewhere = tmp_path / "out" / "router", tmp_path / "elsewhere"
     for folder, text in ((elsewhere / "out" / "router", "other"), (router, "t question 1?")):
         folder.mkdir(parents=True)
@@ -342,8 +350,6 @@ def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypa
 
 
 def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
-    from lmeval_prune.artefacts import digest
-
     change = {"prepare": {"random_heads": {"share": 0.1}}, "about": {"prepared": "made"}}
     path = made(tmp_path / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
     mask = path / "prepared" / "made" / "mask.json"
@@ -411,8 +417,11 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) ->
 
 
 def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
-    """Within a minute and 2 GB; made beforehand by linking few cells, so that the test is quick."""
+    """Within a minute and 2 GB, page included; the cells link to few, so that the test is quick."""
     folder, cells = GridFolder(tmp_path / "g"), []
+    checkpoint, router = tmp_path / "checkpoint", tmp_path / "router"
+    write_text(checkpoint / "vocab.json", json.dumps({"seen": 5}))
+    write_artefact(router / "router.json", "lmeval-prune/router", 1, {"seen": [digest("t question 7?")]})
     folder.begin("Large", None, [])
     for kind in range(10):
         with folder.making(f"k{kind}") as cell:
@@ -423,13 +432,16 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
     for number in range(1000):
         key = f"c{number}"
         folder.cell(key).symlink_to(folder.cell(f"k{number % 10}"))
-        entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": [], "model_args": {}}
+        entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
+        entry["model_args"] = {"pretrained": str(checkpoint), "router": str(router)}
         cells.append({**entry, "prepare": {}, "costs": "", "command": ""})
     folder.begin("Large", None, cells)
     begin = time.process_time()
-    assert len(compare(tmp_path / "g").rows) == 1000
+    page = write(str(tmp_path / "g"))
     seconds = time.process_time() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    rows = json.loads(page.with_name("comparison.json").read_text())["rows"]
+    assert len(rows) == 1000 and {row["chosen_on"] for row in rows} == {1}
     print(f"{seconds:.1f} s, {peak / 2**30:.2f} GiB")
     assert peak < 2 * 2**30
 

@@ -130,11 +130,13 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     for name in variants:
         chosen[name], said = _chosen_on(folder, [cell for place, cell in there.items() if place[0] == name], asked)
         notes |= dict.fromkeys(f"{name}: {one}" for one in said)
+    tests = (len(variants) - 1) * (len(tasks) + 1)
+    draws = max(10_000, 20 * tests)  # so that Holm's correction of the smallest p-value there can be is below 0.05
     for task, one in asked.items():
         present = [name for name in variants if (name, task) in there]
         values = _matrix(folder, there, baseline, present, task, one)
         outcomes[task] = one.questions, dict(zip(present, values.T, strict=True))
-        for row in _rows(present, task, values, present.index(baseline), one.lower_is_better, seed):
+        for row in _rows(present, task, values, present.index(baseline), one.lower_is_better, seed, draws):
             row.chosen_on = sum(key in chosen[row.variant] for key in one.texts)
             rows[row.variant, task] = row
     together = [task for task in tasks if not asked[task].lower_is_better]
@@ -142,7 +144,7 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         whole = [name for name in variants if all(name in outcomes[task][1] for task in together)]
         stacked = np.concatenate([np.stack([outcomes[task][1][name] for name in whole], 1) for task in together])
         texts, values = _once([place for task in together for place in asked[task].places()], stacked)
-        for row in _rows(whole, POOLED, values, whole.index(baseline), False, seed):
+        for row in _rows(whole, POOLED, values, whole.index(baseline), False, seed, draws):
             row.chosen_on = sum(key in chosen[row.variant] for key in texts)
             rows[row.variant, POOLED] = row
         if left := [task for task in tasks if task not in together]:
@@ -240,7 +242,7 @@ def _once(places: list[tuple[str, int]], values: np.ndarray) -> tuple[list[str],
 
 
 def _rows(
-    names: Sequence[str], task: str, values: np.ndarray, base: int, lower_is_better: bool, seed: int
+    names: Sequence[str], task: str, values: np.ndarray, base: int, lower_is_better: bool, seed: int, draws: int
 ) -> Iterator[Row]:
     """Rows of one task, all tests at once."""
     count, is_binary = len(values), bool(np.isin(values, (0.0, 1.0)).all())
@@ -252,7 +254,7 @@ def _rows(
     if is_binary:
         ps, test = mcnemar_test(better, worse), "McNemar"
     else:
-        ps, test = sign_flip_test(differences, seed), "sign flips"
+        ps, test = sign_flip_test(differences, seed, draws), "sign flips"
         ps = np.where(better + worse == 0, 1.0, ps)
     least = detectable(differences.std(0, ddof=1) if count > 1 else np.full(len(names), np.nan), count, is_binary)
     for i, name in enumerate(names):

@@ -23,7 +23,7 @@ from lmeval_prune.grid.comparison import POOLED, _once, compare
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.outcomes import write_tables
-from lmeval_prune.grid.report import write
+from lmeval_prune.grid.report import write, write_lm_eval
 from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
 
 RNG = np.random.default_rng(0)
@@ -414,6 +414,13 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
     assert main(["grid", "compare", str(path), "--baseline", "nobody"]) == 2
     assert "no baseline 'nobody'" in capsys.readouterr().err
+
+
+def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: Path) -> None:
+    values = {name: {"t": [value]} for name, value in (("a:b", 1.0), ("a|b", 0.0), ("A:b", 0.0))}
+    write_lm_eval(str(made(tmp_path / "g", values)), str(tmp_path / "l"))
+    found = {one.name: json.loads(next(one.glob("results_*.json")).read_text()) for one in (tmp_path / "l").iterdir()}
+    assert {one["model_name"] for one in found.values()} == set(values) and "a__b" in found
 
 
 def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:

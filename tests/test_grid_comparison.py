@@ -391,6 +391,15 @@ def test_a_variant_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.C
     assert "--gpus, --memory: only Ray heeds it; add --runner ray" in capsys.readouterr().err
 
 
+def test_a_mistyped_task_in_selected_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One of lm-eval's that the grid does not ask is none."""
+    grid = tmp_path / "grid.yaml"
+    text = "model: {pretrained: m}\nvariants:\n  a: {selected_on: [t, gsm8k, gsm8kk]}\ntasks: [t]\n"
+    grid.write_text(text)
+    assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o")]) == 2
+    assert "variant 'a': `selected_on:` names no task: 'gsm8kk'; did you mean 'gsm8k'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])
 def test_a_damaged_cell_is_one_line(tmp_path: Path, file: str) -> None:
     path = made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})

@@ -83,7 +83,7 @@ class Grid:
         variants, tasks: the two axes of cells.
         title: of the page.
         apply_chat_template, system_instruction, metadata: as for lm_eval.
-        batch_size, device: as for lm_eval; they change no answer.
+        batch_size, device: as for lm_eval; in half types their rounding can change an answer.
         together: at most so many variants that are only masks share one pass of the decoding engine.
         measure: measure parameters, FLOPs, speed and memory of each variant.
         baseline: name of the variant that the others are compared with, unless `compare` is told another.

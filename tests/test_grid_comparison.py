@@ -281,7 +281,7 @@ def test_the_same_questions_are_marked_under_another_task(tmp_path: Path) -> Non
     }
     found = compare(made(tmp_path / "g", values, b={"selected_on": ["asdiv", "azdiv"]}))
     assert [found.rows["b", task].chosen_on for task in ("asdiv", "asdiv_pass8", "t", POOLED)] == [3, 3, 0, 3]
-    assert "b: selected on azdiv, which is no task here; its questions are unknown" in found.notes
+    assert "b: selected on azdiv, which is not compared here; its questions are unknown" in found.notes
 
 
 @pytest.mark.parametrize(

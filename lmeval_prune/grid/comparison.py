@@ -287,7 +287,7 @@ def _chosen_on(folder: GridFolder, cells: list[dict[str, Any]], asked: dict[str,
                 if named in (task, own)
             }
             found |= matching
-            open_ += [] if matching else [f"selected on {named}, which is no task here; its questions are unknown"]
+            open_ += [] if matching else [f"selected on {named}, which is not compared here; its questions are unknown"]
     return found, open_
 
 

@@ -27,7 +27,7 @@ def seen(folder: GridFolder, cell: dict[str, Any]) -> tuple[set[str], list[str]]
         cell: its entry.
 
     Returns:
-        Digests of their texts; and artefacts that are not there any more, or have changed since.
+        Digests of their texts; and routers and stores that are not there any more, or have changed since.
     """
     given = {name: value for name, value in cell["model_args"].items() if name in ARGUMENTS and isinstance(value, str)}
     about = _about(folder.cell(cell["key"])) if given or cell["prepare"] else {}
@@ -45,7 +45,7 @@ def seen(folder: GridFolder, cell: dict[str, Any]) -> tuple[set[str], list[str]]
         path = next(places, None)
         if path:
             found |= _seen(path)
-        else:
+        elif name in ("router", "router_store"):  # a mask or a plan need not have seen any
             lost.append(f"{name}={value}")
     return found, lost
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from _record import environment, timed, write
 
+from lmeval_prune.artefacts import write_text
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.report import write as write_report
@@ -40,6 +41,7 @@ def main() -> None:
             with folder.making(f"c{number}") as cell:
                 rows = [question(i, float(right)) for i, right in enumerate(draws.random(QUESTIONS) < 0.5)]
                 write_tables(cell, {"t": rows}, {})
+                write_text(cell / "results.json", "{}")
             entry = {"key": f"c{number}", "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
             cells.append({**entry, "model_args": {}, "prepare": {}, "costs": "", "command": "lm_eval"})
         folder.begin("Large", None, cells)

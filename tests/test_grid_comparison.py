@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import time
@@ -16,11 +17,13 @@ import pytest
 from scipy import stats
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import write_artefact, write_text
+from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
 from lmeval_prune.cli import main
-from lmeval_prune.grid.comparison import POOLED, compare
+from lmeval_prune.grid.comparison import POOLED, _once, compare
+from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.outcomes import write_tables
+from lmeval_prune.grid.report import write, write_lm_eval
 from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
 
 RNG = np.random.default_rng(0)
@@ -138,7 +141,9 @@ def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = N
             rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
             with folder.making(key) as cell:
                 write_tables(cell, {task: rows}, {})
-                write_text(cell / "results.json", json.dumps({"results": {task: {"alias": task}}, "configs": {}}))
+                higher = {task: {"perplexity": False, "exact_match": True}}
+                results = {"results": {task: {"alias": task}}, "configs": {}, "higher_is_better": higher}
+                write_text(cell / "results.json", json.dumps(results))
                 write_text(
                     cell / f"samples_{task}.jsonl",
                     "".join(
@@ -147,7 +152,8 @@ def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = N
                         for row in rows
                     ),
                 )
-                write_artefact(cell / "cell.json", CELL, VERSION, {})
+                about = entries.get(variant, {}).get("about", {})
+                write_artefact(cell / "cell.json", CELL, VERSION, about)
             entry = {"key": key, "variant": variant, "task": task, "metric": None, "selected_on": []}
             entry |= {
                 "model_args": {"pretrained": "m"},
@@ -192,6 +198,92 @@ def test_questions_that_differ_are_refused_with_how_many_match(tmp_path: Path) -
     assert compare(path).rows["b", "t"].worse == 3  # in another order they are the same
 
 
+def test_all_variants_are_compared_by_the_same_figure(tmp_path: Path) -> None:
+    """A question that one variant has no `strict` figure of does not move it to `flexible`."""
+
+    def rows(strict: list[float]) -> list[dict[str, Any]]:
+        own = [question("t", i, value) | {"filter": "strict"} for i, value in enumerate(strict)]
+        return [*own, *(question("t", i, 1.0) | {"filter": "flexible"} for i in range(len(strict)))]
+
+    values = {"dense": {"t": rows([0.0, 0.0])}, "x": {"t": rows([float("nan"), 0.0])}}
+    with pytest.raises(InputError, match=r"'x' on t: t has exact_match,flexible, and not exact_match,strict for all"):
+        compare(made(tmp_path / "g", values))
+    found = compare(made(tmp_path / "h", {**values, "x": {"t": rows([1.0, 0.0])}}))
+    assert found.rows["x", "t"].difference == 0.5 and found.metrics == {"t": ["exact_match,strict"]}
+
+
+def test_lower_may_be_better(tmp_path: Path) -> None:
+    def rows(value: float) -> list[dict[str, Any]]:
+        return [question("words", i, value + i % 3, metric="perplexity") for i in range(20)]
+
+    values = {name: {"words": rows(v), "t": [1.0] * 9, "u": [0.0] * 9} for name, v in (("dense", 1.0), ("worst", 9.0))}
+    path = made(tmp_path / "g", values)
+    found = compare(path)
+    row = found.rows["worst", "words"]
+    assert (row.difference, row.better, row.worse, row.lower_is_better) == (8.0, 0, 20, True)
+    assert found.rows["worst", POOLED].questions == 18 and found.rows["worst", POOLED].difference == 0
+    assert found.notes == ["all tasks: without words, where lower is better"]
+    only = {name: {"words": own["words"]} for name, own in values.items()}
+    assert compare(made(tmp_path / "h", only)).fronts["parameters"] == ["dense"]
+    assert main(["grid", "compare", str(path)]) == 0
+    report = (path / "compare" / "report.md").read_text()
+    assert "perplexity,none (lower is better)" in report and "- all tasks: without words" in report
+
+
+def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
+    """Greedy and pass@8 of the same questions are pooled by question, with the mean of both."""
+
+    def asked(task: str, right: Any) -> list[dict[str, Any]]:
+        return [question("asdiv", i, float(value)) | {"doc_hash": f"{task} {i}"} for i, value in enumerate(right)]
+
+    greedy, again = (RNG.random((2, 2, 100)) < 0.5).astype(float)
+    pairs = zip(("dense", "x"), greedy, again, strict=True)
+    values = {name: {"asdiv": asked("asdiv", one), "asdiv_pass8": asked("pass", two)} for name, one, two in pairs}
+    found = compare(made(tmp_path / "g", values))
+    row, means = found.rows["x", POOLED], (greedy + again) / 2
+    assert (row.questions, row.test) == (100, "sign flips") and row.mean == pytest.approx(means[1].mean())
+    assert row.p == sign_flip_test((means[1] - means[0])[:, None], draws=10_000)[0]
+    assert found.notes == ["all tasks: 200 outcomes of 100 questions; one asked by several tasks counts once"]
+
+
+def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
+    """Counted as independent questions, they would be called different more than twice as often."""
+    rng, n = np.random.default_rng(8), 150
+    first, second = rng.random((2, n, 1500)) < 0.5
+    again = [np.where(rng.random((n, 1500)) < 0.8, one, ~one) for one in (first, second)]
+    differences = np.concatenate([first.astype(float) - second, again[0].astype(float) - again[1]])
+    texts, once = _once([(f"{i}", 0) for i in (*range(n), *range(n))], differences)
+    assert len(texts) == len(once) == n
+    assert (sign_flip_test(once, draws=999) < 0.05).mean() == pytest.approx(0.05, abs=0.015)
+    naive = mcnemar_test((differences > 0).sum(0), (differences < 0).sum(0))
+    assert (naive < 0.05).mean() > 0.09
+
+
+def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
+    """As many flips are drawn as the tests of the table need: a sure difference stays one among 600 variants."""
+    grades = RNG.random(60)
+    values = {
+        "dense": {"t": grades.tolist()},
+        **{f"v{i}": {"t": (grades + RNG.normal(0, 0.1, 60)).tolist()} for i in range(600)},
+    }
+    values["better"] = {"t": (grades + 0.5 + 0.01 * RNG.random(60)).tolist()}
+    row = compare(made(tmp_path / "g", values)).rows["better", "t"]
+    assert row.test == "sign flips" and row.p_holm < 0.05
+
+
+def test_the_same_questions_are_marked_under_another_task(tmp_path: Path) -> None:
+    def asked(text: str, value: float) -> list[dict[str, Any]]:
+        return [question(text, i, value) for i in range(3)]
+
+    values = {
+        n: {"asdiv": asked("asdiv", v), "asdiv_pass8": asked("asdiv", v), "t": [v] * 3}
+        for n, v in (("a", 0.0), ("b", 1.0))
+    }
+    found = compare(made(tmp_path / "g", values, b={"selected_on": ["asdiv", "azdiv"]}))
+    assert [found.rows["b", task].chosen_on for task in ("asdiv", "asdiv_pass8", "t", POOLED)] == [3, 3, 0, 3]
+    assert "b: selected on azdiv, which is not compared here; its questions are unknown" in found.notes
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -220,18 +312,100 @@ def test_no_grid_and_no_cells_are_said(tmp_path: Path) -> None:
 
 
 def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
-    from lmeval_prune.artefacts import digest
-
     router = tmp_path / "router"
     router.mkdir()
     seen = [digest(f"t question {i}?") for i in (0, 2, 9)]
-    (router / "router.json").write_text(json.dumps({"schema": "x", "seen": seen}))
+    (router / "router.json").write_text(json.dumps({"schema": "lmeval-prune/router", "seen": seen}))
     values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
     path = made(tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}})
     rows = compare(path).rows
     assert [rows[name, "t"].chosen_on for name in values] == [0, 3, 2]
     assert main(["grid", "compare", str(path)]) == 0
     assert "routed †" in (path / "compare" / "report.md").read_text()
+
+
+def test_an_ordinary_checkpoint_is_no_artefact_that_was_chosen(tmp_path: Path) -> None:
+    """A vocabulary has the word `seen`, too."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"seen": 5}))
+    (tmp_path / "mask.json").write_text(json.dumps({"schema": "lmeval-prune/mask", "seen": 5}))
+    args = {"pretrained": str(tmp_path), "mask": str(tmp_path / "mask.json")}
+    found = compare(made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [1.0]}}, x={"model_args": args}))
+    assert found.rows["x", "t"].chosen_on == 0 and found.notes == []
+
+
+def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its content, above the grid's folder; and where it is not there as it was, that is said."""
+    router, elsewhere = tmp_path / "out" / "router", tmp_path / "elsewhere"
+    for folder, text in ((elsewhere / "out" / "router", "other"), (router, "t question 1?")):
+        folder.mkdir(parents=True)
+        write_artefact(folder / "router.json", "lmeval-prune/router", 1, {"seen": [digest(text)]})
+    about = {"identity": {"router": {"router": {"content": content_digest(router)}}}}
+    change = {"model_args": {"router": "out/router"}, "about": about}
+    path = made(tmp_path / "out" / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
+    monkeypatch.chdir(elsewhere)  # where another router has the same relative path
+    found = compare(path)
+    assert found.rows["x", "t"].chosen_on == 1 and found.notes == []
+    router.rename(router.with_name("moved"))
+    assert compare(path).notes == ["x: router=out/router is not there as it was used; its questions are unknown"]
+
+
+def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
+    change = {"prepare": {"random_heads": {"share": 0.1}}, "about": {"prepared": "made"}}
+    path = made(tmp_path / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
+    mask = path / "prepared" / "made" / "mask.json"
+    write_artefact(mask, "lmeval-prune/mask", 3, {"seen": [digest("t question 0?")]})
+    assert compare(path).rows["x", "t"].chosen_on == 1
+
+
+# ---------------------------------------------------------------------- mistakes in the YAML and on the command line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": "abc"}, "variant 'v': seed='abc' is not a whole number"),
+        ({"variants": {"v": {"seed": 1.5}}}, "variant 'v': seed=1.5 is not a whole number"),
+        ({"variants": {"v": {"selected_on": 5}}}, "`selected_on:` is a list of tasks, not 5"),
+        ({"variants": {"v": {"selected_on": [5]}}}, "`selected_on:` is a list of tasks"),
+        ({"variants": {"v": {"prepare": {"random_heads": 0.1}}}}, "`prepare:` is one {NAME: {SETTING: VALUE}}"),
+        ({"gen_kwargs": "max_gen_toks=96"}, "`gen_kwargs:` holds {NAME: VALUE} pairs, not 'max_gen_toks=96'"),
+        ({"tasks": [{"task": "t", "gen_kwargs": "max_gen_toks=96"}]}, "`gen_kwargs:` holds {NAME: VALUE} pairs"),
+        ({"metadata": [1]}, "`metadata:` holds {NAME: VALUE} pairs"),
+        ({"batch_size": -3}, "batch_size is a whole number from 1, or auto, not -3"),
+        ({"batch_size": 1.5}, "batch_size is a whole number"),
+    ],
+)
+def test_mistakes_in_a_grid_are_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        Grid.of({"model": {"pretrained": "m"}, "variants": {"v": {}}, "tasks": ["t"], **change})
+
+
+def test_a_variant_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("model: {pretrained: m}\nvariants:\n  a: {heads: L0H0}\n  a: {heads: L0H1}\ntasks: [t]\n")
+    with pytest.raises(InputError, match=r"grid.yaml: 'a' stands twice in one place \(line 3\)"):
+        Grid.read(str(grid))
+    grid.write_text("model: &m {pretrained: m}\nvariants:\n  a: {<<: *m, pretrained: n}\ntasks: [t]\n")
+    assert Grid.read(str(grid)).variants[0].model_args == {"pretrained": "n"}  # a merge is no second time
+    assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o"), "--gpus", "1", "--memory", "2e9"]) == 2
+    assert "--gpus, --memory: only Ray heeds it; add --runner ray" in capsys.readouterr().err
+
+
+def test_a_mistyped_task_in_selected_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One of lm-eval's that the grid does not ask is none."""
+    grid = tmp_path / "grid.yaml"
+    text = "model: {pretrained: m}\nvariants:\n  a: {selected_on: [t, gsm8k, gsm8kk]}\ntasks: [t]\n"
+    grid.write_text(text)
+    assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o")]) == 2
+    assert "variant 'a': `selected_on:` names no task: 'gsm8kk'; did you mean 'gsm8k'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])
+def test_a_damaged_cell_is_one_line(tmp_path: Path, file: str) -> None:
+    path = made(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
+    (path / "cells" / "dense-t" / file).write_bytes(b"xx")
+    with pytest.raises(InputError, match=f"{file} cannot be read .* run the grid"):
+        write(str(path))
 
 
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -251,25 +425,39 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert "no baseline 'nobody'" in capsys.readouterr().err
 
 
+def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: Path) -> None:
+    values = {name: {"t": [value]} for name, value in (("a:b", 1.0), ("a|b", 0.0), ("A:b", 0.0))}
+    write_lm_eval(str(made(tmp_path / "g", values)), str(tmp_path / "l"))
+    found = {one.name: json.loads(next(one.glob("results_*.json")).read_text()) for one in (tmp_path / "l").iterdir()}
+    assert {one["model_name"] for one in found.values()} == set(values) and "a__b" in found
+
+
 def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
-    """Within a minute and 2 GB; made beforehand by linking few cells, so that the test is quick."""
+    """Within a minute and 2 GB, page included; the cells link to few, so that the test is quick."""
     folder, cells = GridFolder(tmp_path / "g"), []
+    checkpoint, router = tmp_path / "checkpoint", tmp_path / "router"
+    write_text(checkpoint / "vocab.json", json.dumps({"seen": 5}))
+    write_artefact(router / "router.json", "lmeval-prune/router", 1, {"seen": [digest("t question 7?")]})
     folder.begin("Large", None, [])
     for kind in range(10):
         with folder.making(f"k{kind}") as cell:
             values = RNG.random(1000) < 0.5
             rows = [question("t", i, float(value)) for i, value in enumerate(values)]
             write_tables(cell, {"t": rows}, {})
+            write_text(cell / "results.json", "{}")
     for number in range(1000):
         key = f"c{number}"
         folder.cell(key).symlink_to(folder.cell(f"k{number % 10}"))
-        entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": [], "model_args": {}}
+        entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
+        entry["model_args"] = {"pretrained": str(checkpoint), "router": str(router)}
         cells.append({**entry, "prepare": {}, "costs": "", "command": ""})
     folder.begin("Large", None, cells)
     begin = time.process_time()
-    assert len(compare(tmp_path / "g").rows) == 1000
+    page = write(str(tmp_path / "g"))
     seconds = time.process_time() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    rows = json.loads(page.with_name("comparison.json").read_text())["rows"]
+    assert len(rows) == 1000 and {row["chosen_on"] for row in rows} == {1}
     print(f"{seconds:.1f} s, {peak / 2**30:.2f} GiB")
     assert peak < 2 * 2**30
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.options import first
+
+if TYPE_CHECKING:
+    from lmeval_prune.grid.configuration import Grid
 
 RUNNERS = ("here", "ray")
 
@@ -37,7 +41,11 @@ def run(
 
     if runner not in RUNNERS:
         raise InputError(f"there is no runner {runner!r}; there are {', '.join(RUNNERS)}")
+    asked = {"ray_address": ray_address, "cpus": cpus != 1, "gpus": gpus, "memory": memory}
+    if runner == "here" and (idle := [f"--{name}" for name, value in asked.items() if value]):
+        raise InputError(f"{', '.join(idle)}: only Ray heeds it; add --runner ray, or leave it out")
     read = Grid.read(grid)
+    _check_selected(read)
     from lmeval_prune.grid.ray_runner import OnRay
     from lmeval_prune.grid.run import run as run_grid
     from lmeval_prune.grid.runners import Here
@@ -59,6 +67,20 @@ def run(
         return 1
     print(f"compare them: lmeval-prune grid compare {output}")
     return 0
+
+
+def _check_selected(grid: Grid) -> None:
+    """Refuse a task in `selected_on` that is neither the grid's nor lm-eval's."""
+    names = {name for asked in grid.tasks for name in (asked.name, asked.task)}
+    others = [(one.name, name) for one in grid.variants for name in one.selected_on if name not in names]
+    if not others:
+        return
+    from lmeval_prune.grid.cells import manager_of
+
+    known = {*names, *manager_of({}).all_tasks}
+    for variant, name in others:
+        if name not in known:
+            raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{nearest(name, known)}")
 
 
 @first("folder")

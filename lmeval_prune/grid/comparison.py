@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as parquet
 
-from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.configuration import check_name
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.outcomes import ANSWERS, Outcomes, read_outcomes
+from lmeval_prune.grid.outcomes import ANSWERS, read_lower_is_better, read_outcomes, read_table
+from lmeval_prune.grid.seen import seen
 from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
 
 POOLED = "all tasks"
@@ -39,11 +37,12 @@ class Row:
         questions: how many.
         mean, low, high: of the metric, with a 95% bootstrap interval.
         difference, difference_low, difference_high: to the baseline; None for the baseline itself.
-        better, worse: questions on which the variant, or the baseline, alone is right (or has the larger figure).
+        better, worse: questions on which the variant, or the baseline, alone is right (or has the better figure).
         test: `McNemar` or `sign flips`.
         p, p_holm: as it is, and corrected for all tests of the table.
         detectable: the smallest difference that would have been seen four times in five.
         chosen_on: so many of the questions are among those that the variant was chosen on.
+        lower_is_better: of the metric.
     """
 
     variant: str
@@ -62,6 +61,7 @@ class Row:
     p_holm: float | None = None
     detectable: float | None = None
     chosen_on: int = 0
+    lower_is_better: bool = False
 
 
 @dataclass
@@ -78,6 +78,8 @@ class Comparison:
         missing: cells that are not there: variant, task, why.
         cells: the grid's entries, by variant and task.
         outcomes: of each task its questions, and of each variant their figures.
+        metrics: of each task, the `METRIC,FILTER`s that are compared.
+        notes: what a reader must know besides, a line each.
     """
 
     title: str
@@ -90,6 +92,8 @@ class Comparison:
     missing: list[tuple[str, str, str]]
     cells: dict[tuple[str, str], dict[str, Any]] = field(repr=False)
     outcomes: dict[str, tuple[list[tuple[str, int, str]], dict[str, np.ndarray]]] = field(repr=False)
+    metrics: dict[str, list[str]]
+    notes: list[str]
 
 
 def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
@@ -119,58 +123,98 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     if not tasks:
         raise InputError(f"no cell of the baseline {baseline!r} is there; finish `lmeval-prune grid run` first")
     rows: dict[tuple[str, str], Row] = {}
-    pooled: dict[str, list[np.ndarray]] = {}
-    chosen: dict[str, int] = {}
-    binary: list[bool] = []
+    notes: dict[str, None] = {}
     outcomes: dict[str, tuple[list[tuple[str, int, str]], dict[str, np.ndarray]]] = {}
-    for task in tasks:
+    asked = {task: _asked(folder, there[baseline, task]) for task in tasks}
+    chosen: dict[str, set[str]] = {}
+    for name in variants:
+        chosen[name], said = _chosen_on(folder, [cell for place, cell in there.items() if place[0] == name], asked)
+        notes |= dict.fromkeys(f"{name}: {one}" for one in said)
+    tests = (len(variants) - 1) * (len(tasks) + 1)
+    draws = max(10_000, 20 * tests)  # so that Holm's correction of the smallest p-value there can be is below 0.05
+    for task, one in asked.items():
         present = [name for name in variants if (name, task) in there]
-        questions, values = _matrix(folder, there, baseline, present, task)
-        is_binary = bool(np.isin(values, (0.0, 1.0)).all())
-        binary.append(is_binary)
-        outcomes[task] = questions, dict(zip(present, values.T, strict=True))
-        base = present.index(baseline)
-        for row in _rows(present, task, values, base, is_binary, seed):
-            row.chosen_on = _chosen_on(folder, there[row.variant, task], task)
-            chosen[row.variant] = chosen.get(row.variant, 0) + row.chosen_on
+        values = _matrix(folder, there, baseline, present, task, one)
+        outcomes[task] = one.questions, dict(zip(present, values.T, strict=True))
+        for row in _rows(present, task, values, present.index(baseline), one.lower_is_better, seed, draws):
+            row.chosen_on = sum(key in chosen[row.variant] for key in one.texts)
             rows[row.variant, task] = row
-        for name, column in zip(present, values.T, strict=True):
-            pooled.setdefault(name, []).append(column)
-    if len(tasks) > 1:
-        whole = [name for name in variants if len(pooled.get(name, ())) == len(tasks)]
-        values = np.stack([np.concatenate(pooled[name]) for name in whole], 1)
-        for row in _rows(whole, POOLED, values, whole.index(baseline), all(binary), seed):
-            row.chosen_on = chosen.get(row.variant, 0)
+    together = [task for task in tasks if not asked[task].lower_is_better]
+    if len(together) > 1:
+        whole = [name for name in variants if all(name in outcomes[task][1] for task in together)]
+        stacked = np.concatenate([np.stack([outcomes[task][1][name] for name in whole], 1) for task in together])
+        texts, values = _once([place for task in together for place in asked[task].places()], stacked)
+        for row in _rows(whole, POOLED, values, whole.index(baseline), False, seed, draws):
+            row.chosen_on = sum(key in chosen[row.variant] for key in texts)
             rows[row.variant, POOLED] = row
+        if left := [task for task in tasks if task not in together]:
+            notes[f"{POOLED}: without {', '.join(left)}, where lower is better"] = None
+        if len(texts) < len(stacked):
+            notes[
+                f"{POOLED}: {len(stacked)} outcomes of {len(texts)} questions; one asked by several tasks counts once"
+            ] = None
         tasks = [*tasks, POOLED]
     tested = [row for row in rows.values() if row.p is not None]
     for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
         row.p_holm = adjusted
     costs = {name: _costs(folder, cells, name) for name in variants}
-    title = about["title"]
+    title, metrics = about["title"], {task: sorted({*one.columns.values()}) for task, one in asked.items()}
+    fronts = _fronts(rows, costs, tasks[-1])
     return Comparison(
-        title, baseline, variants, tasks, rows, costs, _fronts(rows, costs, tasks[-1]), missing, cells, outcomes
+        title, baseline, variants, tasks, rows, costs, fronts, missing, cells, outcomes, metrics, list(notes)
     )
 
 
-def _matrix(
-    folder: GridFolder, there: dict[tuple[str, str], Any], baseline: str, names: Sequence[str], task: str
-) -> tuple[list[tuple[str, int, str]], np.ndarray]:
-    """A task's questions, and their figures, (questions, variants).
+@dataclass(frozen=True)
+class _Asked:
+    """What the baseline was asked in one column of the grid.
 
-    Raises:
-        InputError: a variant was asked other questions than the baseline.
+    Attributes:
+        questions: task, number and hash of each.
+        texts: digest of each one's text, by which it is known in another task.
+        columns: by task, the `METRIC,FILTER` that is compared.
+        lower_is_better: whether a smaller figure is the better one.
     """
 
-    def read(name: str) -> Outcomes:
-        cell = there[name, task]
-        return read_outcomes(folder.cell(cell["key"]), cell["metric"])
+    questions: list[tuple[str, int, str]]
+    texts: list[str]
+    columns: dict[str, str]
+    lower_is_better: bool
 
-    asked = read(baseline)
+    def places(self) -> Iterator[tuple[str, int]]:
+        """Each question's text, and how often its task has asked the same before: questions may share a text."""
+        count: dict[tuple[str, str], int] = {}
+        for (own, _, _), text in zip(self.questions, self.texts, strict=True):
+            yield text, count.setdefault((own, text), 0)
+            count[own, text] += 1
+
+
+def _asked(folder: GridFolder, cell: dict[str, Any]) -> _Asked:
+    path = folder.cell(cell["key"])
+    found = read_outcomes(path, cell["metric"])
+    table = read_table(path / ANSWERS, ["task", "doc_id", "text_key"])
+    tasks, numbers, keys = (table[name].to_pylist() for name in table.column_names)
+    text_of = {(own, number): key for own, number, key in zip(tasks, numbers, keys, strict=True)}
+    texts = [text_of[own, number] for own, number, _ in found.questions]
+    return _Asked(found.questions, texts, found.columns, read_lower_is_better(path, found.columns))
+
+
+def _matrix(
+    folder: GridFolder, there: dict[tuple[str, str], Any], baseline: str, names: Sequence[str], task: str, asked: _Asked
+) -> np.ndarray:
+    """A task's figures, (questions, variants).
+
+    Raises:
+        InputError: a variant was asked other questions than the baseline, or lacks the figure that is compared.
+    """
     place_of = {question: place for place, question in enumerate(asked.questions)}
     values = np.empty((len(place_of), len(names)))
     for column, name in enumerate(names):
-        found = asked if name == baseline else read(name)
+        cell = there[name, task]
+        try:
+            found = read_outcomes(folder.cell(cell["key"]), cell["metric"], asked.columns)
+        except InputError as error:
+            raise InputError(f"{name!r} on {task}: {error}") from None
         if found.questions == asked.questions:
             values[:, column] = found.values
             continue
@@ -182,24 +226,40 @@ def _matrix(
                 f"questions"
             )
         values[places, column] = found.values
-    return asked.questions, values
+    return values
 
 
-def _rows(names: Sequence[str], task: str, values: np.ndarray, base: int, is_binary: bool, seed: int) -> Iterator[Row]:
+def _once(places: list[tuple[str, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Of questions that several tasks ask, one row each, with the mean of its figures; and the rows' texts.
+
+    Outcomes of one question are no independent ones: counted as such, they would show differences that are not there.
+    """
+    rows: dict[tuple[str, int], int] = {}
+    row = np.array([rows.setdefault(place, len(rows)) for place in places])
+    sums = np.zeros((len(rows), values.shape[1]))
+    np.add.at(sums, row, values)
+    return [text for text, _ in rows], sums / np.bincount(row)[:, None]
+
+
+def _rows(
+    names: Sequence[str], task: str, values: np.ndarray, base: int, lower_is_better: bool, seed: int, draws: int
+) -> Iterator[Row]:
     """Rows of one task, all tests at once."""
-    count = len(values)
+    count, is_binary = len(values), bool(np.isin(values, (0.0, 1.0)).all())
     lows, highs = bootstrap_band(values, seed)
     differences = values - values[:, [base]]
     from_, to = bootstrap_band(differences, seed)
     better, worse = (differences > 0).sum(0), (differences < 0).sum(0)
+    better, worse = (worse, better) if lower_is_better else (better, worse)
     if is_binary:
         ps, test = mcnemar_test(better, worse), "McNemar"
     else:
-        ps, test = sign_flip_test(differences, seed), "sign flips"
+        ps, test = sign_flip_test(differences, seed, draws), "sign flips"
         ps = np.where(better + worse == 0, 1.0, ps)
     least = detectable(differences.std(0, ddof=1) if count > 1 else np.full(len(names), np.nan), count, is_binary)
     for i, name in enumerate(names):
         row = Row(name, task, count, float(values[:, i].mean()), float(lows[i]), float(highs[i]))
+        row.lower_is_better = lower_is_better
         if i != base:
             row.difference = float(differences[:, i].mean())
             row.difference_low, row.difference_high = float(from_[i]), float(to[i])
@@ -211,39 +271,24 @@ def _rows(names: Sequence[str], task: str, values: np.ndarray, base: int, is_bin
 # ---------------------------------------------------------------------- chosen on the questions they are tested on
 
 
-def _chosen_on(folder: GridFolder, cell: dict[str, Any], task: str) -> int:
-    """How many of a cell's questions its variant was chosen on, as far as the grid or its artefacts say."""
-    seen = _seen(cell)
-    if cell["selected_on"] or seen:
-        table = parquet.read_table(folder.cell(cell["key"]) / ANSWERS, columns=["task", "text_key"])
-        places = zip(table["task"].to_pylist(), table["text_key"].to_pylist(), strict=True)
-        named = {*cell["selected_on"]}
-        return sum(task in named or own in named or key in seen for own, key in places)
-    return 0
-
-
-def _seen(cell: dict[str, Any]) -> set[str]:
-    """Questions that artefacts among the model_args were made from, by their texts' digests."""
+def _chosen_on(folder: GridFolder, cells: list[dict[str, Any]], asked: dict[str, _Asked]) -> tuple[set[str], list[str]]:
+    """Texts of questions that a variant was chosen on, as far as the grid or its artefacts say; and what is open."""
     found: set[str] = set()
-    for value in cell["model_args"].values():
-        if not isinstance(value, str) or len(value) > 4000:
-            continue
-        path = Path(value).expanduser()
-        questions = path / "questions.parquet"  # of a store of outcomes
-        if questions.is_file():
-            found |= {
-                digest(text) for text in parquet.read_table(questions, columns=["question"])["question"].to_pylist()
+    open_: list[str] = []
+    for cell in cells:
+        known, lost = seen(folder, cell)
+        found |= known
+        open_ += [f"{one} is not there as it was used; its questions are unknown" for one in lost]
+        for named in cell["selected_on"]:
+            matching = {
+                text
+                for task, one in asked.items()
+                for (own, _, _), text in zip(one.questions, one.texts, strict=True)
+                if named in (task, own)
             }
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.suffix == ".json" else []
-        for one in files:
-            try:
-                content = json.loads(one.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            if isinstance(content, dict):
-                inner = content.get("about")
-                found |= {str(key) for key in content.get("seen") or (inner or {}).get("seen") or ()}
-    return found
+            found |= matching
+            open_ += [] if matching else [f"selected on {named}, which is not compared here; its questions are unknown"]
+    return found, open_
 
 
 # ---------------------------------------------------------------------- costs
@@ -259,7 +304,7 @@ def _costs(folder: GridFolder, cells: dict[tuple[str, str], dict[str, Any]], var
 def _fronts(rows: dict[tuple[str, str], Row], costs: dict[str, dict[str, Any]], task: str) -> dict[str, list[str]]:
     """By figure, the variants that no other beats."""
     names = [name for name, place in rows if place == task]
-    gains = np.array([rows[name, task].mean for name in names])
+    gains = np.array([rows[name, task].mean * (-1 if rows[name, task].lower_is_better else 1) for name in names])
     found = {}
     for figure, (_, less) in COSTS.items():
         values = np.array([costs[name].get(figure, np.nan) for name in names], dtype=float)

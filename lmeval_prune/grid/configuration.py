@@ -83,7 +83,7 @@ class Grid:
         variants, tasks: the two axes of cells.
         title: of the page.
         apply_chat_template, system_instruction, metadata: as for lm_eval.
-        batch_size, device: as for lm_eval; they change no answer.
+        batch_size, device: as for lm_eval; in half types their rounding can change an answer.
         together: at most so many variants that are only masks share one pass of the decoding engine.
         measure: measure parameters, FLOPs, speed and memory of each variant.
         baseline: name of the variant that the others are compared with, unless `compare` is told another.
@@ -111,11 +111,10 @@ class Grid:
         if not Path(path).is_file():
             raise InputError(f"no such file: {path}")
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            content = yaml.load(Path(path).read_text(encoding="utf-8"), _Once)
+            return cls.of(content)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise InputError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
-        try:
-            return cls.of(content)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
@@ -134,8 +133,10 @@ class Grid:
             if name not in known:
                 raise InputError(f"a grid has no setting {name!r}{nearest(str(name), known)}")
         model, seed = content.get("model") or {}, content.get("seed", SEED)
-        if not isinstance(model, dict) or not isinstance(content["variants"], dict):
-            raise InputError("`model:` and `variants:` hold NAME: VALUE pairs")
+        if not isinstance(content["variants"], dict):
+            raise InputError("`variants:` holds NAME: VALUE pairs")
+        for name in ("model", "metadata", "gen_kwargs"):
+            _check_pairs(name, content.get(name))
         variants = [one for name, block in content["variants"].items() for one in _variants(name, block, model, seed)]
         defaults = {name: content[name] for name in shared if name in content}
         listed = content["tasks"] if isinstance(content["tasks"], list) else [content["tasks"]]
@@ -151,11 +152,26 @@ class Grid:
             grid.check_baseline(grid.baseline)
         if grid.together < 1:
             raise InputError(f"together must be at least 1, not {grid.together}")
+        size = str(grid.batch_size)
+        if isinstance(grid.batch_size, bool) or not re.fullmatch(r"[1-9]\d*|auto(:\d+)?", size):
+            raise InputError(f"batch_size is a whole number from 1, or auto, not {size}")
         return grid
 
     def check_baseline(self, name: str) -> None:
         """Refuse a baseline that is not there."""
         check_name("baseline", name, [one.name for one in self.variants])
+
+
+class _Once(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The pairs; see the base class."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
+        if twice is not None:
+            raise InputError(f"{twice!r} stands twice in one place (line {node.start_mark.line + 1}); leave one out")
+        return super().construct_mapping(node, deep)
 
 
 def check_name(what: str, name: str, known: list[str]) -> None:
@@ -167,6 +183,12 @@ def check_name(what: str, name: str, known: list[str]) -> None:
     if name not in known:
         shown = ", ".join(known[:8]) + (", …" if len(known) > 8 else "")
         raise InputError(f"there is no {what} {name!r} in the grid{nearest(name, known) or f'; it has {shown}'}")
+
+
+def _check_pairs(name: str, given: Any) -> None:
+    """Refuse what is not written as pairs, such as lm-eval's own `NAME=VALUE`."""
+    if given is not None and not isinstance(given, dict):
+        raise InputError(f"`{name}:` holds {{NAME: VALUE}} pairs, not {given!r}")
 
 
 def _typed(kind: type, name: str, value: Any) -> Any:
@@ -182,6 +204,7 @@ def _asked(given: Any, defaults: dict[str, Any]) -> Asked:
     for name in own:
         if name not in known:
             raise InputError(f"a task has no setting {name!r}{nearest(str(name), known)}")
+    _check_pairs("gen_kwargs", own.get("gen_kwargs"))
     merged = {**defaults, **own}
     merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(own.get("gen_kwargs") or {})}
     made = Asked(**{name: _typed(Asked, name, value) for name, value in merged.items() if value is not None})
@@ -213,8 +236,11 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
         made = dict(chosen)
         own = {key: made.pop(key, None) for key in _OWN}
         prepare = _preparation(name, own["prepare"] or {})
-        chosen_on = own["selected_on"] or ()
-        chosen_on = (chosen_on,) if isinstance(chosen_on, str) else tuple(map(str, chosen_on))
+        given = own["selected_on"] or []
+        chosen_on = [given] if isinstance(given, str) else given
+        if not isinstance(chosen_on, list) or not all(isinstance(one, str) for one in chosen_on):
+            raise InputError(f"variant {name!r}: `selected_on:` is a list of tasks, not {given!r}")
+        drawn = typed(f"variant {name!r}: seed", SEED if own["seed"] is None else own["seed"], int)
         if not isinstance(made.get("pretrained"), str):
             raise InputError(f"variant {name!r} names no model; give `model: {{pretrained: NAME}}`")
         for key in ("responses", "batch_size", "device"):
@@ -222,7 +248,7 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
                 raise InputError(f"{key} is no axis; {'leave it out' if key == 'responses' else f'set `{key}:` once'}")
         full = _named(str(name), dict(zip(labels, values, strict=True)))
         given = {key: value for key, value in made.items() if value is not None}
-        yield Variant(full, given, prepare, int(SEED if own["seed"] is None else own["seed"]), chosen_on)
+        yield Variant(full, given, prepare, drawn, tuple(chosen_on))
 
 
 def _check_known(variant: str, name: str) -> None:
@@ -243,8 +269,9 @@ def _hf_arguments() -> set[str]:
 def _preparation(variant: str, given: Any) -> dict[str, dict[str, Any]]:
     """`NAME` or `{NAME: fields}`."""
     given = {given: {}} if isinstance(given, str) else given
-    if not isinstance(given, dict) or len(given) > 1:
-        raise InputError(f"variant {variant!r}: `prepare:` is one {{NAME: settings}}, not {given!r}")
+    settings = next(iter(given.values()), None) if isinstance(given, dict) else given
+    if not isinstance(given, dict) or len(given) > 1 or not isinstance(settings, dict | None):
+        raise InputError(f"variant {variant!r}: `prepare:` is one {{NAME: {{SETTING: VALUE}}}}, not {given!r}")
     return {str(name): dict(settings or {}) for name, settings in given.items()}
 
 

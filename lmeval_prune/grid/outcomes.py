@@ -5,6 +5,7 @@ lm-eval's samples files hold whole prompts; comparing a thousand cells by them w
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,55 +80,109 @@ class Outcomes:
     Attributes:
         questions: by what each question is known: task, number and hash.
         values: of the metric.
+        columns: by task, the `METRIC,FILTER` that it is.
     """
 
     questions: list[tuple[str, int, str]]
     values: np.ndarray
+    columns: dict[str, str]
 
 
-def read_outcomes(folder: Path, metric: str | None) -> Outcomes:
+def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """Read one of a cell's tables.
+
+    Args:
+        path: of its file.
+        columns: those that are needed; default all.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        table = parquet.read_table(path, columns=columns)
+        table.select(columns or ["task", "doc_id", "question"])
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise InputError(
+            f"{path} cannot be read ({first_line(error)}); delete {path.parent} and run the grid"
+        ) from None
+    return table
+
+
+def read_outcomes(folder: Path, metric: str | None, columns: dict[str, str] | None = None) -> Outcomes:
     """Read the metric that is compared.
 
     Args:
         folder: of the cell.
         metric: `METRIC` or `METRIC,FILTER`; None for the task's own.
+        columns: of the cell that it is compared with: the same are read, whatever `metric` says.
 
     Raises:
-        InputError: the cell is damaged, or has no such metric.
+        InputError: the cell is damaged, or has no such metric, or not for all of its questions.
     """
-    path = folder / OUTCOMES
-    try:
-        table = parquet.read_table(path)
-        tasks, numbers, keys = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}); delete its folder and run the grid") from None
-    columns = [name for name in table.column_names if "," in name]
+    table = read_table(folder / OUTCOMES)
+    tasks, numbers, keys = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
+    found = [name for name in table.column_names if "," in name]
     values = np.full(len(tasks), np.nan)
     places = np.array(tasks)
+    read: dict[str, str] = {}
     for task in dict.fromkeys(tasks):
         rows = places == task
-        chosen = _chosen(columns, metric, table, rows)
+        whole = [name for name in found if not np.isnan(table[name].to_numpy(zero_copy_only=False)[rows]).any()]
+        wanted = columns.get(task) if columns else metric
+        chosen = _chosen(whole, wanted)
         if chosen is None:
-            found = ", ".join(columns) or "no figure a question"
-            raise InputError(f"{task} has {found}, and not {metric or 'one to compare'}; give the task `metric: NAME`")
+            known = ", ".join(whole) or "no figure a question"
+            of_all = (
+                " for all questions"
+                if wanted in {name for column in found for name in (column, _metric(column))}
+                else ""
+            )
+            advice = "run the grid with `metric: NAME` for the task"
+            raise InputError(f"{task} has {known}, and not {wanted or 'one to compare'}{of_all}; {advice}")
+        read[task] = chosen
         values[rows] = table[chosen].to_numpy(zero_copy_only=False)[rows]
-    return Outcomes(list(zip(tasks, numbers, keys, strict=True)), values)
+    return Outcomes(list(zip(tasks, numbers, keys, strict=True)), values, read)
 
 
-def _chosen(columns: list[str], metric: str | None, table: pa.Table, rows: np.ndarray) -> str | None:
-    """The column that is compared for one task: it has a value for each of its questions."""
-    whole = [name for name in columns if not np.isnan(table[name].to_numpy(zero_copy_only=False)[rows]).any()]
-    if metric:
-        return next((name for name in whole if metric in (name, name.partition(",")[0])), None)
-    for wanted in FIRST:
+def _metric(column: str) -> str:
+    return column.partition(",")[0]
+
+
+def _chosen(whole: list[str], wanted: str | None) -> str | None:
+    """The column that is compared, of those that have a value for each of a task's questions."""
+    if wanted:
+        return next((name for name in whole if wanted in (name, _metric(name))), None)
+    for first in FIRST:
         for name in whole:
-            if name.partition(",")[0] == wanted:
+            if _metric(name) == first:
                 return name
-    passes = [name for name in whole if name.startswith("pass@") and name.partition(",")[0][5:].isdigit()]
-    return max(passes, key=lambda name: int(name.partition(",")[0][5:])) if passes else next(iter(whole), None)
+    passes = [name for name in whole if name.startswith("pass@") and _metric(name)[5:].isdigit()]
+    return max(passes, key=lambda name: int(_metric(name)[5:])) if passes else next(iter(whole), None)
+
+
+def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
+    """Whether a smaller figure is the better one, as lm-eval's results say.
+
+    Args:
+        folder: of the cell.
+        columns: by task, what is compared.
+
+    Raises:
+        InputError: the results are damaged, or it is so for one task of a group and not for another.
+    """
+    path = folder / "results.json"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8")).get("higher_is_better") or {}
+        lower = {(said.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); delete {folder} and run the grid") from None
+    if len(lower) > 1:
+        shown = ", ".join(f"{column} of {task}" for task, column in columns.items())
+        raise InputError(f"of {shown} some are better when they are higher, some when lower; give `metric: NAME`")
+    return lower == {True}
 
 
 def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
     """Questions, gold answers and answers of a cell, by task and number."""
-    table = parquet.read_table(folder / ANSWERS, columns=["task", "doc_id", "question", "target", "answer"])
+    table = read_table(folder / ANSWERS, ["task", "doc_id", "question", "target", "answer"])
     return {(row["task"], row["doc_id"]): row for row in table.to_pylist()}

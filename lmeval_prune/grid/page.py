@@ -38,6 +38,7 @@ def write_page(found: Comparison, folder: GridFolder, path: Path) -> None:
         "pooled": POOLED,
         "made": f"Made by {CREATED_BY}.",
         "missing": found.missing,
+        "notes": found.notes,
         "costs": [
             {"key": name, "label": COSTS[name][0], "less": COSTS[name][1], "varies": _varies(found, name)}
             for name in known
@@ -90,6 +91,7 @@ def _questions(found: Comparison, folder: GridFolder) -> dict[str, Any]:
         values = {name: [round(float(value), 6) for value in figures] for name, figures in outcomes.items()}
         binary = all(value in (0.0, 1.0) for own in values.values() for value in own)
         result[task] = {"shown": shown, "values": values, "binary": binary}
+        result[task]["lower"] = found.rows[found.baseline, task].lower_is_better
         if left > 0:
             result[task] |= {"texts": list(texts), "answers": answers}
     return result

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from lmeval_prune.artefacts import CREATED_BY, write_text
+from lmeval_prune.artefacts import CREATED_BY, digest, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.comparison import COSTS, Comparison, Row, compare
 from lmeval_prune.grid.folder import GridFolder
@@ -51,6 +51,8 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
         "costs": found.costs,
         "fronts": found.fronts,
         "missing": found.missing,
+        "notes": found.notes,
+        "metrics": found.metrics,
     }
     write_text(target / "comparison.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if costs:
@@ -152,6 +154,8 @@ def _picture(found: Comparison, names: list[str], stem: Path) -> None:
 def write_lm_eval(path: str, output: str) -> Path:
     """Write the cells that are there as lm-eval's own writer does, a folder a variant.
 
+    Folders are named as lm-eval names them; of variants that it would call the same, all but the first get a digest.
+
     Args:
         path: folder of the grid.
         output: folder for them.
@@ -163,7 +167,13 @@ def write_lm_eval(path: str, output: str) -> Path:
     from lm_eval.utils import sanitize_model_name
 
     folder = GridFolder(path)
-    for entry in folder.read()["cells"]:
+    entries = folder.read()["cells"]
+    names: dict[str, str] = {}  # of folders, by variant
+    for variant in dict.fromkeys(entry["variant"] for entry in entries):
+        name = sanitize_model_name(variant)
+        is_taken = name.casefold() in {other.casefold() for other in names.values()}
+        names[variant] = f"{name}__{digest(variant)}" if is_taken else name
+    for entry in entries:
         if not folder.done(entry["key"]):
             continue
         cell = folder.cell(entry["key"])
@@ -177,7 +187,7 @@ def write_lm_eval(path: str, output: str) -> Path:
         tracker = EvaluationTracker(output_path=output)
         general = tracker.general_config_tracker
         general.model_source, general.model_name = "pruned-hf", entry["variant"]
-        general.model_name_sanitized = sanitize_model_name(entry["variant"])
+        general.model_name_sanitized = names[entry["variant"]]
         tracker.save_results_aggregated(results=results, samples=samples)
         for task, rows in samples.items():
             tracker.save_results_samples(task_name=task, samples=rows)

@@ -1,0 +1,94 @@
+"""Which questions a variant's artefacts were made from: it was chosen on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from lmeval_prune.artefacts import content_digest, digest
+from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.preparations import preparation
+
+ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name such an artefact
+_NAMES = {"random", "random_top", "best", "oracle"}  # routers that are no artefact
+
+
+def seen(folder: GridFolder, cell: dict[str, Any]) -> tuple[set[str], list[str]]:
+    """Questions that a cell's artefacts were made from, its preparation's among them.
+
+    Args:
+        folder: of the grid.
+        cell: its entry.
+
+    Returns:
+        Digests of their texts; and routers and stores that are not there any more, or have changed since.
+    """
+    given = {name: value for name, value in cell["model_args"].items() if name in ARGUMENTS and isinstance(value, str)}
+    about = _about(folder.cell(cell["key"])) if given or cell["prepare"] else {}
+    for name, settings in cell["prepare"].items():
+        made = preparation(name, settings).model_args(folder.prepared / str(about.get("prepared") or ""))
+        given |= {key: str(value) for key, value in made.items() if key in ARGUMENTS}
+    found: set[str] = set()
+    lost: list[str] = []
+    for name, value in given.items():
+        if name == "router" and value in _NAMES:
+            continue
+        recorded = ((about.get("identity") or {}).get("router") or {}).get(name)
+        expected = recorded.get("content") if isinstance(recorded, dict) else None
+        places = (path for path in _places(folder, value) if not expected or _content(path) == expected)
+        path = next(places, None)
+        if path:
+            found |= _seen(path)
+        elif name in ("router", "router_store"):  # a mask or a plan need not have seen any
+            lost.append(f"{name}={value}")
+    return found, lost
+
+
+def _about(cell: Path) -> dict[str, Any]:
+    """What a cell says of itself."""
+    try:
+        content = json.loads((cell / "cell.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _places(folder: GridFolder, value: str) -> Iterator[Path]:
+    """Where an artefact may be: a relative path begins where the grid was run, which is mostly above its folder."""
+    path = Path(value).expanduser()
+    for begin in dict.fromkeys((Path.cwd(), *folder.path.parents)):
+        if (begin / path).exists():
+            yield (begin / path).absolute()
+        if path.is_absolute():
+            return
+
+
+@cache
+def _content(path: Path) -> str:
+    return content_digest(path)
+
+
+@cache
+def _seen(path: Path) -> frozenset[str]:
+    """Questions that an artefact of ours names: a router those that it was fitted on, a store all that it holds."""
+    questions = path / "questions.parquet"
+    if questions.is_file():
+        try:
+            texts = parquet.read_table(questions, columns=["question"])["question"].to_pylist()
+        except (OSError, KeyError, pa.ArrowException):
+            return frozenset()
+        return frozenset(digest(text) for text in texts)
+    try:
+        content = json.loads((path / "router.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return frozenset()
+    if not isinstance(content, dict) or not str(content.get("schema")).startswith("lmeval-prune/"):
+        return frozenset()
+    keys = content.get("seen")
+    return frozenset(map(str, keys)) if isinstance(keys, list) else frozenset()

@@ -414,9 +414,44 @@ def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monk
 
 
 def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
+    """Files of others', beside a checkpoint of ours too, one of ours that was changed, and the model that is cut."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("…")
     with pytest.raises(InputError, match="has files that are no checkpoint"):
         cut_to(tmp_path / "mine", tiny("llama"), Plan("L0H1"))
     with pytest.raises(InputError, match="is a file"):
         cut_to(tmp_path / "mine" / "thesis.tex", tiny("llama"), Plan("L0H1"))
+    folder, model = tmp_path / "cut", stored("llama", tmp_path)
+    cut_to(folder, model, Plan("L*H0-1"))
+    for name in ("results/thesis.txt", ".git/HEAD", "model.finetune.safetensors", "empty/folder/x"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text("mine")
+        with pytest.raises(InputError, match=name):
+            cut_to(folder, model, Plan("L0H0-1"))
+        assert (folder / name).read_text() == "mine"
+        (folder / name).unlink()
+        if (folder / name).parent != folder:
+            with pytest.raises(InputError, match="no checkpoint of lmeval-prune's"):
+                cut_to(folder, model, Plan("L0H0-1"))
+            os.removedirs((folder / name).parent)
+    for parent in (folder, tmp_path / "link"):
+        if parent != folder:
+            parent.symlink_to(folder)
+        before = (folder / "model.safetensors").read_bytes()
+        with pytest.raises(InputError, match="is the model that is cut"):
+            cut_to(parent, load_pretrained(folder), Plan("L1H1"))
+        assert (folder / "model.safetensors").read_bytes() == before
+    tiny("llama", seed=3).save_pretrained(folder)
+    with pytest.raises(InputError, match="was changed after lmeval-prune wrote it"):
+        cut_to(folder, model, Plan("L0H0-1"))
+
+
+def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = tmp_path / "cut", stored("llama", tmp_path)
+    cut_to(folder, model, Plan("L*H0-1"))
+    monkeypatch.setattr(pruned, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
+    with pytest.raises(InputError, match="notes.txt"):
+        cut_to(folder, model, Plan("L0H0-1"))
+    assert (folder / "notes.txt").read_text() == "mine" and type(load_pretrained(folder)).__name__[0] == "L"

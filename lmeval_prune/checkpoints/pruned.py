@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from lmeval_prune.artefacts import read_artefact, write_artefact
+from lmeval_prune.artefacts import content_digest, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.errors import InputError, first_line
 
@@ -85,7 +86,12 @@ def _stock_kind(config: Any) -> Any:
 
 
 def save_checkpoint(
-    folder: str | os.PathLike[str], model: Any, manifest: dict[str, Any], tokenizer: Any = None, plan: Any = None
+    folder: str | os.PathLike[str],
+    model: Any,
+    manifest: dict[str, Any],
+    tokenizer: Any = None,
+    plan: Any = None,
+    parents: Collection[str] = (),
 ) -> None:
     """Write a model, its tokenizer and its manifest as a checkpoint that appears whole.
 
@@ -95,15 +101,16 @@ def save_checkpoint(
     Args:
         folder: where to; an earlier checkpoint of ours there is replaced.
         model: stock, or a `Pruned` one.
-        manifest: what to say of it.
+        manifest: what to say of it; the files that are written, and their digests, are added.
         tokenizer: kept beside it, with its chat template.
         plan: called with the folder that is being written, to add the plan to it.
+        parents: folders of models that it was made from.
 
     Raises:
-        InputError: there is a folder with something else in it, or nothing can be written.
+        InputError: as of `check_folder`, or nothing can be written.
     """
     folder = Path(folder)
-    check_folder(folder)
+    check_folder(folder, parents)
     half = folder.parent / f".{folder.name}.partial"  # left by a kill, and made anew
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -113,10 +120,12 @@ def save_checkpoint(
             tokenizer.save_pretrained(half)
         if plan is not None:
             plan(half)
-        write_artefact(half / MANIFEST, SCHEMA, VERSION, manifest)
+        files = {path: content_digest(half / path) for path in sorted(_files(half))}
+        write_artefact(half / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
         for path in half.rglob("*"):
             path.chmod((half / MANIFEST).stat().st_mode)  # weights are written for their owner only
             _sync(path)
+        check_folder(folder)  # again: somebody may have written there meanwhile
         _put(half, folder)
     except BaseException as error:
         shutil.rmtree(half, ignore_errors=True)
@@ -128,8 +137,12 @@ def save_checkpoint(
         raise
 
 
-def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse to write a checkpoint over what is none of ours.
+def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) -> None:
+    """Refuse to write a checkpoint over what is none of ours, or over a model that it is made from.
+
+    Args:
+        folder: where it is to be.
+        parents: folders of models that it is made from.
 
     Raises:
         InputError: there is such a file or folder.
@@ -137,8 +150,34 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder for the checkpoint")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
-        raise InputError(f"{folder} has files that are no checkpoint of lmeval-prune's; name another folder")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if any(Path(parent).is_dir() and folder.samefile(parent) for parent in parents if parent):
+        raise InputError(f"{folder} is the model that is cut, which would be lost; name another folder")
+    written = (read_manifest(folder) or {}).get("files", {})
+    if foreign := sorted(path for path in _files(folder) if path not in written):
+        raise InputError(
+            f"{folder} has files that are no checkpoint of lmeval-prune's ({foreign[0]}), which would be lost; name "
+            f"another folder"
+        )
+    if changed := next((path for path in written if _is_other(folder / path, written[path])), None):
+        raise InputError(
+            f"{folder}/{changed} was changed after lmeval-prune wrote it, and would be lost; name another folder"
+        )
+
+
+def _files(folder: Path) -> list[str]:
+    """Files, links and empty folders under a folder, but for the manifest; their names from there."""
+    found = [
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    ]
+    return [path for path in found if path != MANIFEST]
+
+
+def _is_other(path: Path, written: str) -> bool:
+    return path.is_file() and content_digest(path) != written
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -63,7 +63,12 @@ class Cut:
     def save(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Write it as a checkpoint; see `save_checkpoint`."""
         save_checkpoint(
-            folder, self.model, self.manifest, tokenizer, lambda half: self.plan.save(half / "plan.json", self.parent)
+            folder,
+            self.model,
+            self.manifest,
+            tokenizer,
+            lambda half: self.plan.save(half / "plan.json", self.parent),
+            [getattr(self.parent.model.config, "_name_or_path", "")],
         )
 
 

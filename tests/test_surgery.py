@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import os
+import resource
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -378,15 +379,18 @@ def test_another_model_or_a_pruned_wrapper_is_refused(tmp_path: Path) -> None:
         cut(wrapped, Plan("L0H1"))
 
 
+TOUCHES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree")
+
+
 def killed_at(step: int, folder: Path, model: nn.Module, plan: Plan) -> int:
     """Save in a process that dies at its n-th touch of the disk; its exit status."""
     child = os.fork()
     if child == 0:
         count = 0
 
-        def die(event: str, _: Any) -> None:
+        def die(event: str, given: Any) -> None:
             nonlocal count
-            if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"):
+            if event in TOUCHES and str(folder.parent) in str(given):
                 count += 1
                 if count == step:
                     os._exit(9)
@@ -399,21 +403,94 @@ def killed_at(step: int, folder: Path, model: nn.Module, plan: Plan) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_killed_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    """Killed at one step after another: the folder is the old checkpoint or the new one, and the next save works."""
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_killed_save_leaves_the_last_checkpoint(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at every step: the folder is the old checkpoint or the new one, and the next save works.
+
+    Where two names cannot be exchanged, it may be missing, and then the next save finds it, even one that fails.
+    """
+    if not exchange:
+        monkeypatch.setattr(pruned, "_exchange", lambda *_: False)
     model = stored("llama", tmp_path)
-    folder, codes = tmp_path / "cut", []
+    folder, codes, missing = tmp_path / "cut", [], 0
     old = cut_to(folder, model, Plan("L*H0-1"))
     before, new = output(old.model, tokens()), output(cut(model, Plan("L0H0-1")).model, tokens())
-    for step in range(1, 200, 7):
+    got = before
+    for step in range(1, 400):
         codes.append(killed_at(step, folder, model, Plan("L0H0-1")))
+        if not folder.exists():
+            missing += 1
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(pruned, "_write_model", interrupted)
+                cut_to(folder, model, Plan("L0H0-1"))
         got = output(load_pretrained(folder), tokens())
         assert torch.allclose(got, before, atol=1e-9) or torch.allclose(got, new, atol=1e-9), step
         if codes[-1] == 0:
             break
-    assert codes[-1] == 0 and codes.count(9) == len(codes) - 1 >= 3
+    assert codes[-1] == 0 and codes.count(9) == len(codes) - 1 > 20
+    assert bool(missing) != exchange
     torch.testing.assert_close(got, new, rtol=0, atol=1e-9)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two names cannot be exchanged, and the second renaming fails."""
+    model, folder, replace = stored("llama", tmp_path), tmp_path / "cut", Path.replace
+
+    def full(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(path, target)
+
+    cut_to(folder, model, Plan("L*H0-1"))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(pruned, "_exchange", lambda *_: False)
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(InputError, match="what was there is as it was"):
+        cut_to(folder, model, Plan("L0H0-1"))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    model, real, link = stored("llama", tmp_path), tmp_path / "disk" / "real", tmp_path / "link"
+    link.symlink_to(real)
+    for heads in ("L*H0-1", "L0H0-1"):
+        cut_to(link, model, Plan(heads))
+        assert link.is_symlink() and [path.name for path in real.parent.iterdir()] == ["real"]
+        torch.testing.assert_close(output(load_pretrained(real), tokens()), output(cut(model, Plan(heads)).model, tokens()))
+
+
+def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Path) -> None:
+    """Its library raises what is no error of the system's; its templates are in a folder, which others can read."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    model, folder, limits = stored("llama", tmp_path), tmp_path / "cut", resource.getrlimit(resource.RLIMIT_FSIZE)
+    cut_to(folder, model, Plan("L*H0-1"), tokenizer)
+    modes = {path: path.stat().st_mode for path in folder.rglob("*")}
+    assert {bool(mode & 0o111) for path, mode in modes.items() if path.is_dir()} == {True}
+    assert len({mode for path, mode in modes.items() if path.is_file()}) == 1
+
+    class Full:
+        def save_pretrained(self, folder: Path) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # Python ignores the signal
+            try:
+                tokenizer.save_pretrained(folder)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="cannot be written.*File too large"):
+        cut_to(folder, model, Plan("L0H0-1"), Full())
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("where", ["weights", "manifest", "sync"])

@@ -96,10 +96,11 @@ def save_checkpoint(
     """Write a model, its tokenizer and its manifest as a checkpoint that appears whole.
 
     All is written into a folder beside it, which takes the place of the last checkpoint at the end: a kill or a full
-    disk leaves that one as it is.
+    disk leaves that one as it is. On systems that cannot exchange two names at once, a kill between two renames leaves
+    it beside its place, as `.NAME.before`; the next save puts it back.
 
     Args:
-        folder: where to; an earlier checkpoint of ours there is replaced.
+        folder: where to, or a link to it; an earlier checkpoint of ours there is replaced.
         model: stock, or a `Pruned` one.
         manifest: what to say of it; the files that are written, and their digests, are added.
         tokenizer: kept beside it, with its chat template.
@@ -109,7 +110,8 @@ def save_checkpoint(
     Raises:
         InputError: as of `check_folder`, or nothing can be written.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
+    _put_back(folder)
     check_folder(folder, parents)
     half = folder.parent / f".{folder.name}.partial"  # left by a kill, and made anew
     try:
@@ -123,13 +125,14 @@ def save_checkpoint(
         files = {path: content_digest(half / path) for path in sorted(_files(half))}
         write_artefact(half / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
         for path in half.rglob("*"):
-            path.chmod((half / MANIFEST).stat().st_mode)  # weights are written for their owner only
+            if path.is_file():
+                path.chmod((half / MANIFEST).stat().st_mode)  # weights are written for their owner only
             _sync(path)
         check_folder(folder)  # again: somebody may have written there meanwhile
         _put(half, folder)
     except BaseException as error:
         shutil.rmtree(half, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # the last is a tokenizer's
             raise InputError(
                 f"{folder} cannot be written ({first_line(error)}); what was there is as it was, free some space or "
                 f"name another folder"
@@ -241,11 +244,24 @@ def _put(half: Path, folder: Path) -> None:
     elif _exchange(half, folder):
         shutil.rmtree(half)
     else:  # no such call on this system: for a moment there is none
-        before = folder.parent / f".{folder.name}.before"
-        shutil.rmtree(before, ignore_errors=True)
-        folder.replace(before)
-        half.replace(folder)
-        shutil.rmtree(before)
+        shutil.rmtree(_before(folder), ignore_errors=True)
+        folder.replace(_before(folder))
+        try:
+            half.replace(folder)
+        except OSError:
+            _put_back(folder)
+            raise
+        shutil.rmtree(_before(folder))
+
+
+def _put_back(folder: Path) -> None:
+    """Give a checkpoint its name again that was moved out of the way, if no other has it."""
+    if _before(folder).is_dir() and not folder.exists():
+        _before(folder).replace(folder)
+
+
+def _before(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.before"
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import uncuttable, units_of
@@ -338,8 +338,6 @@ def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_pa
 
 def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> None:
     """Its type, generation settings, tokenizer and chat template; and `pruned-hf` runs it, with its costs beside it."""
-    from transformers import AutoTokenizer
-
     for kind in (torch.float32, torch.bfloat16):
         model = load_pretrained(tiny_folder, dtype=kind)
         model.generation_config.repetition_penalty = 1.25
@@ -363,9 +361,39 @@ def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> N
         assert lm.generate_until(asked) == plain
         info = lm.get_model_info()["pruning"]["checkpoint"]
         assert info["parameters"] == sum(x.numel() for x in lm.model.parameters()) and info["flops_per_prompt"]
-        assert info["removed"]["heads"] == 2 and info["parent"]
+        assert info["removed"]["heads"] == 2 and info["parent"] == {"name": tiny_folder.name, "revision": ""}
     both = PrunedHFLM(str(folder), heads="L1H0", **settings)
     assert both.generate_until(asked) != plain
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_manifest_speaks_for_the_weights_that_it_was_written_with(
+    live: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a results file; one that is broken is told of before anything is evaluated."""
+    folder, tokenizer = tmp_path / "cut", AutoTokenizer.from_pretrained(tiny_folder)
+
+    def evaluated(dtype: str) -> dict[str, Any] | None:
+        given: Any = load_pretrained(folder, dtype=dtype) if live else str(folder)
+        settings = {"tokenizer": tokenizer} if live else {"dtype": dtype}
+        return PrunedHFLM(given, device="cpu", **settings).get_model_info()["pruning"].get("checkpoint")
+
+    done = cut_to(folder, load_pretrained(tiny_folder, dtype=torch.float32), Plan("L*H0-1"), tokenizer)
+    for dtype in ("float32", "bfloat16"):
+        found = evaluated(dtype)
+        assert found["removed"]["heads"] == 4 and found["parent"] == {
+            name: done.manifest["parent"][name] for name in ("name", "revision")
+        }
+        assert found["parent"]["name"] == tiny_folder.name and "other weights" not in caplog.text
+    manifest, good = folder / "lmeval_prune.json", (folder / "lmeval_prune.json").read_text()
+    for broken in ("{", good.replace('"stages"', '"stage"'), good.replace('"files"', '"file"')):
+        manifest.write_text(broken)
+        with pytest.raises(InputError, match=r"lmeval_prune\.json"):
+            evaluated("float32")
+    manifest.write_text(good)
+    load_pretrained(tiny_folder, dtype=torch.float32).save_pretrained(folder)
+    assert evaluated("float32") is None
+    assert live or "other weights" in caplog.text
 
 
 def test_another_model_or_a_pruned_wrapper_is_refused(tmp_path: Path) -> None:
@@ -469,8 +497,6 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
 
 def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Path) -> None:
     """Its library raises what is no error of the system's; its templates are in a folder, which others can read."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     model, folder, limits = stored("llama", tmp_path), tmp_path / "cut", resource.getrlimit(resource.RLIMIT_FSIZE)

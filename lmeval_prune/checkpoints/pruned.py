@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shutil
 from collections.abc import Collection
@@ -14,10 +15,13 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import content_digest, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded, modeling_pruned
+from lmeval_prune.checkpoints.identity import TRAINING, WEIGHTS
 from lmeval_prune.errors import InputError, first_line
 
+_logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
 MANIFEST = "lmeval_prune.json"
 _PREFIX = "Pruned"
@@ -190,7 +194,44 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         InputError: it is broken.
     """
     path = Path(folder) / MANIFEST
-    return read_artefact(path, SCHEMA, VERSION)[0] if path.is_file() else None
+    if not path.is_file():
+        return None
+    found = read_artefact(path, SCHEMA, VERSION)[0]
+    try:
+        checkpoint_columns(found)
+        found["weights"][0], found["files"].items()
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InputError(
+            f"{path} is no whole manifest ({first_line(error)}); cut the model again, or remove it"
+        ) from error
+    return found
+
+
+def manifest_of(model: Any) -> dict[str, Any] | None:
+    """The manifest in the folder that a model was loaded from; None if there is none, or the model has other weights.
+
+    Raises:
+        InputError: it is broken.
+    """
+    found = read_manifest(getattr(model.config, "_name_or_path", "") or "nowhere")
+    return found if found and weights_fingerprint(model) in found["weights"] else None
+
+
+def manifest_in(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The manifest of a checkpoint whose weights are those that it was written with; else None, and a warning.
+
+    Raises:
+        InputError: it is broken.
+    """
+    found = read_manifest(folder)
+    if found is None:
+        return None
+    there = {path.name for path in Path(folder).iterdir()} | found["files"].keys()
+    weights = {name: Path(folder) / name for name in there if WEIGHTS.fullmatch(name) and not TRAINING.match(name)}
+    if any(not path.is_file() or content_digest(path) != found["files"].get(name) for name, path in weights.items()):
+        _logger.warning("%s holds other weights than %s was written for, which is left out", folder, MANIFEST)
+        return None
+    return found
 
 
 def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from lmeval_prune import Plan, load_pretrained, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.profiling.costs import costs, counted_flops, formula_flops, parameters
-from lmeval_prune.profiling.speed import Workload, measure
+from lmeval_prune.profiling.speed import Workload, measure, peak_memory
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import output, tiny, tokens
 
@@ -47,6 +47,19 @@ def test_speed_is_measured_in_turn() -> None:
     assert list(found["a"]) == ["prefill_1", "decode_1", "prefill_2", "decode_2"]
     assert list(found["c"]) == ["forward_1", "forward_2"]
     assert all(speed > 0 for one in found.values() for speed in one.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the processor's memory")
+def test_the_peak_of_memory_is_the_models_own(tmp_path: Path) -> None:
+    """Whatever the process that asks has, or had; and more weights are more."""
+    tiny("llama", dtype=torch.float32).save_pretrained(tmp_path / "small")
+    tiny("llama", dtype=torch.float32, vocab_size=2**20).save_pretrained(tmp_path / "large")  # 128 MiB, twice
+    work = Workload(16, 2, (1,), 1)
+    ballast = torch.ones(100 * 2**20)  # 400 MiB
+    small = peak_memory(str(tmp_path / "small"), work)
+    del ballast
+    assert 0 < small < 100
+    assert 100 < peak_memory(str(tmp_path / "large"), work) - small < 500  # of embeddings, the rows that are read
 
 
 @pytest.fixture

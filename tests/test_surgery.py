@@ -188,6 +188,32 @@ def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
     assert stages[1]["parent"]["weights"] == read_manifest(tmp_path / "first")["weights"]
 
 
+def test_a_cut_of_a_cut_remembers_its_own_stages(tmp_path: Path) -> None:
+    """Without being written, whatever lies in a folder of its name; and other weights than its manifest was written for have none."""
+    model = stored("llama", tmp_path)
+    cut_to(tmp_path / "parent-pruned", model, Plan((), {"L0": "0-9"}))  # unrelated
+    once = cut(model, Plan("L0H0-1"))
+    twice = cut(once.model, Plan("L1H0-1"))
+    assert [stage["removed"]["heads"] for stage in twice.manifest["stages"]] == [2, 2]
+    assert [stage["removed"]["channels"] for stage in twice.manifest["stages"]] == [0, 0]
+    assert twice.manifest["stages"][1]["parent"]["weights"] == once.manifest["weights"]
+    twice.save(tmp_path / "twice")
+    loaded = load_pretrained(tmp_path / "twice")
+    again = cut(loaded, Plan((), {"L1": "3"}))
+    assert again.manifest["stages"][:2] == read_manifest(tmp_path / "twice")["stages"]
+    tiny("llama", seed=1).save_pretrained(tmp_path / "twice")  # over it, with other weights
+    other = LlamaForCausalLM.from_pretrained(tmp_path / "twice")
+    assert len(cut(other, Plan("L0H1")).manifest["stages"]) == 1
+
+
+def test_a_head_mask_is_cut_as_the_plan_that_it_is_and_nothing_is_drawn() -> None:
+    model = tiny("llama")
+    draws = torch.get_rng_state()
+    found = cut(model, HeadMask("L0H0-1"))
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert found.manifest["weights"] == cut(model, Plan("L0H0-1")).manifest["weights"]
+
+
 def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
     model = tiny("llama")
     model_map = map_model(model)
@@ -302,7 +328,7 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
             expected = output(parent, tokens())
         if name == "own":
             assert config["per_layer_config"]["0"] == {"num_attention_heads": 2, "num_key_value_heads": 1}
-            with pytest.raises(OSError, match="no file named model.safetensors"):
+            with pytest.raises(OSError, match=r"no file named model\.safetensors"):
                 AutoModelForCausalLM.from_pretrained(tmp_path / name)
             found = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
             base = AutoModel.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
@@ -324,14 +350,14 @@ def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_pa
     found = cut_to(tmp_path / "cut", model, plan)
     assert type(found.model).__name__ == "PrunedLlamaForCausalLM"
     for kind in (AutoModelForCausalLM, AutoModel, LlamaForCausalLM):
-        with pytest.raises(OSError, match="no file named model.safetensors"):
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
             kind.from_pretrained(tmp_path / "cut")
     code = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", trust_remote_code=True, dtype=torch.float64).eval()
     for number, loaded in enumerate((code, load_pretrained(tmp_path / "cut"))):
         compare("llama", model, plan, loaded)
         loaded.save_pretrained(tmp_path / f"again-{number}", max_shard_size="20KB")  # as after training
         assert len([*(tmp_path / f"again-{number}").glob("*.safetensors")]) > 1
-        with pytest.raises(OSError, match="no file named model.safetensors"):
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
             AutoModelForCausalLM.from_pretrained(tmp_path / f"again-{number}")
         compare("llama", model, plan, load_pretrained(tmp_path / f"again-{number}"))
 
@@ -364,6 +390,15 @@ def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> N
         assert info["removed"]["heads"] == 2 and info["parent"] == {"name": tiny_folder.name, "revision": ""}
     both = PrunedHFLM(str(folder), heads="L1H0", **settings)
     assert both.generate_until(asked) != plain
+
+
+@pytest.mark.parametrize("plan", [Plan("L*H0-1"), Plan("L0H0-1")])
+def test_generation_settings_that_transformers_would_not_write_are_kept(plan: Plan, tmp_path: Path) -> None:
+    model = stored("llama", tmp_path)
+    model.generation_config.temperature = 0.6  # and do_sample is false
+    cut_to(tmp_path / "cut", model, plan)
+    assert load_pretrained(tmp_path / "cut").generation_config.to_diff_dict() == model.generation_config.to_diff_dict()
+    assert model.generation_config.temperature == 0.6
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -492,7 +527,9 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     for heads in ("L*H0-1", "L0H0-1"):
         cut_to(link, model, Plan(heads))
         assert link.is_symlink() and [path.name for path in real.parent.iterdir()] == ["real"]
-        torch.testing.assert_close(output(load_pretrained(real), tokens()), output(cut(model, Plan(heads)).model, tokens()))
+        torch.testing.assert_close(
+            output(load_pretrained(real), tokens()), output(cut(model, Plan(heads)).model, tokens())
+        )
 
 
 def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Path) -> None:
@@ -514,7 +551,7 @@ def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Pa
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match="cannot be written.*File too large"):
+    with pytest.raises(InputError, match=r"cannot be written.*File too large"):
         cut_to(folder, model, Plan("L0H0-1"), Full())
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -577,6 +614,6 @@ def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
     folder, model = tmp_path / "cut", stored("llama", tmp_path)
     cut_to(folder, model, Plan("L*H0-1"))
     monkeypatch.setattr(pruned, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
-    with pytest.raises(InputError, match="notes.txt"):
+    with pytest.raises(InputError, match=r"notes\.txt"):
         cut_to(folder, model, Plan("L0H0-1"))
     assert (folder / "notes.txt").read_text() == "mine" and type(load_pretrained(folder)).__name__[0] == "L"

@@ -3,8 +3,8 @@
 This file is part of lmeval-prune, and it is copied into the checkpoints that need it: there it is loaded with
 `trust_remote_code=True` and imports nothing but torch and transformers. It builds the stock model of the checkpoint's
 configuration and gives some of its parameters other shapes, and some of its modules other head counts, both named in
-the configuration under `pruned_modules`. The weights' files have names that no stock class looks for: it would load what
-fits and make up the rest.
+the configuration under `pruned_modules`. The weights' files have names that no stock class looks for: it would load
+what fits and make up the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 
 VARIANT = "pruned"  # of the weights' files: model.pruned.safetensors
 

@@ -13,7 +13,14 @@ from typing import Any
 
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+)
 
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import content_digest, read_artefact, write_artefact
@@ -25,6 +32,7 @@ _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
 MANIFEST = "lmeval_prune.json"
 _PREFIX = "Pruned"
+UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)  # what transformers raises for what it cannot load
 _KINDS = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel)
 
 
@@ -75,7 +83,7 @@ def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
         config = AutoConfig.from_pretrained(name)
         kind = model_class(config) if has_own_layers(config) else _stock_kind(config)
         return kind.from_pretrained(name, **{"dtype": "auto", **options}).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    except UNREADABLE as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"the model {folder} cannot be loaded ({first_line(error)})") from error
@@ -246,7 +254,7 @@ def _write_model(folder: Path, model: Any) -> None:
     """Weights, configuration and generation configuration; of a `Pruned` model the code that loads it, too."""
     config = model.config
     if not has_own_layers(config):
-        model.save_pretrained(folder)
+        _save(model, folder)
         return
     stock = stock_class(model)
     names = {kind.__name__: stock for kind in _KINDS if _of_kind(kind, config) is stock} or {"AutoModel": stock}
@@ -255,7 +263,7 @@ def _write_model(folder: Path, model: Any) -> None:
         names["AutoModel"] = base  # engines build the model without its head
     config.architectures = [f"{_PREFIX}{stock.__name__}"]
     config.auto_map = {kind: f"modeling_pruned.{_PREFIX}{one.__name__}" for kind, one in names.items()}
-    model.save_pretrained(folder)
+    _save(model, folder)
     code = Path(modeling_pruned.__file__).read_text(encoding="utf-8")
     for one in dict.fromkeys(names.values()):
         code += (
@@ -263,6 +271,20 @@ def _write_model(folder: Path, model: Any) -> None:
             f"class {_PREFIX}{one.__name__}(Pruned, {one.__name__}):\n    pass\n"
         )
     (folder / "modeling_pruned.py").write_text(code, encoding="utf-8")
+
+
+def _save(model: Any, folder: Path) -> None:
+    """By transformers, but for generation settings that it has read and would not write."""
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        model.save_pretrained(folder)
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = settings
+    settings.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
 
 
 def _of_kind(kind: Any, config: Any) -> Any:

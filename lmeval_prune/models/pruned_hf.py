@@ -16,8 +16,15 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, has_own_layers, manifest_in, manifest_of, model_class
-from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
+from lmeval_prune.checkpoints.pruned import (
+    UNREADABLE,
+    checkpoint_columns,
+    has_own_layers,
+    manifest_in,
+    manifest_of,
+    model_class,
+)
+from lmeval_prune.checkpoints.skeleton import skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.interventions import interventions_on

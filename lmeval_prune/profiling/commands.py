@@ -47,11 +47,13 @@ def profile(
 
     from lmeval_prune.checkpoints.pruned import load_pretrained
     from lmeval_prune.profiling.costs import costs, counted_flops
-    from lmeval_prune.profiling.speed import Workload, measure, peak_memory
+    from lmeval_prune.profiling.speed import Workload, check_length, measure, peak_memory
     from lmeval_prune.profiling.table import draw, table
 
     torch.set_num_threads(threads)
     work = Workload(prompt, new, batches, rounds, clock)
+    for name in names:
+        check_length(name, work)
     rows: dict[str, dict[str, Any]] = {}
     memory = {}
     for name in names:  # first, while this process, with which the one that is measured begins, is small

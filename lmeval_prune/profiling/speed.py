@@ -18,6 +18,7 @@ import torch
 
 from lmeval_prune.checkpoints.pruned import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,21 @@ class Workload:
     batches: Sequence[int] = (1, 8)
     rounds: int = 5
     clock: str = "wall"
+
+
+def check_length(folder: str, work: Workload) -> None:
+    """Refuse a workload that is longer than a model's positions.
+
+    Raises:
+        InputError: it is.
+    """
+    bare = skeleton_of(folder)
+    positions = getattr(bare.config.get_text_config(), "max_position_embeddings", None)
+    tokens = work.prompt + (work.new if _is_causal(bare) else 0)
+    if "roberta" in bare.config.model_type and positions:
+        positions -= bare.config.pad_token_id + 1  # it counts from there
+    if positions and tokens > positions:
+        raise InputError(f"{folder} has {positions} positions, and the workload {tokens} tokens; give a smaller prompt")
 
 
 def measure(

@@ -47,6 +47,7 @@ EVERYDAY = [
     "bart",
 ]
 FAMILIES = [family if family in EVERYDAY else pytest.param(family, marks=pytest.mark.long) for family in CUTTABLE]
+NO_NUMBERS_BESIDE_PADDING = {"bloom", "gemma2", "mpt"}  # as they are, in float64: NaN, where a text begins with padding
 EXPERTS_ONLY = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss"}
 
 
@@ -100,8 +101,11 @@ def compare(family: str, one: nn.Module, plan: Plan | None, other: nn.Module, ge
         texts = generated(family, one) if generate else {}
     got = output(other, inputs, **padded())
     shown = padded()["attention_mask"].bool()
-    torch.testing.assert_close(got[shown], expected[shown], rtol=0, atol=1e-9, equal_nan=True)
-    assert expected[0].isfinite().all()  # where nothing is padded
+    if family in NO_NUMBERS_BESIDE_PADDING:
+        shown = shown & output(one, inputs, **padded()).isfinite().all(-1)
+        assert shown[0].all()  # where nothing is padded
+    torch.testing.assert_close(got[shown], expected[shown], rtol=0, atol=1e-9)
+    assert expected[shown].isfinite().all()
     if generate:
         again = generated(family, other)
         assert texts.keys() == again.keys()
@@ -338,6 +342,18 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
         else:
             found = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
         torch.testing.assert_close(output(found.eval(), tokens()), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("family", "said"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, said: bool, tmp_path: Path) -> None:
+    """Qwen2 has no `head_dim`; others divide. Where nothing but channels went, there is nothing to say."""
+    model = stored(family, tmp_path)
+    found = cut_to(tmp_path / "cut", model, Plan("L*H0-1"))
+    assert "Pruned" not in found.manifest["class"]
+    assert any("--model-impl transformers" in note for note in found.manifest["notes"]) == said
+    assert cut(model, Plan((), {"L0": "0", "L1": "0"})).manifest["notes"] == []
+    again = cut(load_pretrained(tmp_path / "cut"), Plan((), {"L0": "0", "L1": "0"}))
+    assert any("--model-impl transformers" in note for note in again.manifest["notes"]) == said
 
 
 @pytest.mark.parametrize("parts", ["o_proj", "down", "fillers", "both"])

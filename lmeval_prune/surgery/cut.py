@@ -316,7 +316,7 @@ def _stock_candidates(
     stock = stock_class(model)
     own = _changed(config, changes)
     if own is not None:
-        yield stock, own, ""
+        yield stock, own, _unusual_head_dim(own)
     if stock.__name__ == "LlamaForCausalLM" and not getattr(config, "mlp_bias", False):
         from transformers import MistralConfig, MistralForCausalLM
 
@@ -339,6 +339,18 @@ def _head_dim(layer: AttentionLayer) -> dict[str, int]:
     With latent attention it never did, and the name means something else.
     """
     return {} if layer.family.key_value_pairs else {"head_dim": layer.head_dim}
+
+
+def _unusual_head_dim(config: Any) -> str:
+    """What is to be said of a width of heads that the family's own configurations never give."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    width = config.to_dict().get("head_dim")
+    if width is None or width * heads == hidden or "head_dim" in type(config)().to_dict():
+        return ""
+    return (
+        f"head_dim is {width}, and {config.model_type} has no such setting of its own: transformers reads it; engines "
+        f"that divide the width {hidden} by {heads} heads cannot load this (vLLM: --model-impl transformers)"
+    )
 
 
 def _has(config: Any, name: str) -> bool:

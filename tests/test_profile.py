@@ -9,16 +9,20 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lmeval_prune import Plan, load_pretrained, map_model
+from lmeval_prune import InputError, Plan, load_pretrained, map_model
+from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
 from lmeval_prune.cli import main
-from lmeval_prune.profiling.costs import costs, counted_flops, formula_flops, parameters
-from lmeval_prune.profiling.speed import Workload, measure
+from lmeval_prune.profiling.costs import cost_columns, costs, counted_flops, formula_flops, parameters
+from lmeval_prune.profiling.speed import Workload, measure, peak_memory
 from lmeval_prune.surgery.cut import cut
-from tests.tiny_models import output, tiny, tokens
+from tests.tiny_models import ALL, output, tiny, tokens
+
+EVERYDAY = {"llama", "phi3", "gpt2", "opt", "bert", "bart", "t5"}
+EVERYDAY |= {"mixtral", "granitemoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"}  # with experts
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "gemma2", "phi3", "gpt2", "gpt_neox", "opt", "bert", "bart", "t5"]
+    "family", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
 )
 def test_the_formula_counts_what_torch_counts(family: str) -> None:
     for model in (
@@ -26,6 +30,15 @@ def test_the_formula_counts_what_torch_counts(family: str) -> None:
         *([cut(tiny(family), Plan("L1H0-1", {"L0": "3-9"})).model] if family in ("llama", "phi3") else []),
     ):
         assert formula_flops(map_model(model), 24) == counted_flops(model, 24)
+
+
+def test_flops_that_no_formula_gives_are_unknown() -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp.experts = torch.nn.ParameterList([torch.zeros(2, 4, 4)])
+    assert formula_flops(map_model(model), 24) is None
+    model = tiny("llama")
+    model.model.layers[0].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    assert cost_columns(model)["flops_per_prompt"] is None
 
 
 def test_parameters_and_flops_of_a_cut_llama_are_closed_formulas() -> None:
@@ -47,6 +60,19 @@ def test_speed_is_measured_in_turn() -> None:
     assert list(found["a"]) == ["prefill_1", "decode_1", "prefill_2", "decode_2"]
     assert list(found["c"]) == ["forward_1", "forward_2"]
     assert all(speed > 0 for one in found.values() for speed in one.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the processor's memory")
+def test_the_peak_of_memory_is_the_models_own(tmp_path: Path) -> None:
+    """Whatever the process that asks has, or had; and more weights are more."""
+    tiny("llama", dtype=torch.float32).save_pretrained(tmp_path / "small")
+    tiny("llama", dtype=torch.float32, vocab_size=2**20).save_pretrained(tmp_path / "large")  # 128 MiB, twice
+    work = Workload(16, 2, (1,), 1)
+    ballast = torch.ones(100 * 2**20)  # 400 MiB
+    small = peak_memory(str(tmp_path / "small"), work)
+    del ballast
+    assert 0 < small < 100
+    assert 100 < peak_memory(str(tmp_path / "large"), work) - small < 500  # of embeddings, the rows that are read
 
 
 @pytest.fixture
@@ -107,6 +133,30 @@ def test_encoders_and_encoder_decoders_go_the_same_way(
     assert type(smaller).__name__ == f"Pruned{type(model).__name__}"
     with plan.applied_to(model):
         torch.testing.assert_close(output(smaller, tokens()), output(model, tokens()), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "message"),
+    [
+        ("gpt2", ("--prompt", 100, "--new", 29), "has 128 positions, and the workload 129 tokens"),
+        ("roberta", ("--prompt", 128), "has 127 positions, and the workload 128 tokens"),
+        ("truncated", ("--prompt", 8), "cannot be loaded (SafetensorError"),
+        ("other shapes", ("--prompt", 8), "cannot be loaded (RuntimeError"),
+    ],
+)
+def test_what_cannot_be_profiled_is_one_line(
+    family: str, words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    tiny(family if family in ALL else "llama").save_pretrained(tmp_path / "model")
+    weights, config = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
+    if family == "truncated":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    if family == "other shapes":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "intermediate_size": 64}))
+        with pytest.raises(InputError, match="cannot be loaded"):
+            with_weights(skeleton_of(str(tmp_path / "model")), str(tmp_path / "model"))
+    assert run("profile", tmp_path / "model", "--output", tmp_path / "out", "--new", 2, "--rounds", 1, *words) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 This file is part of lmeval-prune, and it is copied into the checkpoints that need it: there it is loaded with
 `trust_remote_code=True` and imports nothing but torch and transformers. It builds the stock model of the checkpoint's
 configuration and gives some of its parameters other shapes, and some of its modules other head counts, both named in
-the configuration under `pruned_modules`.
+the configuration under `pruned_modules`. The weights' files have names that no stock class looks for: it would load
+what fits and make up the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+VARIANT = "pruned"  # of the weights' files: model.pruned.safetensors
 
 
 class LayerConfig:
@@ -45,6 +48,15 @@ class Pruned:
             module = model.get_submodule(name.removeprefix(removed))
             for attribute, value in attributes.items():
                 setattr(module, attribute, LayerConfig(module.config, value) if attribute == "config" else value)
+
+    @classmethod
+    def from_pretrained(cls, *inputs: Any, **options: Any) -> Any:
+        """As the stock class's, from files of our variant."""
+        return super().from_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]
+
+    def save_pretrained(self, *inputs: Any, **options: Any) -> Any:
+        """As the stock class's, into files of our variant."""
+        return super().save_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]
 
 
 def _reshape(module: nn.Module, name: str, shape: list[int]) -> None:

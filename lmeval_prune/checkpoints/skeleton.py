@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from lmeval_prune.checkpoints import embedded, pruned
+from lmeval_prune.checkpoints.pruned import UNREADABLE
 from lmeval_prune.errors import InputError, first_line
-
-UNREADABLE = (OSError, ValueError, SafetensorError)  # what transformers raises for a model that it cannot load
 
 
 def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> Any:
@@ -81,4 +79,6 @@ def with_weights(bare: Any, pretrained: str, revision: str | None = None) -> Any
     try:
         return type(bare).from_pretrained(embedded.resolve(pretrained), revision=revision, dtype="auto").eval()
     except UNREADABLE as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"the weights of {pretrained} cannot be loaded ({first_line(error)})") from error

@@ -16,8 +16,15 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, has_own_layers, model_class, read_manifest
-from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
+from lmeval_prune.checkpoints.pruned import (
+    UNREADABLE,
+    checkpoint_columns,
+    has_own_layers,
+    manifest_in,
+    manifest_of,
+    model_class,
+)
+from lmeval_prune.checkpoints.skeleton import skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.interventions import interventions_on
@@ -55,9 +62,11 @@ class PrunedHFLM(HFLM):
             raise InputError(f"name a model: --model_args pretrained=NAME_OR_FOLDER{given}")
         if isinstance(pretrained, torch.nn.Module):
             self.given.refuse_misspelt(_HF_ARGUMENTS, None)
+            self.manifest = manifest_of(pretrained)
         else:
             pretrained = embedded.resolve(str(pretrained))
             self.given.check_names(pretrained)
+            self.manifest = manifest_in(pretrained)
         applied_before = interventions_on(pretrained) if isinstance(pretrained, torch.nn.Module) else ()
         if self.given.responses and any(one.needs_order for one in (*applied_before, *self.given.interventions)):
             raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
@@ -295,9 +304,8 @@ class PrunedHFLM(HFLM):
         info = applied(self.model_map, self.weights)
         if self.given.tries:
             info["router"] = self.given.tries.info
-        manifest = read_manifest(getattr(self.model.config, "_name_or_path", "") or "nowhere")
-        if manifest:
-            info["checkpoint"] = {**checkpoint_columns(manifest), **cost_columns(self.model)}
+        if self.manifest:
+            info["checkpoint"] = {**checkpoint_columns(self.manifest), **cost_columns(self.model)}
         return info
 
 

@@ -47,21 +47,25 @@ def profile(
 
     from lmeval_prune.checkpoints.pruned import load_pretrained
     from lmeval_prune.profiling.costs import costs, counted_flops
-    from lmeval_prune.profiling.speed import Workload, measure, peak_memory
+    from lmeval_prune.profiling.speed import Workload, check_length, measure, peak_memory
     from lmeval_prune.profiling.table import draw, table
 
     torch.set_num_threads(threads)
     work = Workload(prompt, new, batches, rounds, clock)
-    models = {name: load_pretrained(name) for name in names}
+    for name in names:
+        check_length(name, work)
     rows: dict[str, dict[str, Any]] = {}
+    memory = {}
+    for name in names:  # first, while this process, with which the one that is measured begins, is small
+        print(f"\r{f'memory: {name}':70}", end="", flush=True)
+        memory[name] = round(peak_memory(name, work), 1)
+    models = {name: load_pretrained(name) for name in names}
     for name, model in models.items():
         found = costs(model, prompt)
         rows[name] = {**vars(found), "flops_counted": counted_flops(model, prompt)}
     speeds = measure(models, work, lambda line: print(f"\r{line:70}", end="", flush=True))
-    models.clear()
     for name in names:
-        print(f"\r{f'memory: {name}':70}", end="", flush=True)
-        rows[name] |= {**speeds[name], "peak_memory_mib": round(peak_memory(name, work), 1)}
+        rows[name] |= {**speeds[name], "peak_memory_mib": memory[name]}
     print("\r" + " " * 70 + "\r", end="")
     text = table(rows)
     about = {"created_by": CREATED_BY, "workload": vars(work), "threads": threads, "dtype": "as in each checkpoint"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,13 @@ class Costs:
     Attributes:
         parameters: all, each once.
         without_embeddings: those of no embedding (an output head that is tied to one counts as it).
-        flops: multiplications and additions of a forward pass over `tokens` tokens, logits included.
+        flops: multiplications and additions of a forward pass over `tokens` tokens, logits included; None: unknown.
         tokens: in one text.
     """
 
     parameters: int
     without_embeddings: int
-    flops: int
+    flops: int | None
     tokens: int
 
 
@@ -36,7 +37,7 @@ def costs(model: Any, tokens: int = 128) -> Costs:
     return Costs(*parameters(model), formula_flops(map_model(model), tokens), tokens)
 
 
-def cost_columns(model: Any) -> dict[str, int]:
+def cost_columns(model: Any) -> dict[str, int | None]:
     """What a results file says of a model's costs."""
     found = costs(model)
     return {
@@ -54,16 +55,32 @@ def parameters(model: nn.Module) -> tuple[int, int]:
     return sum(x.numel() for x in own), sum(x.numel() for x in own if id(x) not in embedded)
 
 
-def formula_flops(model_map: ModelMap, tokens: int) -> int:
+def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
     """By closed formulas: two for each weight and token, and for each head and pair of tokens its two products.
 
-    Both stacks of an encoder-decoder read as many tokens. Experts are not counted.
+    Both stacks of an encoder-decoder read as many tokens. Of experts as many count as a token is given to, and the
+    routers.
+
+    Returns:
+        None of experts whose weights do not stand in one tensor, or of which it is not known how many a token is given
+        to.
     """
     total = 0
+    chosen = getattr(model_map.model.config, "num_experts_per_tok", None)
     for name, module in model_map.model.named_modules():
         if isinstance(module, nn.Linear) or is_transposed(module):
             read = 1 if ".pooler." in f".{name}" else tokens  # which reads one token of a text
             total += 2 * read * in_features(module) * out_features(module)
+            if re.search(r"\bexperts\.\d", name):
+                return None
+            continue
+        for part, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 3:
+                if not chosen:
+                    return None
+                total += 2 * tokens * chosen * weight[0].numel()
+            elif weight.dim() == 2 and part == "weight" and not isinstance(module, nn.Embedding):  # a router
+                total += 2 * tokens * weight.numel()
     for layer in model_map.attention:
         total += 2 * tokens * tokens * layer.heads * (layer.query_dim + layer.head_dim)
     return total

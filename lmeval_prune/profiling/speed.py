@@ -8,13 +8,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from lmeval_prune.checkpoints.pruned import load_pretrained
+from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,21 @@ class Workload:
     batches: Sequence[int] = (1, 8)
     rounds: int = 5
     clock: str = "wall"
+
+
+def check_length(folder: str, work: Workload) -> None:
+    """Refuse a workload that is longer than a model's positions.
+
+    Raises:
+        InputError: it is.
+    """
+    bare = skeleton_of(folder)
+    positions = getattr(bare.config.get_text_config(), "max_position_embeddings", None)
+    tokens = work.prompt + (work.new if _is_causal(bare) else 0)
+    if "roberta" in bare.config.model_type and positions:
+        positions -= bare.config.pad_token_id + 1  # it counts from there
+    if positions and tokens > positions:
+        raise InputError(f"{folder} has {positions} positions, and the workload {tokens} tokens; give a smaller prompt")
 
 
 def measure(
@@ -68,17 +87,30 @@ def peak_memory(folder: str, work: Workload) -> float:
         _timed(model, work, max(work.batches), work.new)
         return torch.cuda.max_memory_allocated() / 2**20
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_peak, (folder, work, torch.get_num_threads()))
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_peak, folder, work, torch.get_num_threads()).result()
 
 
 def _peak(folder: str, work: Workload, threads: int) -> float:
     torch.set_num_threads(threads)
+    skeleton_of(folder)  # imports what the model needs
     before = psutil.Process().memory_info().rss
     model = load_pretrained(folder)
     _timed(model, work, max(work.batches), work.new)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before) / 2**20
+    return (_highest() - before) / 2**20
+
+
+def _highest() -> int:
+    """Bytes that this process had at most.
+
+    On Linux, what `getrusage` says begins with the highest of the process that started this one; elsewhere it is right.
+    """
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.is_file() else []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _timed(model: Any, work: Workload, batch: int, new: int) -> dict[str, float]:

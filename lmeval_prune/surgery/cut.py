@@ -26,9 +26,10 @@ from lmeval_prune.architectures import (
     uncuttable,
 )
 from lmeval_prune.architectures.blocks import attribute_of, in_features, is_transposed
-from lmeval_prune.checkpoints.pruned import has_own_layers, pruned_class, read_manifest, save_checkpoint, stock_class
+from lmeval_prune.checkpoints.pruned import has_own_layers, manifest_of, pruned_class, save_checkpoint, stock_class
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.plan import Plan, projection_named
+from lmeval_prune.interventions.head_mask import HeadMask
+from lmeval_prune.interventions.plan import Plan, plan_of, projection_named
 from lmeval_prune.surgery.kept import KeptHeads, channel_rows
 
 # What modules call their counts; each is written where a module has an attribute of that name.
@@ -41,6 +42,7 @@ _COUNTS = {
 }
 _WIDTH_OF_QUERIES = {"gpt_bigcode": "embed_dim"}  # whose fused projection is split by it
 _READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # in the forward pass
+_STAGES = "_lmeval_prune_stages"  # what a model remembers of its cuts until it is written
 _CHANNELS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim")
 
 
@@ -63,11 +65,16 @@ class Cut:
     def save(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Write it as a checkpoint; see `save_checkpoint`."""
         save_checkpoint(
-            folder, self.model, self.manifest, tokenizer, lambda half: self.plan.save(half / "plan.json", self.parent)
+            folder,
+            self.model,
+            self.manifest,
+            tokenizer,
+            lambda half: self.plan.save(half / "plan.json", self.parent),
+            [getattr(self.parent.model.config, "_name_or_path", "")],
         )
 
 
-def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan, tokenizer: Any = None) -> Cut:
+def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
     """Execute a plan and write the checkpoint.
 
     Raises:
@@ -78,17 +85,18 @@ def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan, tokenizer: An
     return found
 
 
-def cut(model: Any, plan: Plan) -> Cut:
+def cut(model: Any, plan: Plan | HeadMask) -> Cut:
     """Execute a plan: a new model without what the plan removes. The old one stays as it is.
 
     Args:
         model: a transformers model of a known family, stock or cut before.
-        plan: made for it.
+        plan: made for it; a head mask is one.
 
     Raises:
         InputError: the plan does not fit the model, or such a model cannot be cut.
     """
     model_map = map_model(model)
+    plan = plan_of(plan) if isinstance(plan, HeadMask) else plan
     check_cuttable(model_map, bool(plan.heads))
     plan = plan.fit_to(model_map)
     pruned = {(layer.stack, layer.index): numbers for layer, numbers in plan.heads_by_layer(model_map)}
@@ -100,7 +108,8 @@ def cut(model: Any, plan: Plan) -> Cut:
     }
     surgeon = _Surgeon(model_map, plan)
     tensors = surgeon.tensors(kept, channels, lost)
-    smaller, note = _dressed(model_map, tensors, kept, channels)
+    with torch.random.fork_rng(devices=[]):  # classes are built with weights that are drawn, and then replaced
+        smaller, note = _dressed(model_map, tensors, kept, channels)
     fillers = {one.layer.label: list(one.fillers) for one in kept if one.fillers}
     notes = [note] if note else []
     if fillers:
@@ -120,7 +129,8 @@ def cut(model: Any, plan: Plan) -> Cut:
         "kept_heads": {one.layer.label: list(one.heads) for one in kept},
         "notes": notes,
     }
-    before = (read_manifest(getattr(model.config, "_name_or_path", "") or "nowhere") or {}).get("stages", [])
+    before = getattr(model, _STAGES, None) or (manifest_of(model) or {}).get("stages", [])
+    setattr(smaller, _STAGES, [*before, stage])
     own_map = map_model(smaller)
     manifest = {
         "parent": stage["parent"],
@@ -129,7 +139,7 @@ def cut(model: Any, plan: Plan) -> Cut:
         "removed": removed,
         "notes": notes,
         "scores": {name: [round(float(x), 6) for x in one] for name, one in plan.scores.items() if "heads." in name},
-        "stages": [*before, stage],
+        "stages": getattr(smaller, _STAGES),
     }
     return Cut(smaller, manifest, plan, model_map)
 
@@ -306,7 +316,7 @@ def _stock_candidates(
     stock = stock_class(model)
     own = _changed(config, changes)
     if own is not None:
-        yield stock, own, ""
+        yield stock, own, _unusual_head_dim(own)
     if stock.__name__ == "LlamaForCausalLM" and not getattr(config, "mlp_bias", False):
         from transformers import MistralConfig, MistralForCausalLM
 
@@ -329,6 +339,18 @@ def _head_dim(layer: AttentionLayer) -> dict[str, int]:
     With latent attention it never did, and the name means something else.
     """
     return {} if layer.family.key_value_pairs else {"head_dim": layer.head_dim}
+
+
+def _unusual_head_dim(config: Any) -> str:
+    """What is to be said of a width of heads that the family's own configurations never give."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    width = config.to_dict().get("head_dim")
+    if width is None or width * heads == hidden or "head_dim" in type(config)().to_dict():
+        return ""
+    return (
+        f"head_dim is {width}, and {config.model_type} has no such setting of its own: transformers reads it; engines "
+        f"that divide the width {hidden} by {heads} heads cannot load this (vLLM: --model-impl transformers)"
+    )
 
 
 def _has(config: Any, name: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import content_digest, new_folder
+from lmeval_prune.checkpoints.skeleton import skeleton
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
 from lmeval_prune.grid.cells import cells_of
@@ -276,6 +278,15 @@ CHANGES_ANSWERS: list[dict[str, Any]] = [
     {"tasks": ["prune_tiny_words_pass4"]},
     {"apply_chat_template": True},
     {"system_instruction": "Be brief."},
+    {"variants": {"v": {"heads": "L0H1", "deterministic": False, "engine": "batched"}}},
+]
+HALF: dict[str, Any] = {"heads": "L0H1", "dtype": "bfloat16"}
+CHANGES_ANSWERS_IN_HALF_PRECISION: list[dict[str, Any]] = [
+    {"batch_size": 1},
+    {"variants": {"v": {**HALF, "engine": "generate"}}},
+    {"variants": {"v": {**HALF, "engine": "batched", "engine_rows": 3}}},
+    {"variants": {"v": {**HALF, "engine": "batched", "deterministic": False}}},
+    {"variants": {"v": {"heads": "L0H1", "dtype": "float32", "mixed_precision_dtype": "bfloat16"}}},
 ]
 CHANGES_NOTHING: list[dict[str, Any]] = [
     {"batch_size": 1},
@@ -327,6 +338,51 @@ def test_the_hash_changes_with_what_changes_answers_and_with_nothing_else(
     assert len({key, changed, key_of(copy)}) == 3
     monkeypatch.setattr(cells_module, "versions", lambda: {"lm_eval": "9"})
     assert key_of(tiny_folder) != key
+
+
+def test_in_half_precision_the_hash_covers_how_it_is_computed(tiny_folder: Path) -> None:
+    def cell(**changes: Any) -> Any:
+        (found,) = cells_of(Grid.of(described(tiny_folder, **{"baseline": None, **BASE, **changes})))
+        return found
+
+    half = {"variants": {"v": HALF}}
+    found = [cell(**half), *(cell(**{**half, **change}) for change in CHANGES_ANSWERS_IN_HALF_PRECISION)]
+    assert len({one.key for one in found}) == len(found)
+    assert len({one.answers for one in found}) == len(found)  # nor does one find the answers of another
+    assert {cell(**half, **change).key for change in ({"together": 1}, {"device": None})} == {found[0].key}
+    assert cell(variants={"v": {**HALF, "dtype": "half"}}).key == cell(variants={"v": {**HALF, "dtype": "float16"}}).key
+
+
+def test_a_type_that_only_the_weights_know_is_not_taken_for_another(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    named = key_of(folder, model={"pretrained": str(folder), "dtype": "auto"})
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": None}))
+    auto, *others = (
+        key_of(folder, model={"pretrained": str(folder), "dtype": dtype}) for dtype in ("auto", "bfloat16", "float32")
+    )
+    assert named in others and auto not in others
+    assert key_of(folder, model={"pretrained": str(folder)}) == auto
+
+
+def test_a_model_is_built_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(cells_module, "skeleton", lambda *args, **kwargs: built.append(1) or skeleton(*args, **kwargs))
+    cells_of(Grid.of(described(tiny_folder)))
+    assert len(built) == 1
+
+
+def test_a_folder_called_like_a_word_does_not_count(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = {"v": {"router": "random", "router_pool": "L0H1+dense", "attn_implementation": "eager"}}
+    key = key_of(tiny_folder, variants=variants)
+    for name in ("random", "eager", "L0H1+dense"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert key_of(tiny_folder, variants=variants) == key
 
 
 def test_a_mask_counts_by_its_heads_and_a_router_by_its_content(tiny_folder: Path, tmp_path: Path) -> None:

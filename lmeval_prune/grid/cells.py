@@ -2,8 +2,9 @@
 
 What counts: the weights (not where they lie), what is applied to the model, the preparation, the task's configuration,
 its questions and exemplars, the chat template, the seed where something is drawn, and the versions of lm-eval, of
-transformers and of this package, whose scoring changes. What does not: names, paths, batch size, device, the decoding
-engine where it gives the same texts, how many variants share a pass, the runner.
+transformers and of this package, whose scoring changes. What does not: names, paths, device, how many variants share a
+pass, the runner; nor batch size and decoding engine, unless the model computes in half precision, where sums that are
+rounded in another order give other texts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.evaluator_utils import get_sample_size
 from lm_eval.tasks import TaskManager
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -36,13 +38,15 @@ from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import NOT_PART_OF_AN_ANSWER, config_fingerprint, tokenizer_fingerprint
-from lmeval_prune.models.routers import RouterOptions
+from lmeval_prune.models.routers import POLICIES, RouterOptions
 
 # of a task's configuration: where its data comes from (the questions themselves count), and names
 _ELSEWHERE = {
     *("dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "metadata", "tag", "group", "task_alias"),
     *("training_split", "validation_split", "test_split", "fewshot_split"),
 }
+# model_args that name a file or folder, as far as their value is not one of a router's own words
+_PATHS = {"tokenizer", "peft", "delta", "router", "router_store"}
 
 
 @dataclass(frozen=True)
@@ -141,11 +145,15 @@ def cells_of(grid: Grid) -> list[Cell]:
         try:
             given = Arguments.of(dict(variant.model_args))
             base = loaded_with(given)
-            model = models.setdefault(digest(base), Model(base))
+            named = digest({name: str(value) for name, value in base.items()})
+            if named not in models:
+                models[named] = Model(base)
+            model = models[named]
             identity = _variant_identity(variant, given, model)
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
         engine = str(variant.model_args.get("engine") or _engine(given, model))
+        computed = _computation(variant, given, model, engine, grid.batch_size)
         metadata = {**base, **grid.metadata}
         made = digest(metadata)
         for asked in grid.tasks:
@@ -157,7 +165,8 @@ def cells_of(grid: Grid) -> list[Cell]:
             if task.pop("samples"):
                 drawn |= {"engine": engine}
             template = model.chat_template(grid.apply_chat_template)
-            place = (f"{Path(str(base['pretrained'])).name}-{digest(model.identity)[:8]}", asked.name)
+            answered_by = digest([model.identity, computed] if computed else model.identity)
+            place = (f"{Path(str(base['pretrained'])).name}-{answered_by[:8]}", asked.name)
             answers = "/".join(re.sub(r"[^\w.-]", "_", part) for part in place)
             cell = Cell(
                 variant.name,
@@ -169,7 +178,7 @@ def cells_of(grid: Grid) -> list[Cell]:
                 variant.seed,
                 asked.metric,
                 list(variant.selected_on),
-                {**identity, "task": task, "template": template, "drawn": drawn, "versions": versions()},
+                {**identity, **computed, "task": task, "template": template, "drawn": drawn, "versions": versions()},
                 identity["preparation"].get("key", ""),
                 answers,
                 grid.batch_size,
@@ -226,18 +235,30 @@ class Model:
         self.map: ModelMap = map_model(bare, **{key: base[key] for key in names if key in base})
 
     @cached_property
+    def dtype(self) -> str:
+        """The type of its weights; `auto`, if only the weights know."""
+        given = str(self.base.get("dtype") or "auto").removeprefix("torch.")
+        found = getattr(self.config, "dtype", None) if given == "auto" else getattr(torch, given, given)
+        return str(found or "auto").removeprefix("torch.")
+
+    @property
+    def rounds_coarsely(self) -> bool:
+        """Whether the order of sums, and so the shape of a batch, is seen in answers."""
+        return self.dtype not in ("float32", "float64") or bool(self.base.get("mixed_precision_dtype"))
+
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """JSON value of all of the model that an answer depends on."""
         skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision"}
-        dtype = str(self.base.get("dtype") or "auto").removeprefix("torch.")
-        own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")
         return {
             "weights": checkpoint_identity(str(self.base["pretrained"]), self.base.get("revision")),
             "config": config_fingerprint(self.config),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "generation_config": self._generation_config(),
-            "dtype": own if dtype == "auto" else dtype,
-            "arguments": {key: _by_content(value) for key, value in sorted(self.base.items()) if key not in skipped},
+            "dtype": self.dtype,
+            "arguments": {
+                key: _by_content(key, value) for key, value in sorted(self.base.items()) if key not in skipped
+            },
         }
 
     def _generation_config(self) -> str:
@@ -259,9 +280,10 @@ class Model:
             raise InputError(f"apply_chat_template: {first_line(error)}; leave it out for this model") from error
 
 
-def _by_content(value: Any) -> Any:
-    """A value as it counts: a file or folder by what is in it."""
-    if isinstance(value, str | os.PathLike) and Path(value).expanduser().exists():
+def _by_content(name: str, value: Any) -> Any:
+    """A value of an argument as it counts: a file or folder by what is in it, if that argument names one."""
+    named = name in _PATHS and value not in POLICIES
+    if named and isinstance(value, str | os.PathLike) and Path(value).expanduser().exists():
         return {"content": content_digest(Path(value).expanduser())}
     return value if isinstance(value, bool | int | float | None) else str(value)
 
@@ -277,9 +299,23 @@ def _variant_identity(variant: Variant, given: Arguments, model: Model) -> dict[
     return {
         "model": model.identity,
         "interventions": [*applied, digest(model.map.signature())] if applied else [],
-        "router": {name: _by_content(value) for name, value in routing.items()},
+        "router": {name: _by_content(name, value) for name, value in routing.items()},
         "preparation": made,
     }
+
+
+def _computation(
+    variant: Variant, given: Arguments, model: Model, engine: str, batch_size: int | str
+) -> dict[str, Any]:
+    """How answers are computed, as far as it changes them."""
+    own = variant.model_args.get("deterministic") is not None
+    found: dict[str, Any] = {}
+    if engine == "batched" and own and not given.engine.deterministic:
+        found = {"deterministic": False}
+    if model.rounds_coarsely:
+        found |= {"engine": engine, "batch_size": str(batch_size)}
+        found |= {"rows": given.engine.engine_rows} if engine == "batched" else {}
+    return {"computation": found} if found else {}
 
 
 def _engine(given: Arguments, model: Model) -> str:

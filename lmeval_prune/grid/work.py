@@ -206,7 +206,7 @@ class Worker:
                 given = Arguments.of(cell.arguments(self.folder.prepared))
             except InputError:  # it will fail by itself
                 continue
-            if is_masks(given) and given.engine.engine == "batched":
+            if is_masks(given) and given.engine.engine == "batched" and given.engine.deterministic:
                 (mask,) = combined(given.interventions) or (None,)
                 found.append(mask)  # type: ignore[arg-type]
         return tuple(found) if len(found) > 1 else ()

@@ -385,6 +385,63 @@ def test_a_folder_called_like_a_word_does_not_count(
     assert key_of(tiny_folder, variants=variants) == key
 
 
+TASK = """
+task: prune_of_my_own
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: !function prompts.prompt
+doc_to_target: answer
+process_results: !function prompts.score
+generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+PROMPTS = """
+def tail():
+    return "?"
+def prompt(doc):
+    return doc["question"] + tail()
+def right(answer):
+    from helper import NUMBER
+    return answer == NUMBER
+def score(doc, results):
+    return {"exact_match": float(right(results[0]))}
+"""
+
+
+def test_a_task_counts_by_its_prompts_and_by_all_of_its_code(tiny_folder: Path, tmp_path: Path) -> None:
+    """Also where a function that its functions call is changed, or a file that they import."""
+
+    def key(name: str, data: str = "answer", prompts: str = PROMPTS, helper: str = "NUMBER = '4'", **more: str) -> str:
+        folder = tmp_path / name  # of its own: modules are not read again
+        folder.mkdir()
+        question = json.dumps({"question": "2 and 2", "answer": "4", data: "4"})
+        texts = {"data.jsonl": question, "prompts.py": prompts, "helper.py": helper, "other.py": "", **more}
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+        (folder / "mine.yaml").write_text(TASK.replace("DATA", str(folder / "data.jsonl")))
+        return key_of(tiny_folder, tasks=[str(folder / "mine.yaml")])
+
+    first = key("first")
+    assert key("again") == key("beside", **{"other.py": "x = 1"}) == first
+    changed = [
+        key("prompts", prompts=PROMPTS.replace('"?"', '" ?"')),
+        key("scores", prompts=PROMPTS.replace("answer == NUMBER", "answer in NUMBER")),
+        key("imported", helper="NUMBER = '5'"),
+        key("data", data="hint"),
+    ]
+    assert len({first, *changed}) == 5
+
+
+def test_prompts_count_where_no_code_tells(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.api.task import ConfigurableTask
+
+    key, own = key_of(tiny_folder), ConfigurableTask.doc_to_text
+    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *given: f"{own(*given)} ")
+    assert key_of(tiny_folder) != key
+
+
 def test_a_mask_counts_by_its_heads_and_a_router_by_its_content(tiny_folder: Path, tmp_path: Path) -> None:
     from lmeval_prune import HeadMask
     from lmeval_prune.architectures import map_model

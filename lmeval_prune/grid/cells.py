@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -34,6 +35,7 @@ from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.grid.configuration import Asked, Grid, Variant
 from lmeval_prune.grid.preparations import preparation
+from lmeval_prune.grid.sources import code_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
 from lmeval_prune.models.arguments import Arguments
@@ -357,13 +359,17 @@ def _task_identity(manager: TaskManager, asked: Asked, grid: Grid) -> dict[str, 
         if task.get_config("output_type") == "generate_until" and generation.samples(config["generation_kwargs"]):
             samples = True
         draws = draws or samples or bool(shots)
+        exemplars = list(task.fewshot_docs()) if shots else []
         docs = list(_first(task.eval_docs, get_sample_size(task, asked.limit)))
         found[name] = {
             "class": f"{type(task).__module__}.{type(task).__qualname__}",
             "version": str((config.get("metadata") or {}).get("version", "")),
             "config": {key: value for key, value in config.items() if key not in _ELSEWHERE},
-            "questions": _digest_of(docs),
-            "exemplars": _digest_of(list(task.fewshot_docs())) if shots else "",
+            "code": code_digest(
+                task, {key: value for key, value in vars(task.config).items() if key not in _ELSEWHERE}
+            ),
+            "questions": _digest_of([*docs, *_built(task, docs)]),
+            "exemplars": _digest_of([*exemplars, *_built(task, exemplars)]),
         }
     settled = json.loads(json.dumps(found, default=_named))
     settled = {name: {**one, "config": digest(one["config"])} for name, one in settled.items()}
@@ -418,6 +424,24 @@ def _override(task: Any, asked: Asked) -> None:
 
 def _digest_of(docs: list[Any]) -> str:
     return digest(json.loads(json.dumps(docs, default=_named)))
+
+
+def _built(task: Any, docs: list[Any]) -> list[Any]:
+    """Of each question what is asked, what is right, and what there is to choose from."""
+    names = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if task.get_config("doc_to_choice") else [])]
+    state = random.getstate()
+    try:
+        random.seed(0)  # what is drawn is the evaluation's
+        return [_part(getattr(task, name), doc) for doc in docs for name in names]
+    finally:
+        random.setstate(state)
+
+
+def _part(build: Callable[[Any], Any], doc: Any) -> Any:
+    try:
+        return build(doc)
+    except Exception as error:  # not every kind of task has all parts
+        return type(error).__name__
 
 
 def _named(value: Any) -> str:

@@ -8,6 +8,8 @@ import random
 import shlex
 import shutil
 import signal
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ from lmeval_prune.artefacts import content_digest, new_folder
 from lmeval_prune.checkpoints.skeleton import skeleton
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
+from lmeval_prune.grid import work as work_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.folder import GridFolder, measuring
+from lmeval_prune.grid.measures import decoding_rate
+from lmeval_prune.grid.ray_runner import OnRay
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.work import Loaded
+from lmeval_prune.grid.work import Job, Loaded
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.conftest import ROOT, task_manager
@@ -165,11 +170,10 @@ def kill_after(count: int) -> None:
 
 
 def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL at ten random moments; what is there in the end is what an undisturbed run leaves."""
+    """SIGKILL at the very first moment and at nine random ones; what is there in the end is what an undisturbed run leaves."""
     Loaded.release()
     output, moments, killed, states = tmp_path / "killed", random.Random(1), 0, []
-    for _ in range(10):
-        moment = moments.randint(0, 25)
+    for moment in (0, *(moments.randint(0, 25) for _ in range(9))):
         child = os.fork()
         if child == 0:
             try:
@@ -250,6 +254,104 @@ def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, mo
     reason = "its preparation failed: ZeroDivisionError: division by zero"
     assert summary.new == 1 and {one[2] for one in summary.failed} == {reason}
     assert run(Grid.of(given), str(tmp_path / "g"), retry_failed=True).failed == []
+
+
+def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Path) -> None:
+    """Though Ray says so, or an earlier failure is on record."""
+    variants = {"random": {"prepare": {"random_heads": {"share": 0.4}}}}
+    given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+    (cell,) = cells_of(Grid.of(given))
+    folder = GridFolder(tmp_path / "g")
+    folder.begin("", None, [])
+    job, died = Job(str(folder.path), (cell,), prepares=True), RuntimeError("the node died")
+    assert [one.state for one in job.do()] == ["done"]
+    assert list(OnRay()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
+    folder.fail(cell.prepared, "once", "")
+    folder.fail(cell.key, "its preparation failed: once", "")
+    assert run(Grid.of(given), str(folder.path)).new == 1
+    assert not list((folder.path / "failed").iterdir())
+    other = replace(cell, prepared="1" * 16)
+    (lost,) = OnRay()._lost(replace(job, cells=(other,)), died)
+    assert lost.key == other.prepared and "the node died" in lost.reason == folder.failure(other.prepared)
+
+
+def test_a_preparation_depends_on_the_seed_and_on_versions(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepared(seed: int) -> str:
+        variants = {"random": {"seed": seed, "prepare": {"random_heads": {"share": 0.4}}}}
+        (cell,) = cells_of(
+            Grid.of(described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None))
+        )
+        return cell.prepared
+
+    keys = [prepared(1), prepared(2)]
+    monkeypatch.setattr(cells_module, "versions", lambda: {"lmeval-prune": "9"})
+    assert len({*keys, prepared(1)}) == 3
+
+
+SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "tasks": ["prune_tiny_choice"]}
+
+
+def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it measures, or asked for only when all cells are there."""
+    Loaded.release()
+    given = Grid.of(described(tiny_folder, **SMALL, measure=True))
+    monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
+    child = os.fork()
+    if child == 0:
+        try:
+            work_module.measure = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            run(given, str(tmp_path / "killed"))
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert run(given, str(tmp_path / "killed")).new == 1
+    assert run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path / "later")).new == 2
+    assert run(given, str(tmp_path / "later")).new == 0
+    for name in ("killed", "later"):
+        folder = GridFolder(tmp_path / name)
+        assert all(folder.measure(cell["costs"]) for cell in folder.read()["cells"])
+
+
+def test_costs_that_cannot_be_measured_are_tried_once(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    monkeypatch.setattr(work_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
+    given = Grid.of(described(tiny_folder, **SMALL, measure=True))
+    assert run(given, str(tmp_path)).failed == [] and run(given, str(tmp_path)).new == 0
+    assert len(tried) == 2
+    folder = GridFolder(tmp_path)
+    costs = [cell["costs"] for cell in folder.read()["cells"]]
+    assert {folder.failure(measuring(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
+    monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
+    run(given, str(tmp_path), retry_failed=True)
+    assert all(folder.measure(one) for one in costs) and not list((tmp_path / "failed").iterdir())
+
+
+def test_it_says_for_whom_it_waits(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = Grid.of(described(tiny_folder, **SMALL))
+    (_, cell), caught = cells_of(given), ExitStack()
+    GridFolder(tmp_path).begin("", None, [])
+    assert caught.enter_context(GridFolder(tmp_path).lock(cell.key))
+    slept = []
+
+    def sleep(_: float) -> None:
+        slept.append(1)
+        if len(slept) == 3:
+            caught.close()
+
+    monkeypatch.setattr("lmeval_prune.grid.run.time.sleep", sleep)
+    with caplog.at_level("INFO", logger="lmeval_prune"):
+        assert run(given, str(tmp_path)).new == 2
+    said = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
+    assert said == ["waiting for another run that has 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
+
+
+def test_noise_makes_no_decoding_fast() -> None:
+    assert decoding_rate(1.0, 3.0) == 16
+    assert decoding_rate(3.0, 2.9) == decoding_rate(2.9, 2.9) == 4 * 32 / 2.9
 
 
 # ---------------------------------------------------------------------- the hash

@@ -297,6 +297,7 @@ def _variant_identity(variant: Variant, given: Arguments, model: Model) -> dict[
     made: dict[str, Any] = {}
     for name, settings in variant.prepare.items():
         made = {"name": name, "settings": preparation(name, settings).settings()}
+        made |= {"seed": variant.seed, "versions": versions()}
         made["key"] = digest([model.identity, made])
     return {
         "model": model.identity,

@@ -41,7 +41,7 @@ RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
 @pytest.fixture(autouse=True, scope="module")
 def _shared_manager() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells_module, "TaskManager", lambda metadata: task_manager())
+        patch.setattr(cells_module, "TaskManager", task_manager)
         yield
     Loaded.release()
 
@@ -536,6 +536,20 @@ def test_a_task_counts_by_its_prompts_and_by_all_of_its_code(tiny_folder: Path, 
     assert len({first, *changed}) == 5
 
 
+def test_metadata_count_where_a_task_reads_them(tiny_folder: Path, tmp_path: Path) -> None:
+    data = """
+def data(**metadata):
+    from datasets import Dataset
+    return {"test": Dataset.from_list([{"question": "?" * metadata.get("length", 1), "answer": "4"}])}
+"""
+    (tmp_path / "prompts.py").write_text(PROMPTS + data)
+    source = "dataset_path: json\ndataset_kwargs: {data_files: {test: DATA}}\n"
+    (tmp_path / "mine.yaml").write_text(TASK.replace(source, "custom_dataset: !function prompts.data\n"))
+    metadata: list[dict[str, Any]] = [{}, {"length": 1}, {"colour": "red"}, {"length": 2}]
+    keys = [key_of(tiny_folder, tasks=[str(tmp_path / "mine.yaml")], metadata=one) for one in metadata]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
 def test_prompts_count_where_no_code_tells(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval.api.task import ConfigurableTask
 
@@ -657,6 +671,20 @@ def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None
     assert lm.pruning_info()["heads"] == ["L1H2"]
     lm.again(dtype="float64", device="cpu")
     assert lm.pruning_info()["heads"] == [] and lm.engine is None
+
+
+def test_a_store_stays_open_from_variant_to_variant(tiny_folder: Path, tmp_path: Path) -> None:
+    given = {"dtype": "float64", "device": "cpu"}
+    lm = PrunedHFLM(str(tiny_folder), **given, responses=str(tmp_path / "a"))
+    store = lm.answering.store
+    lm.again(**given, heads="L0H1", responses=str(tmp_path / "a"))
+    assert store is lm.answering.store
+    lm.again(**given, responses=str(tmp_path / "b"))
+    AnswerStore(tmp_path / "a").close()  # free again
+    assert lm.answering.store and lm.answering.store.folder == tmp_path / "b"
+    lm.again(**given)
+    assert lm.answering.store is None
+    AnswerStore(tmp_path / "b").close()
 
 
 def test_several_processes_may_write_into_one_store(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class Worker:
             yield Finished(key, DONE)
 
     def _how(self, cell: Cell) -> dict[str, Any]:
-        """Model_args that change no answer."""
+        """Model_args that say how it is computed."""
         device = {"device": cell.device} if cell.device else {}
         return {"batch_size": cell.batch_size, **device}
 

@@ -6,7 +6,10 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import content_digest, new_folder
+from lmeval_prune.checkpoints.skeleton import skeleton
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
+from lmeval_prune.grid import work as work_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.folder import GridFolder, measuring
+from lmeval_prune.grid.measures import decoding_rate
+from lmeval_prune.grid.ray_runner import OnRay
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.work import Loaded
+from lmeval_prune.grid.work import Job, Loaded
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.conftest import ROOT, task_manager
@@ -34,7 +41,7 @@ RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
 @pytest.fixture(autouse=True, scope="module")
 def _shared_manager() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells_module, "TaskManager", lambda metadata: task_manager())
+        patch.setattr(cells_module, "TaskManager", task_manager)
         yield
     Loaded.release()
 
@@ -163,11 +170,10 @@ def kill_after(count: int) -> None:
 
 
 def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL at ten random moments; what is there in the end is what an undisturbed run leaves."""
+    """SIGKILL at the very first moment and at nine random ones; what is there in the end is what an undisturbed run leaves."""
     Loaded.release()
     output, moments, killed, states = tmp_path / "killed", random.Random(1), 0, []
-    for _ in range(10):
-        moment = moments.randint(0, 25)
+    for moment in (0, *(moments.randint(0, 25) for _ in range(9))):
         child = os.fork()
         if child == 0:
             try:
@@ -250,6 +256,104 @@ def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, mo
     assert run(Grid.of(given), str(tmp_path / "g"), retry_failed=True).failed == []
 
 
+def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Path) -> None:
+    """Though Ray says so, or an earlier failure is on record."""
+    variants = {"random": {"prepare": {"random_heads": {"share": 0.4}}}}
+    given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+    (cell,) = cells_of(Grid.of(given))
+    folder = GridFolder(tmp_path / "g")
+    folder.begin("", None, [])
+    job, died = Job(str(folder.path), (cell,), prepares=True), RuntimeError("the node died")
+    assert [one.state for one in job.do()] == ["done"]
+    assert list(OnRay()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
+    folder.fail(cell.prepared, "once", "")
+    folder.fail(cell.key, "its preparation failed: once", "")
+    assert run(Grid.of(given), str(folder.path)).new == 1
+    assert not list((folder.path / "failed").iterdir())
+    other = replace(cell, prepared="1" * 16)
+    (lost,) = OnRay()._lost(replace(job, cells=(other,)), died)
+    assert lost.key == other.prepared and "the node died" in lost.reason == folder.failure(other.prepared)
+
+
+def test_a_preparation_depends_on_the_seed_and_on_versions(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepared(seed: int) -> str:
+        variants = {"random": {"seed": seed, "prepare": {"random_heads": {"share": 0.4}}}}
+        (cell,) = cells_of(
+            Grid.of(described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None))
+        )
+        return cell.prepared
+
+    keys = [prepared(1), prepared(2)]
+    monkeypatch.setattr(cells_module, "versions", lambda: {"lmeval-prune": "9"})
+    assert len({*keys, prepared(1)}) == 3
+
+
+SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "tasks": ["prune_tiny_choice"]}
+
+
+def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it measures, or asked for only when all cells are there."""
+    Loaded.release()
+    given = Grid.of(described(tiny_folder, **SMALL, measure=True))
+    monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
+    child = os.fork()
+    if child == 0:
+        try:
+            work_module.measure = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            run(given, str(tmp_path / "killed"))
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert run(given, str(tmp_path / "killed")).new == 1
+    assert run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path / "later")).new == 2
+    assert run(given, str(tmp_path / "later")).new == 0
+    for name in ("killed", "later"):
+        folder = GridFolder(tmp_path / name)
+        assert all(folder.measure(cell["costs"]) for cell in folder.read()["cells"])
+
+
+def test_costs_that_cannot_be_measured_are_tried_once(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    monkeypatch.setattr(work_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
+    given = Grid.of(described(tiny_folder, **SMALL, measure=True))
+    assert run(given, str(tmp_path)).failed == [] and run(given, str(tmp_path)).new == 0
+    assert len(tried) == 2
+    folder = GridFolder(tmp_path)
+    costs = [cell["costs"] for cell in folder.read()["cells"]]
+    assert {folder.failure(measuring(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
+    monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
+    run(given, str(tmp_path), retry_failed=True)
+    assert all(folder.measure(one) for one in costs) and not list((tmp_path / "failed").iterdir())
+
+
+def test_it_says_for_whom_it_waits(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = Grid.of(described(tiny_folder, **SMALL))
+    (_, cell), caught = cells_of(given), ExitStack()
+    GridFolder(tmp_path).begin("", None, [])
+    assert caught.enter_context(GridFolder(tmp_path).lock(cell.key))
+    slept = []
+
+    def sleep(_: float) -> None:
+        slept.append(1)
+        if len(slept) == 3:
+            caught.close()
+
+    monkeypatch.setattr("lmeval_prune.grid.run.time.sleep", sleep)
+    with caplog.at_level("INFO", logger="lmeval_prune"):
+        assert run(given, str(tmp_path)).new == 2
+    said = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
+    assert said == ["waiting for another run that has 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
+
+
+def test_noise_makes_no_decoding_fast() -> None:
+    assert decoding_rate(1.0, 3.0) == 16
+    assert decoding_rate(3.0, 2.9) == decoding_rate(2.9, 2.9) == 4 * 32 / 2.9
+
+
 # ---------------------------------------------------------------------- the hash
 
 
@@ -276,6 +380,15 @@ CHANGES_ANSWERS: list[dict[str, Any]] = [
     {"tasks": ["prune_tiny_words_pass4"]},
     {"apply_chat_template": True},
     {"system_instruction": "Be brief."},
+    {"variants": {"v": {"heads": "L0H1", "deterministic": False, "engine": "batched"}}},
+]
+HALF: dict[str, Any] = {"heads": "L0H1", "dtype": "bfloat16"}
+CHANGES_ANSWERS_IN_HALF_PRECISION: list[dict[str, Any]] = [
+    {"batch_size": 1},
+    {"variants": {"v": {**HALF, "engine": "generate"}}},
+    {"variants": {"v": {**HALF, "engine": "batched", "engine_rows": 3}}},
+    {"variants": {"v": {**HALF, "engine": "batched", "deterministic": False}}},
+    {"variants": {"v": {"heads": "L0H1", "dtype": "float32", "mixed_precision_dtype": "bfloat16"}}},
 ]
 CHANGES_NOTHING: list[dict[str, Any]] = [
     {"batch_size": 1},
@@ -326,6 +439,122 @@ def test_the_hash_changes_with_what_changes_answers_and_with_nothing_else(
     model.save_pretrained(copy)
     assert len({key, changed, key_of(copy)}) == 3
     monkeypatch.setattr(cells_module, "versions", lambda: {"lm_eval": "9"})
+    assert key_of(tiny_folder) != key
+
+
+def test_in_half_precision_the_hash_covers_how_it_is_computed(tiny_folder: Path) -> None:
+    def cell(**changes: Any) -> Any:
+        (found,) = cells_of(Grid.of(described(tiny_folder, **{"baseline": None, **BASE, **changes})))
+        return found
+
+    half = {"variants": {"v": HALF}}
+    found = [cell(**half), *(cell(**{**half, **change}) for change in CHANGES_ANSWERS_IN_HALF_PRECISION)]
+    assert len({one.key for one in found}) == len(found)
+    assert len({one.answers for one in found}) == len(found)  # nor does one find the answers of another
+    assert {cell(**half, **change).key for change in ({"together": 1}, {"device": None})} == {found[0].key}
+    assert cell(variants={"v": {**HALF, "dtype": "half"}}).key == cell(variants={"v": {**HALF, "dtype": "float16"}}).key
+
+
+def test_a_type_that_only_the_weights_know_is_not_taken_for_another(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    named = key_of(folder, model={"pretrained": str(folder), "dtype": "auto"})
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": None}))
+    auto, *others = (
+        key_of(folder, model={"pretrained": str(folder), "dtype": dtype}) for dtype in ("auto", "bfloat16", "float32")
+    )
+    assert named in others and auto not in others
+    assert key_of(folder, model={"pretrained": str(folder)}) == auto
+
+
+def test_a_model_is_built_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(cells_module, "skeleton", lambda *args, **kwargs: built.append(1) or skeleton(*args, **kwargs))
+    cells_of(Grid.of(described(tiny_folder)))
+    assert len(built) == 1
+
+
+def test_a_folder_called_like_a_word_does_not_count(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = {"v": {"router": "random", "router_pool": "L0H1+dense", "attn_implementation": "eager"}}
+    key = key_of(tiny_folder, variants=variants)
+    for name in ("random", "eager", "L0H1+dense"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert key_of(tiny_folder, variants=variants) == key
+
+
+TASK = """
+task: prune_of_my_own
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: !function prompts.prompt
+doc_to_target: answer
+process_results: !function prompts.score
+generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+PROMPTS = """
+def tail():
+    return "?"
+def prompt(doc):
+    return doc["question"] + tail()
+def right(answer):
+    from helper import NUMBER
+    return answer == NUMBER
+def score(doc, results):
+    return {"exact_match": float(right(results[0]))}
+"""
+
+
+def test_a_task_counts_by_its_prompts_and_by_all_of_its_code(tiny_folder: Path, tmp_path: Path) -> None:
+    """Also where a function that its functions call is changed, or a file that they import."""
+
+    def key(name: str, data: str = "answer", prompts: str = PROMPTS, helper: str = "NUMBER = '4'", **more: str) -> str:
+        folder = tmp_path / name  # of its own: modules are not read again
+        folder.mkdir()
+        question = json.dumps({"question": "2 and 2", "answer": "4", data: "4"})
+        texts = {"data.jsonl": question, "prompts.py": prompts, "helper.py": helper, "other.py": "", **more}
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+        (folder / "mine.yaml").write_text(TASK.replace("DATA", str(folder / "data.jsonl")))
+        return key_of(tiny_folder, tasks=[str(folder / "mine.yaml")])
+
+    first = key("first")
+    assert key("again") == key("beside", **{"other.py": "x = 1"}) == first
+    changed = [
+        key("prompts", prompts=PROMPTS.replace('"?"', '" ?"')),
+        key("scores", prompts=PROMPTS.replace("answer == NUMBER", "answer in NUMBER")),
+        key("imported", helper="NUMBER = '5'"),
+        key("data", data="hint"),
+    ]
+    assert len({first, *changed}) == 5
+
+
+def test_metadata_count_where_a_task_reads_them(tiny_folder: Path, tmp_path: Path) -> None:
+    data = """
+def data(**metadata):
+    from datasets import Dataset
+    return {"test": Dataset.from_list([{"question": "?" * metadata.get("length", 1), "answer": "4"}])}
+"""
+    (tmp_path / "prompts.py").write_text(PROMPTS + data)
+    source = "dataset_path: json\ndataset_kwargs: {data_files: {test: DATA}}\n"
+    (tmp_path / "mine.yaml").write_text(TASK.replace(source, "custom_dataset: !function prompts.data\n"))
+    metadata: list[dict[str, Any]] = [{}, {"length": 1}, {"colour": "red"}, {"length": 2}]
+    keys = [key_of(tiny_folder, tasks=[str(tmp_path / "mine.yaml")], metadata=one) for one in metadata]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
+def test_prompts_count_where_no_code_tells(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.api.task import ConfigurableTask
+
+    key, own = key_of(tiny_folder), ConfigurableTask.doc_to_text
+    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *given: f"{own(*given)} ")
     assert key_of(tiny_folder) != key
 
 
@@ -442,6 +671,20 @@ def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None
     assert lm.pruning_info()["heads"] == ["L1H2"]
     lm.again(dtype="float64", device="cpu")
     assert lm.pruning_info()["heads"] == [] and lm.engine is None
+
+
+def test_a_store_stays_open_from_variant_to_variant(tiny_folder: Path, tmp_path: Path) -> None:
+    given = {"dtype": "float64", "device": "cpu"}
+    lm = PrunedHFLM(str(tiny_folder), **given, responses=str(tmp_path / "a"))
+    store = lm.answering.store
+    lm.again(**given, heads="L0H1", responses=str(tmp_path / "a"))
+    assert store is lm.answering.store
+    lm.again(**given, responses=str(tmp_path / "b"))
+    AnswerStore(tmp_path / "a").close()  # free again
+    assert lm.answering.store and lm.answering.store.folder == tmp_path / "b"
+    lm.again(**given)
+    assert lm.answering.store is None
+    AnswerStore(tmp_path / "b").close()
 
 
 def test_several_processes_may_write_into_one_store(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 What counts: the weights (not where they lie), what is applied to the model, the preparation, the task's configuration,
 its questions and exemplars, the chat template, the seed where something is drawn, and the versions of lm-eval, of
-transformers and of this package, whose scoring changes. What does not: names, paths, batch size, device, the decoding
-engine where it gives the same texts, how many variants share a pass, the runner.
+transformers and of this package, whose scoring changes. What does not: names, paths, device, how many variants share a
+pass, the runner; nor batch size and decoding engine, unless the model computes in half precision, where sums that are
+rounded in another order give other texts.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.evaluator_utils import get_sample_size
 from lm_eval.tasks import TaskManager
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -32,17 +35,20 @@ from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.grid.configuration import Asked, Grid, Variant
 from lmeval_prune.grid.preparations import preparation
+from lmeval_prune.grid.sources import code_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import NOT_PART_OF_AN_ANSWER, config_fingerprint, tokenizer_fingerprint
-from lmeval_prune.models.routers import RouterOptions
+from lmeval_prune.models.routers import POLICIES, RouterOptions
 
 # of a task's configuration: where its data comes from (the questions themselves count), and names
 _ELSEWHERE = {
     *("dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "metadata", "tag", "group", "task_alias"),
     *("training_split", "validation_split", "test_split", "fewshot_split"),
 }
+# model_args that name a file or folder, as far as their value is not one of a router's own words
+_PATHS = {"tokenizer", "peft", "delta", "router", "router_store"}
 
 
 @dataclass(frozen=True)
@@ -141,11 +147,15 @@ def cells_of(grid: Grid) -> list[Cell]:
         try:
             given = Arguments.of(dict(variant.model_args))
             base = loaded_with(given)
-            model = models.setdefault(digest(base), Model(base))
+            named = digest({name: str(value) for name, value in base.items()})
+            if named not in models:
+                models[named] = Model(base)
+            model = models[named]
             identity = _variant_identity(variant, given, model)
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
         engine = str(variant.model_args.get("engine") or _engine(given, model))
+        computed = _computation(variant, given, model, engine, grid.batch_size)
         metadata = {**base, **grid.metadata}
         made = digest(metadata)
         for asked in grid.tasks:
@@ -157,7 +167,8 @@ def cells_of(grid: Grid) -> list[Cell]:
             if task.pop("samples"):
                 drawn |= {"engine": engine}
             template = model.chat_template(grid.apply_chat_template)
-            place = (f"{Path(str(base['pretrained'])).name}-{digest(model.identity)[:8]}", asked.name)
+            answered_by = digest([model.identity, computed] if computed else model.identity)
+            place = (f"{Path(str(base['pretrained'])).name}-{answered_by[:8]}", asked.name)
             answers = "/".join(re.sub(r"[^\w.-]", "_", part) for part in place)
             cell = Cell(
                 variant.name,
@@ -169,7 +180,7 @@ def cells_of(grid: Grid) -> list[Cell]:
                 variant.seed,
                 asked.metric,
                 list(variant.selected_on),
-                {**identity, "task": task, "template": template, "drawn": drawn, "versions": versions()},
+                {**identity, **computed, "task": task, "template": template, "drawn": drawn, "versions": versions()},
                 identity["preparation"].get("key", ""),
                 answers,
                 grid.batch_size,
@@ -226,18 +237,30 @@ class Model:
         self.map: ModelMap = map_model(bare, **{key: base[key] for key in names if key in base})
 
     @cached_property
+    def dtype(self) -> str:
+        """The type of its weights; `auto`, if only the weights know."""
+        given = str(self.base.get("dtype") or "auto").removeprefix("torch.")
+        found = getattr(self.config, "dtype", None) if given == "auto" else getattr(torch, given, given)
+        return str(found or "auto").removeprefix("torch.")
+
+    @property
+    def rounds_coarsely(self) -> bool:
+        """Whether the order of sums, and so the shape of a batch, is seen in answers."""
+        return self.dtype not in ("float32", "float64") or bool(self.base.get("mixed_precision_dtype"))
+
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """JSON value of all of the model that an answer depends on."""
         skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision"}
-        dtype = str(self.base.get("dtype") or "auto").removeprefix("torch.")
-        own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")
         return {
             "weights": checkpoint_identity(str(self.base["pretrained"]), self.base.get("revision")),
             "config": config_fingerprint(self.config),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "generation_config": self._generation_config(),
-            "dtype": own if dtype == "auto" else dtype,
-            "arguments": {key: _by_content(value) for key, value in sorted(self.base.items()) if key not in skipped},
+            "dtype": self.dtype,
+            "arguments": {
+                key: _by_content(key, value) for key, value in sorted(self.base.items()) if key not in skipped
+            },
         }
 
     def _generation_config(self) -> str:
@@ -259,9 +282,10 @@ class Model:
             raise InputError(f"apply_chat_template: {first_line(error)}; leave it out for this model") from error
 
 
-def _by_content(value: Any) -> Any:
-    """A value as it counts: a file or folder by what is in it."""
-    if isinstance(value, str | os.PathLike) and Path(value).expanduser().exists():
+def _by_content(name: str, value: Any) -> Any:
+    """A value of an argument as it counts: a file or folder by what is in it, if that argument names one."""
+    named = name in _PATHS and value not in POLICIES
+    if named and isinstance(value, str | os.PathLike) and Path(value).expanduser().exists():
         return {"content": content_digest(Path(value).expanduser())}
     return value if isinstance(value, bool | int | float | None) else str(value)
 
@@ -273,13 +297,28 @@ def _variant_identity(variant: Variant, given: Arguments, model: Model) -> dict[
     made: dict[str, Any] = {}
     for name, settings in variant.prepare.items():
         made = {"name": name, "settings": preparation(name, settings).settings()}
+        made |= {"seed": variant.seed, "versions": versions()}
         made["key"] = digest([model.identity, made])
     return {
         "model": model.identity,
         "interventions": [*applied, digest(model.map.signature())] if applied else [],
-        "router": {name: _by_content(value) for name, value in routing.items()},
+        "router": {name: _by_content(name, value) for name, value in routing.items()},
         "preparation": made,
     }
+
+
+def _computation(
+    variant: Variant, given: Arguments, model: Model, engine: str, batch_size: int | str
+) -> dict[str, Any]:
+    """How answers are computed, as far as it changes them."""
+    own = variant.model_args.get("deterministic") is not None
+    found: dict[str, Any] = {}
+    if engine == "batched" and own and not given.engine.deterministic:
+        found = {"deterministic": False}
+    if model.rounds_coarsely:
+        found |= {"engine": engine, "batch_size": str(batch_size)}
+        found |= {"rows": given.engine.engine_rows} if engine == "batched" else {}
+    return {"computation": found} if found else {}
 
 
 def _engine(given: Arguments, model: Model) -> str:
@@ -321,13 +360,17 @@ def _task_identity(manager: TaskManager, asked: Asked, grid: Grid) -> dict[str, 
         if task.get_config("output_type") == "generate_until" and generation.samples(config["generation_kwargs"]):
             samples = True
         draws = draws or samples or bool(shots)
+        exemplars = list(task.fewshot_docs()) if shots else []
         docs = list(_first(task.eval_docs, get_sample_size(task, asked.limit)))
         found[name] = {
             "class": f"{type(task).__module__}.{type(task).__qualname__}",
             "version": str((config.get("metadata") or {}).get("version", "")),
             "config": {key: value for key, value in config.items() if key not in _ELSEWHERE},
-            "questions": _digest_of(docs),
-            "exemplars": _digest_of(list(task.fewshot_docs())) if shots else "",
+            "code": code_digest(
+                task, {key: value for key, value in vars(task.config).items() if key not in _ELSEWHERE}
+            ),
+            "questions": _digest_of([*docs, *_built(task, docs)]),
+            "exemplars": _digest_of([*exemplars, *_built(task, exemplars)]),
         }
     settled = json.loads(json.dumps(found, default=_named))
     settled = {name: {**one, "config": digest(one["config"])} for name, one in settled.items()}
@@ -382,6 +425,24 @@ def _override(task: Any, asked: Asked) -> None:
 
 def _digest_of(docs: list[Any]) -> str:
     return digest(json.loads(json.dumps(docs, default=_named)))
+
+
+def _built(task: Any, docs: list[Any]) -> list[Any]:
+    """Of each question what is asked, what is right, and what there is to choose from."""
+    names = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if task.get_config("doc_to_choice") else [])]
+    state = random.getstate()
+    try:
+        random.seed(0)  # what is drawn is the evaluation's
+        return [_part(getattr(task, name), doc) for doc in docs for name in names]
+    finally:
+        random.setstate(state)
+
+
+def _part(build: Callable[[Any], Any], doc: Any) -> Any:
+    try:
+        return build(doc)
+    except Exception as error:  # not every kind of task has all parts
+        return type(error).__name__
 
 
 def _named(value: Any) -> str:

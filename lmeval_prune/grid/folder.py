@@ -3,7 +3,7 @@
     grid.json                   all cells of the grid as it was last asked
     cells/KEY/                  a cell: cell.json, results.json (lm-eval's), samples_TASK.jsonl (lm-eval's),
                                 outcomes.parquet and answers.parquet (the same in columns, for comparisons)
-    failed/KEY.json             why a cell failed
+    failed/KEY.json             why a cell or a preparation failed; measure-KEY.json: why costs are not known
     prepared/KEY/               the result of a preparation
     measures/KEY.json           what a variant costs
     answers/                    answers as they come, so that a killed cell goes on
@@ -46,7 +46,8 @@ class GridFolder:
         """
         if self.path.is_file():
             raise InputError(f"{self.path} is a file; name a folder")
-        if self.path.is_dir() and not self._about.exists() and any(self.path.iterdir()):
+        held = [one for one in self.path.iterdir() if not one.name.startswith(".")] if self.path.is_dir() else []
+        if held and not self._about.exists():  # what begins with a dot is left by a kill, or nobody's
             raise InputError(f"{self.path} holds something that is no grid; name a new folder")
         write_artefact(self._about, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
 
@@ -82,6 +83,10 @@ class GridFolder:
     def done(self, key: str) -> bool:
         """Whether a cell is there."""
         return self.cell(key).is_dir()
+
+    def is_prepared(self, key: str) -> bool:
+        """Whether the result of a preparation is there."""
+        return (self.prepared / key).is_dir()
 
     def making(self, key: str) -> Any:
         """A block that makes a cell's folder; see `new_folder`."""
@@ -134,8 +139,17 @@ class GridFolder:
         path = self._measure(key)
         return read_artefact(path, MEASURE, VERSION)[0] if path.is_file() else None
 
+    def needs_measure(self, key: str) -> bool:
+        """Whether what a variant costs is neither known nor known to be out of reach."""
+        return not self._measure(key).is_file() and self.failure(measuring(key)) is None
+
     def _measure(self, key: str) -> Path:
         return self.path / "measures" / f"{key}.json"
+
+
+def measuring(key: str) -> str:
+    """By what the measuring of a variant's costs is called, where a cell is called by its key."""
+    return f"measure-{key}"
 
 
 def dumped(value: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.folder import GridFolder, measuring
 from lmeval_prune.grid.work import FAILED, Finished, Job
 from lmeval_prune.models.registered import registrars, repeat
 
@@ -83,11 +83,15 @@ class OnRay:
 
     def _lost(self, job: Job, error: Exception) -> Iterator[Finished]:
         folder, reason = GridFolder(job.folder), f"lost by Ray: {first_line(getattr(error, 'cause', None) or error)}"
-        keys = [job.cells[0].prepared] if job.prepares else [cell.key for cell in job.cells]
-        for key in keys:
-            if not folder.done(key):
-                folder.fail(key, reason, str(error))
-                yield Finished(key, FAILED, reason)
+        if job.prepares:
+            missing = [one.prepared for one in job.cells if not folder.is_prepared(one.prepared)]
+        else:
+            missing = [one.key for one in job.cells if not folder.done(one.key)]
+            costs = {one.costs for one in job.cells if folder.done(one.key)} if job.measures else set()
+            missing += [measuring(one) for one in sorted(costs) if folder.needs_measure(one)]
+        for key in missing:
+            folder.fail(key, reason, str(error))
+            yield Finished(key, FAILED, reason)
 
 
 def _do(job: Job, registered_by: tuple[str, ...], here: tuple[str, dict[str, str]]) -> list[Finished]:

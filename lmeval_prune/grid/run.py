@@ -11,13 +11,15 @@ from typing import Any
 from lmeval_prune.artefacts import digest
 from lmeval_prune.grid.cells import Cell, cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.folder import GridFolder, measuring
 from lmeval_prune.grid.runners import Here, Runner
 from lmeval_prune.grid.work import BUSY, FAILED, Job, Loaded
 
 logger = logging.getLogger(__name__)
 WAIT = 2.0  # seconds between looks at what another run is doing
+SAY = 60.0  # seconds between words about it
 _MASKS = {"heads", "mask"}
+_UNPREPARED = "its preparation failed"
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,23 @@ def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: boo
     folder.begin(grid.title, grid.baseline, [_entry(cell, folder) for cell in cells])
     if retry_failed:
         for cell in cells:
-            folder.forget_failure(cell.key)
-            folder.forget_failure(cell.prepared or cell.key)
+            for key in (cell.key, cell.prepared or cell.key, measuring(cell.costs)):
+                folder.forget_failure(key)
     before = {cell.key for cell in cells if folder.done(cell.key)}
     if before:
         logger.info("%d of %d cells are there", len(before), len(cells))
 
     def left() -> list[Cell]:
-        return [cell for cell in cells if not folder.done(cell.key) and folder.failure(cell.key) is None]
+        there = {cell.key for cell in cells if folder.done(cell.key)}
+        rest = [cell for cell in cells if cell.key not in there and folder.failure(cell.key) is None]
+        if grid.measure:  # what is done, but was not measured
+            coming = {cell.costs for cell in rest}
+            by_costs = {cell.costs: cell for cell in cells if cell.key in there and cell.costs not in coming}
+            rest += [cell for costs, cell in by_costs.items() if folder.needs_measure(costs)]
+        return rest
 
-    names = {cell.key: f"{cell.variant} on {cell.task}" for cell in cells}
+    names = {measuring(cell.costs): f"costs of {cell.variant}" for cell in cells}
+    names |= {cell.key: f"{cell.variant} on {cell.task}" for cell in cells}
     try:
         _prepare(cells, folder, runner)
         _until_done(left, lambda rest: jobs_of(grid, rest, folder), runner, names)
@@ -85,16 +94,19 @@ def _prepare(cells: Sequence[Cell], folder: GridFolder, runner: Runner) -> None:
     needed = {cell.prepared: cell for cell in cells if cell.prepared and not folder.done(cell.key)}
 
     def left() -> list[Cell]:
-        return [
-            cell for key, cell in needed.items() if not (folder.prepared / key).is_dir() and not folder.failure(key)
-        ]
+        return [cell for key, cell in needed.items() if not folder.is_prepared(key) and not folder.failure(key)]
 
     names = {key: f"preparation {next(iter(cell.prepare))} of {cell.variant}" for key, cell in needed.items()}
     _until_done(left, lambda rest: [Job(str(folder.path), (cell,), prepares=True) for cell in rest], runner, names)
+    for key in needed:
+        if folder.is_prepared(key):
+            folder.forget_failure(key)
     for cell in cells:
-        reason = folder.failure(cell.prepared) if cell.prepared in needed else None
-        if reason and not folder.done(cell.key):
-            folder.fail(cell.key, f"its preparation failed: {reason}", "")
+        if cell.prepared in needed and not folder.done(cell.key):
+            if reason := folder.failure(cell.prepared):
+                folder.fail(cell.key, f"{_UNPREPARED}: {reason}", "")
+            elif (folder.failure(cell.key) or "").startswith(_UNPREPARED):  # it has been made since
+                folder.forget_failure(cell.key)
 
 
 def jobs_of(grid: Grid, cells: Sequence[Cell], folder: GridFolder) -> list[Job]:
@@ -126,7 +138,7 @@ def _until_done(
     names: dict[str, str],
 ) -> None:
     """Run jobs until nothing is left; what another run has is looked at again."""
-    total, ended = len(left()), 0
+    total, ended, said = len(left()), 0, 0.0
     while rest := left():
         moved = False
         for one in runner.do(jobs(rest)):
@@ -135,5 +147,9 @@ def _until_done(
             moved, ended = True, ended + 1
             what = f"failed: {one.reason}" if one.state == FAILED else "done"
             logger.info("[%d/%d] %s: %s", ended, total, names.get(one.key, one.key), what)
-        if not moved and left():
+        if not moved and (rest := left()):
+            if time.monotonic() >= said:
+                first = names.get(rest[0].key) or rest[0].variant
+                logger.info("waiting for another run that has %d of them, e.g. %s", len(rest), first)
+                said = time.monotonic() + SAY
             time.sleep(WAIT)

@@ -19,7 +19,7 @@ import torch
 from lmeval_prune.artefacts import digest, write_artefact, write_text
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.grid.cells import Cell, is_masks, loaded_with, manager_of, versions
-from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, dumped
+from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, dumped, measuring
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.preparations import preparation
@@ -36,7 +36,7 @@ class Finished:
     """What became of a cell or a preparation.
 
     Attributes:
-        key: its hash.
+        key: its hash; of costs that were measured later, `measuring(...)` of theirs.
         state: `done`, `failed`, or `busy`: another process has it.
         reason: why it failed.
     """
@@ -54,7 +54,7 @@ class Job:
         folder: of the grid.
         cells: to evaluate; variants of one model on one task. Of a preparation, one cell that needs it.
         prepares: make what the cell needs, do not evaluate it.
-        measures: measure variants that have not been measured.
+        measures: measure variants that have not been measured, also those of cells that are done.
     """
 
     folder: str
@@ -150,12 +150,13 @@ class Worker:
 
     def prepare(self, cell: Cell) -> Iterator[Finished]:
         """Make what a cell needs, unless it is there."""
-        key, target = cell.prepared, self.folder.prepared / cell.prepared
+        key = cell.prepared
         with self.folder.lock(key) as mine:
             if not mine:
                 yield Finished(key, BUSY)
                 return
-            if target.is_dir():
+            if self.folder.is_prepared(key):
+                self.folder.forget_failure(key)
                 yield Finished(key, DONE)
                 return
             ((name, settings),) = cell.prepare.items()
@@ -167,10 +168,11 @@ class Worker:
             except Exception as error:
                 yield self._failed(key, error)
                 return
+            self.folder.forget_failure(key)
             yield Finished(key, DONE)
 
     def _how(self, cell: Cell) -> dict[str, Any]:
-        """Model_args that change no answer."""
+        """Model_args that say how it is computed."""
         device = {"device": cell.device} if cell.device else {}
         return {"batch_size": cell.batch_size, **device}
 
@@ -181,21 +183,24 @@ class Worker:
         with ExitStack() as locks:
             mine: list[Cell] = []
             for cell in cells:
-                held = locks.enter_context(self.folder.lock(cell.key))
-                if held and not self.folder.done(cell.key):
+                if not locks.enter_context(self.folder.lock(cell.key)):
+                    yield Finished(cell.key, BUSY)
+                elif not self.folder.done(cell.key):
                     mine.append(cell)
+                elif measures and self.folder.needs_measure(cell.costs):
+                    yield self._measured_later(cell)
                 else:
-                    yield Finished(cell.key, DONE if held else BUSY)
+                    yield Finished(cell.key, DONE)
             ahead = self._masks(mine)
             for number, cell in enumerate(mine):
                 try:
                     self._evaluate(cell, ahead if number == 0 else ())
+                    self.folder.forget_failure(cell.key)
                     if measures:
                         self._measure(cell)
                 except Exception as error:
                     yield self._failed(cell.key, error)
                 else:
-                    self.folder.forget_failure(cell.key)
                     yield Finished(cell.key, DONE)
 
     def _masks(self, cells: Sequence[Cell]) -> tuple[HeadMask | None, ...]:
@@ -206,7 +211,7 @@ class Worker:
                 given = Arguments.of(cell.arguments(self.folder.prepared))
             except InputError:  # it will fail by itself
                 continue
-            if is_masks(given) and given.engine.engine == "batched":
+            if is_masks(given) and given.engine.engine == "batched" and given.engine.deterministic:
                 (mask,) = combined(given.interventions) or (None,)
                 found.append(mask)  # type: ignore[arg-type]
         return tuple(found) if len(found) > 1 else ()
@@ -260,16 +265,35 @@ class Worker:
             write_tables(folder, samples, results["configs"])
             write_artefact(folder / "cell.json", CELL, VERSION, about)
 
-    def _measure(self, cell: Cell) -> None:
+    def _measured_later(self, cell: Cell) -> Finished:
+        """Measure the variant of a cell that is done: the run that evaluated it did not, or was killed before."""
+        key = measuring(cell.costs)
+        try:
+            Loaded.become({**cell.arguments(self.folder.prepared), **self._how(cell)}, cell.seed)
+            return Finished(key, self._measure(cell), self.folder.failure(key) or "")
+        except Exception as error:
+            return self._failed(key, error)
+
+    def _measure(self, cell: Cell) -> str:
+        """Measure the loaded variant, unless that is done; a figure that is missing spoils no cell."""
         key, lm = cell.costs, Loaded.lm
-        if lm is None or lm.backend != "causal" or lm.given.tries:
-            return
-        with self.folder.lock(f"measure-{key}") as mine:
-            if mine and self.folder.measure(key) is None:
-                try:
-                    self.folder.write_measure(key, measure(lm))
-                except Exception as error:  # a figure that is missing spoils no cell
-                    logger.warning("%s cannot be measured (%s)", cell.variant, first_line(error))
+        assert lm is not None
+        with self.folder.lock(measuring(key)) as mine:
+            if not mine:
+                return BUSY
+            if not self.folder.needs_measure(key):
+                return DONE
+            if lm.backend != "causal" or lm.given.tries:
+                why = "a router's variant is as many models as it has heads" if lm.given.tries else "it is not causal"
+                self.folder.fail(measuring(key), f"its costs are not measured: {why}", "")
+                return FAILED
+            try:
+                self.folder.write_measure(key, measure(lm))
+            except Exception as error:
+                logger.warning("%s cannot be measured (%s)", cell.variant, first_line(error))
+                self.folder.fail(measuring(key), first_line(error), traceback.format_exc())
+                return FAILED
+        return DONE
 
     def _failed(self, key: str, error: Exception) -> Finished:
         reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)

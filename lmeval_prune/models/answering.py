@@ -22,6 +22,7 @@ class Answering:
 
     Args:
         lm: the `PrunedHFLM`.
+        store: that is open already; default one is opened where the model's arguments name it.
 
     Attributes:
         store: of answers, if there is one.
@@ -30,7 +31,7 @@ class Answering:
         InputError: the tries' heads do not fit the model, or answers cannot be stored.
     """
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, store: AnswerStore | None = None) -> None:
         self._lm = ref(lm)  # no circle: the model ends, and what it applied, when nobody else holds it
         self.tries = lm.given.tries
         self._live: tuple[Intervention, ...] = ()
@@ -44,7 +45,7 @@ class Answering:
         folder = lm.given.responses
         if folder:
             digest(lm.identity)  # refuses what cannot be told apart, before anything is computed
-        self.store = AnswerStore(folder, lm.store_rank) if folder else None
+        self.store = store or (AnswerStore(folder, lm.store_rank) if folder else None)
 
     @property
     def lm(self) -> Any:

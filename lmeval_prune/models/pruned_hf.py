@@ -29,6 +29,7 @@ from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.base import uncounted
+from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import applied, identity_of, tokenizer_fingerprint
@@ -86,13 +87,13 @@ class PrunedHFLM(HFLM):
         self._shard_over_cpu_ranks()
         self._begin()
 
-    def _begin(self) -> None:
-        """Apply what was given to the loaded model, and get ready to answer."""
+    def _begin(self, store: AnswerStore | None = None) -> None:
+        """Apply what was given to the loaded model, and get ready to answer, from a store that is open or one's own."""
         with ExitStack() as applied:  # on a live model nothing may stay when something below fails
             for one in self.given.interventions:
                 applied.enter_context(one.applied_to(self.model, self.model_map))
             self.engine = self._engine() if self.given.engine.engine == "batched" else None
-            self.answering = Answering(self)
+            self.answering = Answering(self, store)
             self._applied = applied.pop_all()
 
     def close(self) -> None:
@@ -113,9 +114,12 @@ class PrunedHFLM(HFLM):
         given = Arguments.of(arguments)
         if given.others != self.given.others or given.description != self.given.description:
             raise InputError("the loaded model has other arguments of hf; load it again")
-        self.close()
+        self._applied.close()
+        store = self.answering.store if given.responses == self.given.responses else None
+        if store is None:
+            self.answering.close()
         self.given, self.seed = given, torch.initial_seed()
-        self._begin()
+        self._begin(store)
 
     # ------------------------------------------------------------------ loading
 

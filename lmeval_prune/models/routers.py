@@ -15,6 +15,8 @@ from lmeval_prune.errors import InputError
 if TYPE_CHECKING:
     from lmeval_prune.models.tries import Tries
 
+POLICIES = ("random", "random_top", "best", "oracle")  # a `router` that is no folder
+
 
 @dataclass(frozen=True)
 class RouterOptions:

@@ -19,8 +19,6 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.router import Router
 
-POLICIES = ("random", "random_top", "best", "oracle")
-
 
 class Policy(ABC):
     """Orders a pool for each question.

@@ -9,10 +9,10 @@ from typing import Any
 from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
-from lmeval_prune.models.routers import RouterOptions
+from lmeval_prune.models.routers import POLICIES, RouterOptions
 from lmeval_prune.models.tries import DENSE, Tries
 from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
-from lmeval_prune.sprint.policies import POLICIES, Best, Nearest, Oracle, Policy, Random, RandomTop
+from lmeval_prune.sprint.policies import Best, Nearest, Oracle, Policy, Random, RandomTop
 from lmeval_prune.sprint.router import Router
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmeval_prune import Plan, map_model
+from lmeval_prune.cli import main
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import output, tiny, tokens
 
@@ -67,3 +68,99 @@ def test_a_json_that_names_a_file_of_others_does_not_delete_it(file: object, tmp
         mine.write_bytes(b"mine")
     Plan("L0H2").save(path, model_map)
     assert (tmp_path / "mine.safetensors").exists() and path.with_name("mine.safetensors").exists()
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="session")
+def prunable(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a text, and scores of heads, with those of channels and without."""
+    folder = tmp_path_factory.mktemp("prunable")
+    (folder / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+    (folder / "model").symlink_to(tiny_folder)
+    for name, more in (("heads", ()), ("both", ("--channels",))):
+        assert run("importance", "--pretrained", tiny_folder, "--output", folder / f"{name}.json", *more,
+                   "--text", folder / "text.txt", "--windows", 2, "--tokens", 16) == 0  # fmt: skip
+    return folder
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def prune(folder: Path, output: Path, *words: object) -> int:
+    places = [
+        folder / word if str(word).startswith(("both.json", "heads.json", "text.txt")) else word for word in words
+    ]
+    return run("prune", "--pretrained", folder / "model", "--output", output, *places)
+
+
+@pytest.mark.parametrize("scores", ["heads.json", "both.json"])
+def test_a_method_for_channels_scores_them_whatever_the_scores_have(
+    scores: str, prunable: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    assert prune(prunable, path, "--ffn_ratio", 0.25, "--ffn_method", "random", "--ffn_options", "seed=3",
+                 "--ratio", 0.25, "--scores", scores) == 0  # fmt: skip
+    plan = Plan.load(path)
+    assert prune(prunable, path, "--ffn_ratio", 0.25, "--method", "random", "--options", "seed=3") == 0
+    assert plan.channels == Plan.load(path).channels
+    assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
+    assert plan.made["method"] == "norm_entropy" and plan.made["calibration"]["tokens"] == 32
+    assert "ffn_calibration" not in plan.made
+
+
+def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path: Path) -> None:
+    words = ("--ffn_ratio", 0.25, "--ffn_method", "norm_entropy", "--ratio", 0.25, "--scores", "heads.json")
+    assert prune(prunable, tmp_path / "a.json", *words) == 2
+    assert prune(prunable, tmp_path / "a.json", *words, "--text", "text.txt", "--windows", 2, "--tokens", 8) == 0
+    made = Plan.load(tmp_path / "a.json").made
+    assert (made["calibration"]["tokens"], made["ffn_calibration"]["tokens"]) == (32, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ratio", 0.25, "--ffn_ratio", 0.25, "--scores", "heads.json"), "has no scores of channels"),
+        (("--ratio", 0.25, "--steps", 2, "--scores", "both.json"), "serves a single step"),
+        (("--ratio", 0.25, "--ffn_options", "seed=1", "--method", "random"), "give --ffn_method, too"),
+        (("--method", "random"), "nothing is to be removed; give --ratio (heads), --ffn_ratio (channels) or both"),
+        (("--method", "random", "--ratio", 0.25, "--cut", "."), "write it elsewhere"),
+        (("--method", "confidence", "--ffn_ratio", 0.25), "confidence scores heads only"),
+        (("--method", "confidence", "--ratio", 0.2, "--ffn_ratio", 0.25, "--text", "text.txt"), "scores heads only"),
+        (("--method", "confidence", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_loaded(
+    words: tuple[object, ...],
+    message: str,
+    prunable: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr("lmeval_prune.checkpoints.skeleton.with_weights", loaded)
+    monkeypatch.chdir(tmp_path)
+    assert prune(prunable, tmp_path / "plan.json", *words) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert message in said[-1] and said[-1].startswith("lmeval-prune: error: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_scores_of_several_steps_are_refused(prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ("--ratio", 0.5, "--method", "random")
+    assert prune(prunable, tmp_path / "steps.json", *words, "--steps", 2) == 0
+    assert prune(prunable, tmp_path / "plan.json", *words, "--scores", tmp_path / "steps.json") == 2
+    assert "what several steps left" in capsys.readouterr().err
+
+
+def test_importance_refuses_channels_of_a_method_without(
+    prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run("importance", "--pretrained", prunable / "model", "--output", tmp_path / "s.json", "--channels",
+               "--method", "confidence", "--text", prunable / "text.txt", "--tokens", 16) == 2  # fmt: skip
+    assert "confidence scores heads only" in capsys.readouterr().err

@@ -318,11 +318,11 @@ def _read_tensors(path: Path, named: dict[str, Any]) -> dict[str, Tensor]:
 def _tensors_file(path: Path) -> Path | None:
     """The tensors' file of the plan at a path, by the name that we gave it; None if there is no such plan."""
     try:
-        named = read_artefact(path, Plan.schema(), SCHEMA_VERSION)[0].get("tensors")
-        own = f"{path.stem}.{named['sha256'][:8]}.safetensors" if named else None
+        named = read_artefact(path, Plan.schema(), SCHEMA_VERSION)[0]["tensors"]
+        own = f"{path.stem}.{named['sha256'][:8]}.safetensors"
+        return path.with_name(own) if own == named["file"] else None
     except (InputError, KeyError, TypeError):
-        return None  # not ours
-    return path.with_name(own) if own and own == named["file"] else None
+        return None
 
 
 class _Moved:

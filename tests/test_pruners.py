@@ -59,6 +59,7 @@ def visible_keys(layer: AttentionLayer, model: Any, real: torch.Tensor, row: int
     causal = not (layer.stack in ("encoder", "cross") or model.config.model_type in ENCODERS)
     keys = [key for key in range(real.shape[1]) if real[row, key] and (not causal or key <= query)]
     window = getattr(layer.module, "sliding_window", None)
+    window = 4 if getattr(layer.module, "attention_type", "") == "local" else window
     window = model.config.sliding_window if model.config.model_type == "mistral" else window
     return [key for key in keys if not window or key > query - window]
 
@@ -118,6 +119,38 @@ def test_padding_on_the_left_does_not_count_either(family: str) -> None:
         expected = attention_statistic(model, alone, measure)
         for label, one in attention_statistic(model, padded, measure).items():
             torch.testing.assert_close(one, expected[label], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bloom", "gpt_neo", "falcon"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torch.dtype) -> None:
+    """Sharp heads of families that give out their weights, most of which are 0; and in a small type."""
+    changes = {"window_size": 4} if family == "gpt_neo" else {}
+    model, text = tiny(family, "eager", **changes), text_of()
+    for layer in map_model(model).attention:
+        for head in range(layer.heads):
+            rows = layer.rows("q", head)
+            rows.module.weight.data[rows.start : rows.stop] *= 1000
+    model = model.to(dtype)
+    matrices = eager_attentions(model, *text.batches[0])
+    assert sum(int((one == 0).sum()) for one in matrices) > sum(one.numel() for one in matrices) * 0.6
+    for measure, asked in (("raw", NormEntropy(entropy="raw")), ("normalized", NormEntropy())):
+        expected = literal(model, text, measure)
+        for label, one in attention_statistic(map_model(model), text, asked._entropies).items():
+            torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
+
+
+def test_what_goes_wrong_over_the_text_is_said_and_not_tried_another_way() -> None:
+    """Sums of a run that broke off do not count."""
+    model_map, seen = map_model(tiny("llama")), []
+
+    def measure(rows: Any) -> Any:
+        seen.append(rows)
+        raise InputError("of the measure")
+
+    with pytest.raises(InputError, match="of the measure"):
+        attention_statistic(model_map, text_of(), measure)
+    assert len(seen) == 1
 
 
 def test_windows_that_slide_are_counted_as_such() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,3 +166,25 @@ def test_importance_refuses_channels_of_a_method_without(
     assert run("importance", "--pretrained", prunable / "model", "--output", tmp_path / "s.json", "--channels",
                "--method", "confidence", "--text", prunable / "text.txt", "--tokens", 16) == 2  # fmt: skip
     assert "confidence scores heads only" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- the results
+
+
+def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the report was written in; null where a row of old does not know."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    benchmark: Any = import_module("pruning_result")
+    written: dict[str, Any] = {}
+    monkeypatch.setattr(benchmark, "write", lambda name, content: written.update(content))
+    monkeypatch.setattr(benchmark, "report", lambda results: None)
+    first, second, third = (benchmark.key_of(*row) for row in list(benchmark.rows())[:3])
+    one, two, speed = {"commit": "1"}, {"commit": "2"}, {"dense": {}, "cut": {}}
+    known = {"dense": {}, first: {"environment": one}, second: {"environment": two}}
+    known[third] = {"environment": one, "speed": speed, "speed_environment": two}
+    benchmark.finish({"commit": "report"}, 8, {}, known)
+    results, about = written["results"], written["environments"]
+    assert results["dense"]["environment"] is None and about == [one, two]
+    assert [about[results[key]["environment"]] for key in (first, second, third)] == [one, two, one]
+    assert about[results[third]["speed_environment"]] == two and "speed_environment" not in results[first]
+    assert known[first] == {"environment": one}

@@ -8,7 +8,8 @@ that it is measured once for each unit and ratio, in turn with the unpruned mode
 float32 on the processor named in the results. Parameters and arithmetic are counted on a model that is cut there, by
 closed formulas elsewhere (the tests hold them against each other). What was measured is kept under --work and not
 measured again; each row says in which environment (commit, processor, threads, versions, load) it was measured, by
-number, null if it is older than that. Writes `results/pruning.json`, and a table and a picture under `docs/results/pruning/`.
+number, null if it is older than that. Writes `results/pruning.json`, and a table and a picture under
+`docs/results/pruning/`.
 """
 
 from __future__ import annotations

@@ -182,10 +182,17 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 def rows_of_head(family: str, module: nn.Module, head: int) -> list[torch.Tensor]:
     """Rows of the query, key and value projections of one of 4 heads, which read 2 keys and values, or 4."""
-    parts = {name.rpartition(".")[2]: _weight(part) for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
+    parts = {
+        name.rpartition(".")[2]: _weight(part)
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Linear, Conv1D))
+    }
     if family in ("llama", "qwen3"):
         d = 16 if family == "qwen3" else 8
-        return [parts["q_proj"].view(4, d, 32)[head], *(parts[x].view(2, d, 32)[head // 2] for x in ("k_proj", "v_proj"))]
+        return [
+            parts["q_proj"].view(4, d, 32)[head],
+            *(parts[x].view(2, d, 32)[head // 2] for x in ("k_proj", "v_proj")),
+        ]
     if family == "phi3":  # queries, keys, values
         q, k, v = parts["qkv_proj"].split([32, 16, 16])
         return [q.view(4, 8, 32)[head], k.view(2, 8, 32)[head // 2], v.view(2, 8, 32)[head // 2]]

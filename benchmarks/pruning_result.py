@@ -7,7 +7,9 @@ Perplexity by token on GSM8K's test text, windows of 512 tokens. Speed is that o
 that it is measured once for each unit and ratio, in turn with the unpruned model, medians, by processor time; it is of
 float32 on the processor named in the results. Parameters and arithmetic are counted on a model that is cut there, by
 closed formulas elsewhere (the tests hold them against each other). What was measured is kept under --work and not
-measured again. Writes `results/pruning.json`, and a table and a picture under `docs/results/pruning/`.
+measured again; each row says in which environment (commit, processor, threads, versions, load) it was measured, by
+number, null if it is older than that. Writes `results/pruning.json`, and a table and a picture under
+`docs/results/pruning/`.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def main() -> None:
     if "dense" not in known:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": counted_flops(model, PROMPT)}
-        known["dense"] = {**counts, "perplexity": perplexity(model, windows)}
+        known["dense"] = {**counts, "perplexity": perplexity(model, windows), "environment": about}
     scores: dict[tuple[str, bool], Any] = {}
     planned = list(rows())
     for place, (method, unit, ratio, channels) in enumerate(planned):
@@ -112,7 +114,7 @@ def main() -> None:
         row: dict[str, Any] = {"perplexity": quality, "heads_masked": len(plan.heads), **expected(model_map, plan)}
         saved = f"{key.replace(' ', '_').replace('%', '')}.json"
         plan.save(Path(options.work) / saved, model_map)
-        known[key] = {**row, "plan": saved}
+        known[key] = {**row, "plan": saved, "environment": about}
         write_text(path, json.dumps(known))
         print(f"{place + 1} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
     finish(about, options.tokens, text.about(), known)
@@ -122,19 +124,31 @@ def main() -> None:
             found = (*parameters(smaller), counted_flops(smaller, PROMPT))
             assert found == (row["parameters"], row["without_embeddings"], row["flops"])
             row |= {"speed": measure({"dense": model, "cut": smaller}, WORK), "load": os.getloadavg()[0]}
+            row["speed_environment"] = about
             write_text(path, json.dumps(known))
             print(f"{row['plan']}: {row['speed']}", flush=True)
             finish(about, options.tokens, text.about(), known)
 
 
 def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
-    """Write what is known."""
+    """Write what is known, each row with the run that measured it."""
     measured = [key_of(*row) for row in rows() if key_of(*row) in known]
-    results = {"dense": known["dense"], **{key: known[key] for key in measured}}
-    workload = vars(WORK)
-    content = {"environment": about, "tokens": tokens, "calibration": calibration, "workload": workload}
-    write("pruning", {**content, "results": results})
+    environments: list[dict[str, Any]] = []
+    results = {key: _numbered(known[key], environments) for key in ("dense", *measured)}
+    content = {"written": about, "environments": environments, "tokens": tokens, "calibration": calibration}
+    write("pruning", {**content, "workload": vars(WORK), "results": results})
     report(results)
+
+
+def _numbered(row: dict[str, Any], environments: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row with the numbers of its environments in a list; null if it was measured before that was kept."""
+    found = dict(row)
+    for name in ("environment", *(["speed_environment"] if "speed" in row else [])):
+        about = row.get(name)
+        if about is not None and about not in environments:
+            environments.append(about)
+        found[name] = None if about is None else environments.index(about)
+    return found
 
 
 def expected(model_map: ModelMap, plan: Plan) -> dict[str, Any]:

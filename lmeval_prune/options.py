@@ -114,7 +114,7 @@ class Parser(ArgumentParser):
         elif origin is tuple:
             self.kinds[name] = LISTS.get(items[0], "names separated by commas")
             settings |= {"action": None, "type": partial(_listed, items[0]), "metavar": "A,B,…"}
-        elif origin is dict:
+        elif dict in (origin, *map(get_origin, items)):  # None, too, where it can be left out
             self.kinds[name] = PAIRS
             settings |= {"action": None, "type": _pairs, "metavar": "NAME=VALUE,…"}
         elif hint is str or set(items) == {str, type(None)}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from transformers.pytorch_utils import Conv1D
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.pruners.attention_statistics import attention_statistic
-from lmeval_prune.pruners.base import PRUNERS, make_pruner
-from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.base import PRUNERS, Pruner, make_pruner
+from lmeval_prune.pruners.calibration import CalibrationText, check_length
 from lmeval_prune.pruners.confidence import Confidence, confidences
 from lmeval_prune.pruners.norm_entropy import NormEntropy, channel_norms, head_norms
 from lmeval_prune.pruners.options import PruneOptions, Schedule
+from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.selection import select_channels, select_heads, share_of
+from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens
 
 EVERYDAY = {
@@ -56,6 +59,7 @@ def visible_keys(layer: AttentionLayer, model: Any, real: torch.Tensor, row: int
     causal = not (layer.stack in ("encoder", "cross") or model.config.model_type in ENCODERS)
     keys = [key for key in range(real.shape[1]) if real[row, key] and (not causal or key <= query)]
     window = getattr(layer.module, "sliding_window", None)
+    window = 4 if getattr(layer.module, "attention_type", "") == "local" else window
     window = model.config.sliding_window if model.config.model_type == "mistral" else window
     return [key for key in keys if not window or key > query - window]
 
@@ -117,6 +121,38 @@ def test_padding_on_the_left_does_not_count_either(family: str) -> None:
             torch.testing.assert_close(one, expected[label], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["bloom", "gpt_neo", "falcon"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torch.dtype) -> None:
+    """Sharp heads of families that give out their weights, most of which are 0; and in a small type."""
+    changes = {"window_size": 4} if family == "gpt_neo" else {}
+    model, text = tiny(family, "eager", **changes), text_of()
+    for layer in map_model(model).attention:
+        for head in range(layer.heads):
+            rows = layer.rows("q", head)
+            rows.module.weight.data[rows.start : rows.stop] *= 1000
+    model = model.to(dtype)
+    matrices = eager_attentions(model, *text.batches[0])
+    assert sum(int((one == 0).sum()) for one in matrices) > sum(one.numel() for one in matrices) * 0.6
+    for measure, asked in (("raw", NormEntropy(entropy="raw")), ("normalized", NormEntropy())):
+        expected = literal(model, text, measure)
+        for label, one in attention_statistic(map_model(model), text, asked._entropies).items():
+            torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
+
+
+def test_what_goes_wrong_over_the_text_is_said_and_not_tried_another_way() -> None:
+    """Sums of a run that broke off do not count."""
+    model_map, seen = map_model(tiny("llama")), []
+
+    def measure(rows: Any) -> Any:
+        seen.append(rows)
+        raise InputError("of the measure")
+
+    with pytest.raises(InputError, match="of the measure"):
+        attention_statistic(model_map, text_of(), measure)
+    assert len(seen) == 1
+
+
 def test_windows_that_slide_are_counted_as_such() -> None:
     model, text = tiny("mistral", sliding_window=4), CalibrationText.of("whole", tokens(4, 9), 2)
     found = attention_statistic(map_model(model), text, NormEntropy()._entropies)
@@ -144,21 +180,47 @@ def _weight(module: nn.Module) -> torch.Tensor:
     return module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
 
 
+def rows_of_head(family: str, module: nn.Module, head: int) -> list[torch.Tensor]:
+    """Rows of the query, key and value projections of one of 4 heads, which read 2 keys and values, or 4."""
+    parts = {
+        name.rpartition(".")[2]: _weight(part)
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Linear, Conv1D))
+    }
+    if family in ("llama", "qwen3"):
+        d = 16 if family == "qwen3" else 8
+        return [
+            parts["q_proj"].view(4, d, 32)[head],
+            *(parts[x].view(2, d, 32)[head // 2] for x in ("k_proj", "v_proj")),
+        ]
+    if family == "phi3":  # queries, keys, values
+        q, k, v = parts["qkv_proj"].split([32, 16, 16])
+        return [q.view(4, 8, 32)[head], k.view(2, 8, 32)[head // 2], v.view(2, 8, 32)[head // 2]]
+    if family == "falcon":  # group by group: its queries, its key, its value
+        group = parts["query_key_value"].view(2, 4, 8, 32)[head // 2]
+        return [group[head % 2], group[2], group[3]]
+    if family == "gpt_neox":  # head by head: query, key, value
+        return list(parts["query_key_value"].view(4, 3, 8, 32)[head])
+    if family == "gpt2":
+        return [part.view(4, 8, 32)[head] for part in parts["c_attn"].split(32)]
+    names = {"bert": ("query", "key", "value"), "bart": ("q_proj", "k_proj", "v_proj"), "t5": ("q", "k", "v")}
+    return [parts[name].view(4, 8, 32)[head] for name in names[family]]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "phi3", "falcon", "bert", "bart", "t5"])
 def test_the_weight_norm_is_eq_1(family: str) -> None:
+    """Where a head's rows are is written out here, family by family."""
     model_map = map_model(tiny(family))
     found = head_norms(model_map)
+    assert {(layer.heads, layer.kv_heads) for layer in model_map.attention} == {
+        (4, 2 if family in ("llama", "qwen3", "phi3", "falcon") else 4)
+    }
     for layer in model_map.attention:
-        for head in range(layer.heads):
+        for head in range(4):
             total = 0.0
-            for part, index in (
-                ("q", head),
-                ("k", head * layer.kv_heads // layer.heads),
-                ("v", layer.kv_head_of(head)),
-            ):
-                rows = layer.rows(part, index)
-                for row in range(rows.start, rows.stop):
-                    total += sum(abs(float(x)) for x in _weight(rows.module)[row]) / layer.head_dim
+            for rows in rows_of_head(family, layer.module, head):
+                for row in rows.tolist():
+                    total += sum(abs(x) for x in row) / len(rows)
             assert float(found[layer.label][head]) == pytest.approx(total, rel=1e-12)
 
 
@@ -194,7 +256,7 @@ def test_channels_have_a_norm_and_the_entropy_of_their_activation() -> None:
     torch.testing.assert_close(found, expected)
     norm = float(block.module.gate_proj.weight.data[5].abs().sum())
     norm += float(block.module.up_proj.weight.data[5].abs().sum())
-    assert float(channel_norms(model_map, False)["L0"][5]) == pytest.approx(norm)
+    assert float(channel_norms(model_map)["L0"][5]) == pytest.approx(norm)
 
 
 # --------------------------------------------------------------------------- selection and schedule
@@ -255,6 +317,33 @@ def test_channels_are_rounded_so_that_a_multiple_stays() -> None:
     assert sum(map(len, exact.values())) == 24
 
 
+def gone(plan: Plan, label: str) -> list[int]:
+    """Heads of a layer that a plan removes."""
+    return [int(name.partition("H")[2]) for name in plan.heads if name.startswith(f"{label}H")]
+
+
+def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
+    """Score and select on a model from which the first stage was really cut: the same goes as in the second stage."""
+    text, pruner = text_of(rows=6, length=12), NormEntropy(0.5)
+    for seed in range(4):
+        model = tiny("llama", seed=seed, num_hidden_layers=6, hidden_size=64, num_attention_heads=8,
+                     num_key_value_heads=8)  # fmt: skip
+        model_map = map_model(model)
+        first, second = stages(pruner, model_map, PruneOptions(0.5, ffn_ratio=0.5, steps=2), text)
+        smaller = map_model(cut(model, first).model)
+        assert (model_map.total_heads, smaller.total_heads) == (48, 36)
+        lost = select_heads(smaller, pruner.head_scores(smaller, text), 12 / 36)
+        fewer = select_channels(smaller, pruner.channel_scores(smaller, text), 1 / 3)
+        for layer in model_map.attention:
+            left = [head for head in range(8) if head not in gone(first, layer.label)]
+            again = [left[place] for place in lost.get(layer.label, ())]
+            assert sorted([*gone(first, layer.label), *again]) == sorted(gone(second, layer.label))
+            label, numbers = layer.label, first.channel_numbers(layer.label)
+            left = [channel for channel in range(48) if channel not in numbers]
+            again = [left[place] for place in fewer.get(label, ())]
+            assert sorted([*numbers, *again]) == second.channel_numbers(label)
+
+
 def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     model = tiny("llama", num_hidden_layers=3)
     model_map, text = map_model(model), text_of()
@@ -264,14 +353,82 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     assert [len(one) for one in removed] == [share_of(0.1 + 0.4 * (t / 3) ** 1.5, 12) for t in (1, 2, 3)]
     assert removed[0] <= removed[1] <= removed[2]
     with plans[0].applied_to(model):
-        again = NormEntropy(0.5).head_scores(model_map, text)
+        again = NormEntropy(0.5).head_scores(model_map, text, {x: set(gone(plans[0], x)) for x in ("L0", "L1", "L2")})
     for label, one in again.items():
         torch.testing.assert_close(plans[1].scores[f"heads.{label}"], one)
     assert any(not torch.equal(plans[0].scores[key], plans[1].scores[key]) for key in plans[0].scores)
     made = plans[-1].made
     assert made["method"] == "norm_entropy" and made["calibration"]["sha256"] and len(made["stages"]) == 3
     assert sum(len(plans[-1].channel_numbers(label)) for label in model_map.channels()) == 36
-    assert next(stages(NormEntropy(1.0), model_map, PruneOptions(), None)).heads == ()
+    assert [stage["channels"] for stage in made["stages"]] == [
+        share_of((0.05 + 0.2 * (t / 3) ** 1.5), 144) for t in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shares"),
+    [
+        ({"ffn_ratio": 0.5}, [(0, 0.4), (0, 0.425), (0, 0.45), (0, 0.475), (0, 0.5)]),
+        ({"ratio": 0.5}, [(0.4, 0), (0.425, 0), (0.45, 0), (0.475, 0), (0.5, 0)]),
+        ({"ratio": 0.1, "ffn_ratio": 0.5}, [(0.08, 0.4), (0.085, 0.425), (0.09, 0.45), (0.095, 0.475), (0.1, 0.5)]),
+        ({"ratio": 0.5, "ffn_ratio": 0.1}, [(0.4, 0.08), (0.425, 0.085), (0.45, 0.09), (0.475, 0.095), (0.5, 0.1)]),
+    ],
+)
+def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(wanted: Any, shares: Any) -> None:
+    options = PruneOptions(**wanted, p_min=0.4, steps=4)
+    heads, channels = options.schedules()
+    for step, (of_heads, of_channels) in enumerate(shares):
+        assert (heads.at(step), channels.at(step)) == (pytest.approx(of_heads), pytest.approx(of_channels))
+    model_map = map_model(tiny("llama"))
+    found = [sum(len(p.channel_numbers(x)) for x in ("L0", "L1"))
+             for p in stages(make_pruner("random", {}), model_map, options)]  # fmt: skip
+    assert found == [share_of(of_channels, 96) for _, of_channels in shares[1:]]
+
+
+@dataclass(frozen=True)
+class Compensated(Pruner):
+    """A method of a user's: gives a bias for what goes, which follows from the plan."""
+
+    def head_scores(self, model_map: Any, text: Any, removed: Any = None) -> Any:
+        return {layer.label: torch.arange(layer.heads).double() for layer in model_map.attention}
+
+    def compensation(self, model_map: Any, plan: Plan, text: Any) -> Any:
+        return {"L0.o_proj.bias": torch.full((32,), float(len(plan.heads)), dtype=torch.float64)}
+
+
+def test_what_a_pruner_compensates_goes_with_the_plan_and_counts_in_the_next_step() -> None:
+    model_map = map_model(tiny("llama"))
+    seen: list[float] = []
+
+    class Watched(Compensated):
+        def head_scores(self, model_map: Any, text: Any, removed: Any = None) -> Any:
+            zeros = torch.zeros(1, 1, 32, dtype=torch.float64)
+            seen.append(float(model_map.attention[0].o_proj(zeros).detach()[0, 0, 0]))  # the bias alone
+            return super().head_scores(model_map, text, removed)
+
+    plans = list(stages(Watched(), model_map, PruneOptions(0.5, steps=2)))
+    assert [len(plan.heads) for plan in plans] == [2, 4] and seen == [0.0, 2.0]
+    assert [float(plan.compensation["L0.o_proj.bias"][0]) for plan in plans] == [2.0, 4.0]
+
+
+def test_made_says_how_channels_were_scored() -> None:
+    model_map = map_model(tiny("llama"))
+    (plan,) = stages(NormEntropy(1.0), model_map, PruneOptions(0.25, ffn_ratio=0.25), None, RandomScores(3))
+    assert plan.made["method"] == "norm_entropy" and plan.made["alpha"] == 1.0
+    assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
+    assert plan.made["stages"] == [{"step": 1, "ratio": 0.25, "ffn_ratio": 0.25, "heads": 2, "channels": 24}]
+    assert "ffn_method" not in next(stages(RandomScores(), model_map, PruneOptions(0.25))).made
+
+
+def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
+    model_map = map_model(tiny("llama"))
+    heads = {label: torch.tensor([0.0, 3, 2, 1]) for label in ("L0", "L1")}
+    (plan,) = stages(NormEntropy(), model_map, PruneOptions(0.25, ffn_ratio=0.25), None, RandomScores(3), (heads, {}))
+    assert plan.heads == ("L0H0", "L1H0")
+    expected = next(stages(RandomScores(3), model_map, PruneOptions(ffn_ratio=0.25)))
+    assert plan.channels == expected.channels
+    with pytest.raises(InputError, match="measured on a text"):  # a second step scores anew
+        list(stages(NormEntropy(), model_map, PruneOptions(0.5, steps=2), None, scores=(heads, {})))
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -301,6 +458,14 @@ def test_seeds_are_different_draws() -> None:
         (lambda m: NormEntropy(1.5), "alpha must be from 0 to 1"),
         (lambda m: make_pruner("norm_entropi", {}), "did you mean 'norm_entropy'"),
         (lambda m: make_pruner("norm_entropy", {"alfa": 1}), "no option 'alfa'.*did you mean 'alpha'"),
+        (lambda m: PruneOptions(0.2, steps=2, growth=float("nan")), "growth must be above 0"),
+        (lambda m: PruneOptions(ffn_ratio=0.3, p_min=0.9, steps=3), "p_min must be from 0 to the ratio 0.3, not 0.9"),
+        (lambda m: PruneOptions(p_min=0.1), "p_min must be from 0 to the ratio 0.0, not 0.1"),
+        (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "give --ratio .heads., --ffn_ratio"),
+        (lambda m: make_pruner("global_threshold", {"alpha": 0.0}), "no option 'alpha'; it has none"),
+        (lambda m: NormEntropy(0.0).head_scores(m, None), "norm_entropy is measured on a text"),
+        (lambda m: NormEntropy(0.0).channel_scores(m, None), "norm_entropy is measured on a text"),
+        (lambda m: Confidence().head_scores(m, None), "confidence is measured on a text"),
         (lambda m: make_pruner("norm_entropy", {"alpha": "much"}), "alpha='much' is not a number"),
         (lambda m: select_heads(m, scores_for(m), 0.2, "layer"), "use head, group, balanced"),
         (
@@ -318,6 +483,25 @@ def test_mistakes_are_one_line(action: Any, message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
         action(map_model(tiny("llama")))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "roberta", "bart", "mpt"])
+def test_windows_are_as_long_as_the_model_has_positions_and_no_longer(family: str) -> None:
+    """What is allowed runs, and one token more would not."""
+    model = tiny(family)
+    limit = 128 - 2 if family == "roberta" else 128
+    if family == "roberta":
+        model = tiny(family, pad_token_id=1)
+    for length in (limit, limit + 1):
+        text = CalibrationText.of("long", tokens(1, length).clamp(min=3))
+        if length == limit:
+            check_length(model, length)
+            list(text.run(model))
+        else:
+            with pytest.raises(InputError, match=f"windows of {length} tokens.*at most {limit} positions"):
+                check_length(model, length)
+            with pytest.raises((IndexError, RuntimeError)):
+                list(text.run(model))
 
 
 def test_a_plan_with_scores_survives_its_file(tmp_path: Path) -> None:

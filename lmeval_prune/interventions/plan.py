@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
 from lmeval_prune.architectures.blocks import in_features, out_features
-from lmeval_prune.artefacts import write_bytes
+from lmeval_prune.artefacts import read_artefact, write_bytes
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import Intervention, change_input
+from lmeval_prune.interventions.base import SCHEMA_VERSION, Intervention, change_input, interventions_on
 from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
 from lmeval_prune.settings import FrozenMapping
 
@@ -138,8 +138,13 @@ class Plan(Intervention):
             change_input(layer.o_proj, Drop(dropped_columns(layer, heads)), stack)
         for block, numbers in self.channels_by_layer(model_map):
             change_input(block.down, Drop(dropped_channels(block, numbers)), stack)
+        earlier = [one.compensation for one in interventions_on(model_map.model) if isinstance(one, Plan)]
         for name in sorted(self.compensation, reverse=True):  # weights before biases
-            hook = (_Added if name.endswith(".bias") else _Computed)(self.compensation[name])
+            tensor, bias = self.compensation[name], f"{name.removesuffix('.weight')}.bias"
+            if name.endswith(".bias"):
+                hook: _Added | _Computed = _Added(tensor)
+            else:  # biases of plans before this one stay
+                hook = _Computed(tensor, [_Added(one[bias]) for one in earlier if bias in one])
             stack.callback(projection_named(name, model_map).register_forward_hook(hook).remove)
 
     def joined(self, other: Intervention) -> Plan | None:
@@ -186,7 +191,8 @@ class Plan(Intervention):
     def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Write it as JSON, and its tensors and scores beside it as safetensors; see the base class.
 
-        The tensors' file is named by its content and written first, so that a kill leaves the last plan whole.
+        The tensors' file is named by its content and written first, so that a kill leaves the last plan whole. That of
+        a plan that stood there goes at the end.
         """
         from safetensors.torch import save
 
@@ -198,10 +204,10 @@ class Plan(Intervention):
             sha256 = hashlib.sha256(data).hexdigest()
             content["tensors"] = {"file": f"{path.stem}.{sha256[:8]}.safetensors", "sha256": sha256}
             write_bytes(path.with_name(content["tensors"]["file"]), data)
+        stale = _tensors_file(path)
         self._write(path, model_map, content)
-        for stale in path.parent.glob(f"{path.stem}.????????.safetensors"):
-            if not tensors or stale.name != content["tensors"]["file"]:
-                stale.unlink(missing_ok=True)
+        if stale is not None and stale.name != content.get("tensors", {}).get("file"):
+            stale.unlink(missing_ok=True)
 
     @classmethod
     def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +285,8 @@ def projection_named(name: str, model_map: ModelMap) -> nn.Module:
 
 
 def _one_after_the_other(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What makes up for the loss after both: biases add up, the later weights count."""
+    """What makes up for the loss after both, nested, joined or cut one after the other: biases add up, the later
+    weights count."""
     found = {**first, **second}
     for name in first.keys() & second.keys():
         if name.endswith(".bias"):
@@ -308,6 +315,16 @@ def _read_tensors(path: Path, named: dict[str, Any]) -> dict[str, Tensor]:
         raise InputError(f"{path} needs {file.name} beside it, which cannot be read; copy both files") from error
 
 
+def _tensors_file(path: Path) -> Path | None:
+    """The tensors' file of the plan at a path, by the name that we gave it; None if there is no such plan."""
+    try:
+        named = read_artefact(path, Plan.schema(), SCHEMA_VERSION)[0]["tensors"]
+        own = f"{path.stem}.{named['sha256'][:8]}.safetensors"
+        return path.with_name(own) if own == named["file"] else None
+    except (InputError, KeyError, TypeError):
+        return None
+
+
 class _Moved:
     """A tensor, with one copy on each device and of each type that asks for it."""
 
@@ -330,8 +347,15 @@ class _Added(_Moved):
 
 
 class _Computed(_Moved):
-    """Computes a projection's output by other weights."""
+    """Computes a projection's output by other weights, and by its own bias and those that were added to it before."""
+
+    def __init__(self, tensor: Tensor, biases: list[_Added]) -> None:
+        super().__init__(tensor)
+        self.biases = biases
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         bias: Any = module.bias
-        return nn.functional.linear(inputs[0], self.like(inputs[0]), bias)
+        found = nn.functional.linear(inputs[0], self.like(inputs[0]), bias)
+        for added in self.biases:
+            found = added(module, inputs, found)
+        return found

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import (
     Attend,
@@ -69,20 +69,32 @@ def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Mea
             add(call.layer.label, rows, real[:, place].bool())
         return attend(call)
 
-    with ExitStack() as stack:
-        try:
-            check_attention_calls(model_map)
+    if _can_be_intercepted(model_map):
+        with ExitStack() as stack:
             put_in_front(model_map, handler, stack)
             for _, real in text.run(model_map.model):  # noqa: B007 - read by the handler
                 pass
-        except InputError:
-            if model_map.stacks != ("",):
-                raise
-            _from_outputs(model_map, text, add)
+    else:
+        _from_outputs(model_map, text, add)
     empty = [label for label, count in counts.items() if not count]
     if empty:
         raise InputError(f"no attention of layer {empty[0]} was seen on the calibration text; give longer windows")
     return {label: total / counts[label] for label, total in sums.items()}
+
+
+def _can_be_intercepted(model_map: ModelMap) -> bool:
+    """Whether a handler can stand in front of the attention; if not, the model is to give out its weights.
+
+    Raises:
+        InputError: neither.
+    """
+    try:
+        check_attention_calls(model_map)
+    except InputError:
+        if model_map.stacks != ("",):
+            raise
+        return False
+    return True
 
 
 def rows_of(call: AttentionCall, real: Tensor) -> Iterator[tuple[AttentionRows, slice]]:
@@ -131,11 +143,29 @@ def _from_outputs(
 ) -> None:
     """By the weights that the model gives out itself; all layers' of one batch are there at once."""
     model: Any = model_map.model
+    device = next(model.parameters()).device
     with eager_attention(model), torch.no_grad():  # others give out none, or wrong ones
-        for ids, real in text.batches:
+        for ids, real in ((x.to(device), y.to(device)) for x, y in text.batches):
             found = model(ids, attention_mask=real, output_attentions=True).attentions
             if not found or any(weights is None for weights in found):
                 raise InputError(f"this {model_map.model_type} model gives out no attention weights")
             first = (real.cumsum(1) == 1) & real.bool()
-            for layer, weights in zip(model_map.attention, found, strict=True):
-                add(layer.label, AttentionRows(weights, weights > 0, first, first), real.bool())
+            for layer, given in zip(model_map.attention, found, strict=True):
+                weights = given.to(torch.promote_types(given.dtype, torch.float32))
+                visible = _visible(layer, real) | (weights > 0)
+                add(layer.label, AttentionRows(weights, visible, first, first), real.bool())
+
+
+def _visible(layer: AttentionLayer, real: Tensor) -> Tensor:
+    """Which keys a query may see, (batch, 1, queries, keys): those weights that are 0 may only be too small."""
+    module: Any = layer.module
+    places = torch.arange(real.shape[1], device=real.device)
+    distance = places[:, None] - places
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if getattr(module, "is_causal", True):
+        seen = distance >= 0
+    local = getattr(module, "attention_type", None) == "local"  # GPT-Neo
+    window = module.config.window_size if local else getattr(module, "sliding_window", None)
+    if window:
+        seen = seen & (distance < window)
+    return seen & real.bool()[:, None, None]

@@ -19,6 +19,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.selection import Removed
 from lmeval_prune.settings import typed, types_of
 
 PRUNERS = {
@@ -28,6 +29,8 @@ PRUNERS = {
     "confidence": "lmeval_prune.pruners.confidence:Confidence",
     "random": "lmeval_prune.pruners.random_scores:RandomScores",
 }
+
+_HEADS_ONLY = "{} scores heads only; leave out the channels, or give another ffn_method"
 
 Scores = dict[str, Tensor]  # by layer, `L0`: (heads,) or (channels,)
 
@@ -47,20 +50,58 @@ class Pruner(ABC):
         return False
 
     @abstractmethod
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None) -> Scores:
-        """A score for each query head of each attention layer."""
+    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
+        """A score for each query head of each attention layer.
 
-    def channel_scores(self, model_map: ModelMap, text: CalibrationText | None) -> Scores:
-        """A score for each channel of each feed-forward block.
+        Args:
+            model_map: of the model.
+            text: calibration text.
+            removed: heads that an earlier step removed and that are masked now. The others are to be scored as if the
+                model had never had them.
+
+        Raises:
+            InputError: the method needs a text, and there is none.
+        """
+
+    def channel_scores(
+        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
+    ) -> Scores:
+        """A score for each channel of each feed-forward block; as of `head_scores`.
 
         Raises:
             InputError: the method has none.
         """
-        raise InputError(f"{pruner_name(self)} scores heads only; leave out ffn_ratio, or give another ffn_method")
+        raise InputError(_HEADS_ONLY.format(pruner_name(self)))
+
+    def check(self, heads: bool, channels: bool, text: bool) -> None:
+        """Refuse scores that cannot be had, before any is computed.
+
+        Args:
+            heads, channels: whether these are to be scored.
+            text: whether there is calibration text.
+
+        Raises:
+            InputError: the method has no scores of channels, or needs a text.
+        """
+        if channels and type(self).channel_scores is Pruner.channel_scores:
+            raise InputError(_HEADS_ONLY.format(pruner_name(self)))
+        if not text and (heads or channels) and self.needs_text(heads, channels):
+            needed(self, None)
 
     def compensation(self, model_map: ModelMap, plan: Plan, text: CalibrationText | None) -> Mapping[str, Tensor]:
         """What makes up for a plan's loss; see `Plan.compensation`. By default nothing."""
         return {}
+
+
+def needed(pruner: Pruner, text: CalibrationText | None) -> CalibrationText:
+    """The text that a pruner needs.
+
+    Raises:
+        InputError: there is none.
+    """
+    if text is None:
+        raise InputError(f"{pruner_name(pruner)} is measured on a text; give --task NAME or --text FILE")
+    return text
 
 
 def make_pruner(name: str, options: Mapping[str, Any]) -> Pruner:

@@ -62,6 +62,23 @@ class CalibrationText:
                 model(**inputs)
 
 
+def check_length(model: Any, tokens: int) -> None:
+    """Refuse windows that are longer than a model has positions; of one without weights, too.
+
+    Raises:
+        InputError: they are.
+    """
+    names = ("max_position_embeddings", "max_seq_len")  # MPT calls them so
+    limit = next((known for name in names if isinstance(known := getattr(model.config, name, None), int)), None)
+    if limit is None or limit < 1:
+        return
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limit -= module.padding_idx + 1  # RoBERTa's first ones stand for padding
+    if tokens > limit:
+        raise InputError(f"windows of {tokens} tokens: this model has at most {limit} positions; give fewer --tokens")
+
+
 def read_calibration(
     tokenizer: Any,
     text: str | None,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.attention_statistics import AttentionRows, attention_statistic
-from lmeval_prune.pruners.base import Pruner, Scores
+from lmeval_prune.pruners.base import Pruner, Scores, needed
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.selection import Removed
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,9 @@ class Confidence(Pruner):
         """For heads; see the base class."""
         return heads
 
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None) -> Scores:
+    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
         """As the class says; see the base class."""
-        if text is None:
-            raise InputError("confidence is measured on a text; give --task or --text")
+        text = needed(self, text)
         return attention_statistic(model_map, text, confidences)
 
 

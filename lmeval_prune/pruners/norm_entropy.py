@@ -18,8 +18,9 @@ from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.attention_statistics import AttentionRows, attention_statistic
-from lmeval_prune.pruners.base import Pruner, Scores
+from lmeval_prune.pruners.base import Pruner, Scores, needed
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.selection import Removed
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,22 @@ class NormEntropy(Pruner):
         """For the entropy, unless α leaves it out; see the base class."""
         return self.alpha < 1
 
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None) -> Scores:
+    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
         """Eq. 4; see the base class."""
         norms = head_norms(model_map)
-        if self.alpha == 1 or text is None:
-            return self._mixed(norms, None)
-        return self._mixed(norms, attention_statistic(model_map, text, self._entropies))
+        if self.alpha == 1:
+            return norms
+        return self._mixed(norms, attention_statistic(model_map, needed(self, text), self._entropies), removed)
 
-    def channel_scores(self, model_map: ModelMap, text: CalibrationText | None) -> Scores:
+    def channel_scores(
+        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
+    ) -> Scores:
         """The same of channels: the norm of the rows that compute one, the entropy of its activation over tokens."""
-        norms = channel_norms(model_map, with_down=False)
-        if self.alpha == 1 or text is None:
-            return self._mixed(norms, None)
-        return self._mixed(norms, activation_entropies(model_map, text, self.entropy == "normalized"))
+        norms = channel_norms(model_map)
+        if self.alpha == 1:
+            return norms
+        entropies = activation_entropies(model_map, needed(self, text), self.entropy == "normalized")
+        return self._mixed(norms, entropies, removed)
 
     def _entropies(self, rows: AttentionRows) -> tuple[Tensor, Tensor]:
         """Eq. 3 of each query."""
@@ -70,19 +74,25 @@ class NormEntropy(Pruner):
             return entropy, (seen > 0).any(1)
         return entropy / seen.clamp(min=2).log(), (seen > 1).any(1)
 
-    def _mixed(self, norms: Scores, entropies: Scores | None) -> Scores:
-        if entropies is None:
-            return norms
+    def _mixed(self, norms: Scores, entropies: Scores, removed: Removed | None) -> Scores:
         if self.normalize == "standard":
-            norms, entropies = standardised(norms), standardised(entropies)
+            norms, entropies = standardised(norms, removed), standardised(entropies, removed)
         return {label: self.alpha * norm + (1 - self.alpha) * entropies[label] for label, norm in norms.items()}
 
 
 @dataclass(frozen=True)
-class GlobalThreshold(NormEntropy):
+class GlobalThreshold(Pruner):
     """Eq. 1 alone, one threshold over all layers: α = 1 of `NormEntropy`, to be used without a schedule."""
 
-    alpha: float = 1.0
+    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
+        """Eq. 1; see the base class."""
+        return head_norms(model_map)
+
+    def channel_scores(
+        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
+    ) -> Scores:
+        """The norm of the rows that compute a channel; see the base class."""
+        return channel_norms(model_map)
 
 
 def head_norms(model_map: ModelMap) -> Scores:
@@ -101,16 +111,12 @@ def _head_norm(layer: AttentionLayer, head: int) -> Tensor:
     )
 
 
-def channel_norms(model_map: ModelMap, with_down: bool) -> Scores:
-    """Of each channel, the sum of absolute values of the rows that compute it, and of the column that reads it."""
-    found: Scores = {}
-    for block in model_map.feed_forward:
-        total = sum((row_sums(block.rows(part)) for part in block.parts), torch.zeros((), dtype=torch.float64))
-        if with_down:
-            weight = weight_of(block.down)
-            total = total + weight.abs().double().sum(0).cpu()
-        found[block.label] = total
-    return found
+def channel_norms(model_map: ModelMap) -> Scores:
+    """Of each channel, the sum of absolute values of the rows that compute it."""
+    return {
+        block.label: sum((row_sums(block.rows(part)) for part in block.parts), torch.zeros((), dtype=torch.float64))
+        for block in model_map.feed_forward
+    }
 
 
 def row_sums(rows: Rows) -> Tensor:
@@ -124,9 +130,11 @@ def weight_of(module: torch.nn.Module) -> Tensor:
     return weight.T if is_transposed(module) else weight
 
 
-def standardised(scores: Scores) -> Scores:
-    """With mean 0 and deviation 1 over all layers together."""
-    every = torch.cat(list(scores.values()))
+def standardised(scores: Scores, removed: Removed | None = None) -> Scores:
+    """With mean 0 and deviation 1 over all layers together, over those that are still there."""
+    removed = removed or {}
+    alive = [[place for place in range(len(one)) if place not in removed.get(x, ())] for x, one in scores.items()]
+    every = torch.cat([one[places] for one, places in zip(scores.values(), alive, strict=True)])
     deviation = every.std(correction=0)
     return {label: (one - every.mean()) / (deviation if deviation > 0 else 1) for label, one in scores.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lmeval_prune.errors import InputError
@@ -32,7 +33,7 @@ class Schedule:
             raise InputError(f"p_min must be from 0 to the ratio {self.ratio}, not {self.p_min}")
         if self.steps < 1:
             raise InputError(f"a schedule needs at least 1 step, not {self.steps}")
-        if self.growth <= 0:
+        if not 0 < self.growth < math.inf:
             raise InputError(f"growth must be above 0, not {self.growth}")
 
     def at(self, step: int) -> float:
@@ -51,7 +52,8 @@ class PruneOptions:
         ffn_multiple: as many channels stay in each block as make a multiple of this
         allocation: global (scores of all layers are compared) or uniform (each layer loses its share; its checkpoint
             is a plain one); default: the method's
-        p_min: share that the first of several steps starts from
+        p_min: share that the first of several steps starts from, of the larger of ratio and ffn_ratio; the other one
+            starts from as large a part of its own
         steps: stages, each scored anew with what is removed so far masked
         growth: exponent of the schedule between them
         allow_empty_layer: let a layer lose all its heads
@@ -75,7 +77,10 @@ class PruneOptions:
         self.schedules()
 
     def schedules(self) -> tuple[Schedule, Schedule]:
-        """Of heads and of channels; p_min is a share of the larger one's way."""
-        heads = Schedule(self.ratio, self.p_min if self.ratio else 0.0, self.steps, self.growth)
-        share = self.p_min / self.ratio if self.ratio else 0.0
-        return heads, Schedule(self.ffn_ratio, share * self.ffn_ratio, self.steps, self.growth)
+        """Of heads and of channels. The larger ratio starts at p_min, the other one as far on its way."""
+        larger = Schedule(max(self.ratio, self.ffn_ratio), self.p_min, self.steps, self.growth)
+        started = self.p_min / larger.ratio if larger.ratio else 0.0
+        heads, channels = (
+            Schedule(ratio, started * ratio, self.steps, self.growth) for ratio in (self.ratio, self.ffn_ratio)
+        )
+        return heads, channels

@@ -115,9 +115,8 @@ def select_channels(
     Raises:
         InputError: the model has no dense feed-forward blocks.
     """
+    check_channels(model_map)
     blocks = model_map.channels()
-    if not blocks:
-        raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
     before = {label: set((removed or {}).get(label, ())) for label in blocks}
     ranked = {label: _ranked(scores[label], before[label]) for label in blocks}
     if allocation == "uniform":
@@ -130,6 +129,16 @@ def select_channels(
         kept = min(width - len(before[label]), -(-kept // multiple) * multiple)
         found[label] = before[label] | set(ranked[label].argsort(stable=True)[: width - kept].tolist())
     return {label: channels for label, channels in found.items() if channels}
+
+
+def check_channels(model_map: ModelMap) -> None:
+    """Refuse a model that has no channels.
+
+    Raises:
+        InputError: it has no dense feed-forward blocks.
+    """
+    if not model_map.channels():
+        raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
 
 
 def _ranked(scores: Tensor, removed: Collection[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def importance(
     pruner = make_pruner(method, options or {})
     _check_json(output)
     check_writable(output)
+    pruner.check(True, channels, bool(task or text))
     needed = pruner.needs_text(True, channels)
     model_map, calibration, _ = _loaded(pretrained, revision, needed, task, text, windows, tokens, batch, seed)
     scores = {f"heads.{label}": one for label, one in pruner.head_scores(model_map, calibration).items()}
@@ -73,6 +75,7 @@ def prune(
     method: str = "norm_entropy",
     options: dict[str, Any] | None = None,
     ffn_method: str | None = None,
+    ffn_options: dict[str, Any] | None = None,
     scores: str | None = None,
     task: str | None = None,
     text: str | None = None,
@@ -92,7 +95,9 @@ def prune(
         method: norm_entropy, global_threshold, magnitude, confidence or random
         options: of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: scores channels (default: the same)
-        scores: an artefact of `importance`, instead of scoring again; method and options are its own
+        ffn_options: of that method, e.g. seed=1
+        scores: an artefact of `importance`, instead of scoring again; method and options are its own. Channels are
+            scored by ffn_method all the same, if that is given
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
         windows: windows of the calibration text
@@ -102,47 +107,56 @@ def prune(
         cut: folder for the smaller checkpoint
         revision: of the model
     """
-    from lmeval_prune.architectures import check_unit, map_model
+    from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.pruners.base import PRUNERS, make_pruner
-    from lmeval_prune.pruners.schedule import stages
+    from lmeval_prune.pruners.schedule import check_prunable, stages
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
     asked = PruneOptions(**wanted)
-    known = _scores_of(scores) if scores else None
-    made = dict(known[2].made) if known else {}
-    if made.get("method") in PRUNERS:
-        method, options = made["method"], _options_in(made)
+    known, at_hand = _scores_of(scores) if scores else (None, ({}, {}))
+    if known:
+        if known.made.get("method") in PRUNERS:
+            method, options = known.made["method"], _options_in(known.made)
+        if asked.steps > 1:
+            raise InputError("scores=FILE serves a single step; leave it out, or --steps")
+        if ffn_method:
+            at_hand = (at_hand[0], {})
+        elif asked.ffn_ratio and not at_hand[1]:
+            raise InputError(
+                f"{scores} has no scores of channels; make it with `lmeval-prune importance --channels`, or give "
+                f"--ffn_method, which then scores them"
+            )
+    if ffn_options and not ffn_method:
+        raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
     pruner = make_pruner(method, options or {})
-    of_channels = make_pruner(ffn_method, {}) if ffn_method else pruner
+    of_channels = make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
+    scored = bool(asked.ratio and not at_hand[0]), bool(asked.ffn_ratio and not at_hand[1])
     _check_json(output)
     bare = map_model(skeleton_of(pretrained, revision))
-    if asked.ratio:
-        check_unit(bare, asked.unit)
+    check_prunable(bare, asked)
+    pruner.check(scored[0], False, bool(task or text))
+    of_channels.check(False, scored[1], bool(task or text))
     if cut:
+        _check_apart(output, cut)
         check_folder(cut)
         check_cuttable(bare, bool(asked.ratio))
     check_writable(output)
-    needs = (bool(asked.ratio) and pruner.needs_text(True, False)) or (
-        bool(asked.ffn_ratio) and of_channels.needs_text(False, True)
-    )
-    if known and asked.steps > 1:
-        raise InputError("scores=FILE serves a single step; leave it out, or --steps")
-    model_map, calibration, tokenizer = _loaded(
-        pretrained, revision, needs and not known, task, text, windows, tokens, batch, seed
-    )
+    needs = (scored[0] and pruner.needs_text(True, False)) or (scored[1] and of_channels.needs_text(False, True))
+    model_map, calibration, tokenizer = _loaded(pretrained, revision, needs, task, text, windows, tokens, batch, seed)
     if known:
-        known[2].fit_to(model_map)
-    *_, plan = stages(pruner, model_map, asked, calibration, of_channels, known and known[:2], print_some)
-    if not plan.heads and not plan.channels and (asked.ratio or asked.ffn_ratio):
+        known.fit_to(model_map)
+    *_, plan = stages(pruner, model_map, asked, calibration, of_channels, at_hand, partial(print, flush=True))
+    if not plan.heads and not plan.channels:
         raise InputError(
             f"nothing would be removed: the share is less than one unit ({asked.unit}) of a layer or the model; give "
             f"a larger --ratio, another --unit, or --allocation global"
         )
     if known:
-        plan = replace(plan, made={**plan.made, **{k: v for k, v in made.items() if k == "calibration"}})
+        made = {("ffn_calibration" if name == "calibration" else name): one for name, one in plan.made.items()}
+        plan = replace(plan, made={**made, **{k: v for k, v in known.made.items() if k == "calibration"}})
     plan.save(output, model_map)
     print(f"{output}: {_said(plan, model_map)}")
     if cut:
@@ -181,15 +195,15 @@ def execute(
     return 0
 
 
-def print_some(line: str) -> None:
-    """Print what happens, if anything does."""
-    if line:
-        print(line, flush=True)
-
-
 def _check_json(output: str) -> None:
     if not output.endswith(".json"):
         raise InputError(f"--output {output} must end in .json, so that heads= and plan= tell it from names of heads")
+
+
+def _check_apart(output: str, cut: str) -> None:
+    """Refuse a plan's path inside the folder of a checkpoint, which is replaced as a whole."""
+    if Path(output).resolve().is_relative_to(Path(cut).resolve()):
+        raise InputError(f"--output {output} is in --cut {cut}, which gets a copy of the plan; write it elsewhere")
 
 
 def _loaded(
@@ -198,7 +212,7 @@ def _loaded(
     """The model's map, calibration text if there is to be one, and the tokenizer that it was read with."""
     from lmeval_prune.architectures import map_model
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
-    from lmeval_prune.pruners.calibration import read_calibration
+    from lmeval_prune.pruners.calibration import check_length, read_calibration
 
     if task and text:
         raise InputError("give the calibration text by --task or by --text, not both")
@@ -206,8 +220,7 @@ def _loaded(
     map_model(bare)
     calibration = tokenizer = None
     if needs_text:
-        if not task and not text:
-            raise InputError("this method is measured on a text; give --task NAME (its training split) or --text FILE")
+        check_length(bare, drawn[1])
         tokenizer = _tokenizer(pretrained, revision)
         if tokenizer is None:
             raise InputError(f"{pretrained} has no tokenizer, which calibration text needs")
@@ -228,18 +241,20 @@ def _tokenizer(pretrained: str, revision: str | None) -> Any:
         return None
 
 
-def _scores_of(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Scores of heads and of channels in an artefact, and the artefact."""
+def _scores_of(path: str) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
+    """An artefact, and its scores of heads and of channels."""
     from lmeval_prune.interventions.plan import Plan
 
     plan = Plan.load(path)
     if not plan.scores:
         raise InputError(f"{path} has no scores; make one with `lmeval-prune importance`")
+    if plan.made.get("options", {}).get("steps", 1) > 1:
+        raise InputError(f"{path} has scores of what several steps left; make one with `lmeval-prune importance`")
     heads, channels = (
         {label.removeprefix(kind): one for label, one in plan.scores.items() if label.startswith(kind)}
         for kind in ("heads.", "channels.")
     )
-    return heads, channels, plan
+    return plan, (heads, channels)
 
 
 def _options_in(made: dict[str, Any]) -> dict[str, Any]:

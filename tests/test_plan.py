@@ -1,0 +1,190 @@
+"""Plans as artefacts and one after another; what they compute when they are cut is in `test_surgery.py`."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmeval_prune import Plan, map_model
+from lmeval_prune.cli import main
+from lmeval_prune.surgery.cut import cut
+from tests.tiny_models import output, tiny, tokens
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("first", "second"), [("b", "w"), ("w", "b"), ("wb", "w"), ("w", "wb"), ("wb", "wb")])
+def test_plans_that_compensate_compose(family: str, first: str, second: str) -> None:
+    """Nested, joined, and as a cut of a cut: biases add up, the later weights count."""
+    model = tiny(family)
+    plans = []
+    for seed, (given, heads, channels) in enumerate(((first, (), {}), (second, "L0H1", {"L1": "3-5"}))):
+        tensors = {}
+        for name, width in (("L0.o_proj", 32), ("L1.down", map_model(model).feed_forward[1].channels)):
+            tensors |= {f"{name}.weight": drawn(32, width, seed=seed)} if "w" in given else {}
+            tensors |= {f"{name}.bias": drawn(32, seed=seed + 7)} if "b" in given else {}
+        plans.append(Plan(heads, channels, compensation=tensors))
+    one, two = plans
+    with one.applied_to(model), two.applied_to(model):
+        nested = output(model, tokens())
+    joined = one.joined(two)
+    assert joined is not None
+    with joined.applied_to(model):
+        torch.testing.assert_close(output(model, tokens()), nested, rtol=0, atol=1e-9)
+    twice = cut(cut(model, one).model, two).model
+    torch.testing.assert_close(output(twice, tokens()), nested, rtol=0, atol=1e-9)
+
+
+def test_saving_a_plan_deletes_its_own_old_tensors_and_no_other_file(tmp_path: Path) -> None:
+    model_map = map_model(tiny("llama"))
+    mine = [tmp_path / name for name in ("model.finetune.safetensors", "model.0a1b2c3d.safetensors")]
+    for one in mine:
+        one.write_bytes(b"mine")
+    path = tmp_path / "model.json"
+    found = []
+    for seed in (0, 1, None):
+        scores = {} if seed is None else {"heads.L0": drawn(4, seed=seed)}
+        Plan("L0H1", scores=scores).save(path, model_map)
+        assert Plan.load(path).scores.keys() == scores.keys()
+        found.append({one.name for one in tmp_path.glob("*.safetensors")} - {one.name for one in mine})
+    assert [len(one) for one in found] == [1, 1, 0] and found[0] != found[1]
+    assert all(one.read_bytes() == b"mine" for one in mine)
+
+
+@pytest.mark.parametrize("file", ["mine.safetensors", "../mine.safetensors", 3, None])
+def test_a_json_that_names_a_file_of_others_does_not_delete_it(file: object, tmp_path: Path) -> None:
+    model_map, path = map_model(tiny("llama")), tmp_path / "sub" / "plan.json"
+    Plan("L0H1", scores={"heads.L0": drawn(4, seed=0)}).save(path, model_map)
+    content = json.loads(path.read_text())
+    content["tensors"]["file"] = file
+    path.write_text(json.dumps(content))
+    for mine in (tmp_path / "mine.safetensors", path.with_name("mine.safetensors")):
+        mine.write_bytes(b"mine")
+    Plan("L0H2").save(path, model_map)
+    assert (tmp_path / "mine.safetensors").exists() and path.with_name("mine.safetensors").exists()
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="session")
+def prunable(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a text, and scores of heads, with those of channels and without."""
+    folder = tmp_path_factory.mktemp("prunable")
+    (folder / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+    (folder / "model").symlink_to(tiny_folder)
+    for name, more in (("heads", ()), ("both", ("--channels",))):
+        assert run("importance", "--pretrained", tiny_folder, "--output", folder / f"{name}.json", *more,
+                   "--text", folder / "text.txt", "--windows", 2, "--tokens", 16) == 0  # fmt: skip
+    return folder
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def prune(folder: Path, output: Path, *words: object) -> int:
+    places = [
+        folder / word if str(word).startswith(("both.json", "heads.json", "text.txt")) else word for word in words
+    ]
+    return run("prune", "--pretrained", folder / "model", "--output", output, *places)
+
+
+@pytest.mark.parametrize("scores", ["heads.json", "both.json"])
+def test_a_method_for_channels_scores_them_whatever_the_scores_have(
+    scores: str, prunable: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    assert prune(prunable, path, "--ffn_ratio", 0.25, "--ffn_method", "random", "--ffn_options", "seed=3",
+                 "--ratio", 0.25, "--scores", scores) == 0  # fmt: skip
+    plan = Plan.load(path)
+    assert prune(prunable, path, "--ffn_ratio", 0.25, "--method", "random", "--options", "seed=3") == 0
+    assert plan.channels == Plan.load(path).channels
+    assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
+    assert plan.made["method"] == "norm_entropy" and plan.made["calibration"]["tokens"] == 32
+    assert "ffn_calibration" not in plan.made
+
+
+def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path: Path) -> None:
+    words = ("--ffn_ratio", 0.25, "--ffn_method", "norm_entropy", "--ratio", 0.25, "--scores", "heads.json")
+    assert prune(prunable, tmp_path / "a.json", *words) == 2
+    assert prune(prunable, tmp_path / "a.json", *words, "--text", "text.txt", "--windows", 2, "--tokens", 8) == 0
+    made = Plan.load(tmp_path / "a.json").made
+    assert (made["calibration"]["tokens"], made["ffn_calibration"]["tokens"]) == (32, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ratio", 0.25, "--ffn_ratio", 0.25, "--scores", "heads.json"), "has no scores of channels"),
+        (("--ratio", 0.25, "--steps", 2, "--scores", "both.json"), "serves a single step"),
+        (("--ratio", 0.25, "--ffn_options", "seed=1", "--method", "random"), "give --ffn_method, too"),
+        (("--method", "random"), "nothing is to be removed; give --ratio (heads), --ffn_ratio (channels) or both"),
+        (("--method", "random", "--ratio", 0.25, "--cut", "."), "write it elsewhere"),
+        (("--method", "confidence", "--ffn_ratio", 0.25), "confidence scores heads only"),
+        (("--method", "confidence", "--ratio", 0.2, "--ffn_ratio", 0.25, "--text", "text.txt"), "scores heads only"),
+        (("--method", "confidence", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_loaded(
+    words: tuple[object, ...],
+    message: str,
+    prunable: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr("lmeval_prune.checkpoints.skeleton.with_weights", loaded)
+    monkeypatch.chdir(tmp_path)
+    assert prune(prunable, tmp_path / "plan.json", *words) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert message in said[-1] and said[-1].startswith("lmeval-prune: error: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_scores_of_several_steps_are_refused(prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ("--ratio", 0.5, "--method", "random")
+    assert prune(prunable, tmp_path / "steps.json", *words, "--steps", 2) == 0
+    assert prune(prunable, tmp_path / "plan.json", *words, "--scores", tmp_path / "steps.json") == 2
+    assert "what several steps left" in capsys.readouterr().err
+
+
+def test_importance_refuses_channels_of_a_method_without(
+    prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run("importance", "--pretrained", prunable / "model", "--output", tmp_path / "s.json", "--channels",
+               "--method", "confidence", "--text", prunable / "text.txt", "--tokens", 16) == 2  # fmt: skip
+    assert "confidence scores heads only" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- the results
+
+
+def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the report was written in; null where a row of old does not know."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    benchmark: Any = import_module("pruning_result")
+    written: dict[str, Any] = {}
+    monkeypatch.setattr(benchmark, "write", lambda name, content: written.update(content))
+    monkeypatch.setattr(benchmark, "report", lambda results: None)
+    first, second, third = (benchmark.key_of(*row) for row in list(benchmark.rows())[:3])
+    one, two, speed = {"commit": "1"}, {"commit": "2"}, {"dense": {}, "cut": {}}
+    known = {"dense": {}, first: {"environment": one}, second: {"environment": two}}
+    known[third] = {"environment": one, "speed": speed, "speed_environment": two}
+    benchmark.finish({"commit": "report"}, 8, {}, known)
+    results, about = written["results"], written["environments"]
+    assert results["dense"]["environment"] is None and about == [one, two]
+    assert [about[results[key]["environment"]] for key in (first, second, third)] == [one, two, one]
+    assert about[results[third]["speed_environment"]] == two and "speed_environment" not in results[first]
+    assert known[first] == {"environment": one}

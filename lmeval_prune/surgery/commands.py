@@ -141,7 +141,7 @@ def prune(
     of_channels.check(False, scored[1], bool(task or text))
     if cut:
         _check_apart(output, cut)
-        check_folder(cut)
+        check_folder(cut, [pretrained])
         check_cuttable(bare, bool(asked.ratio))
     check_writable(output)
     needs = (scored[0] and pruner.needs_text(True, False)) or (scored[1] and of_channels.needs_text(False, True))
@@ -187,7 +187,7 @@ def execute(
     wanted = load_intervention(plan, allow_other_model).converted(Plan)
     if not isinstance(wanted, Plan):
         raise InputError(f"{plan} is no plan and no head mask")
-    check_folder(output)
+    check_folder(output, [pretrained])
     bare = skeleton_of(pretrained, revision)
     check_cuttable(map_model(bare), bool(wanted.heads))
     wanted.fit_to(map_model(bare))

@@ -97,10 +97,10 @@ def _peak(folder: str, work: Workload, threads: int) -> float:
     before = psutil.Process().memory_info().rss
     model = load_pretrained(folder)
     _timed(model, work, max(work.batches), work.new)
-    return (_highest() - before) / 2**20
+    return (highest_memory() - before) / 2**20
 
 
-def _highest() -> int:
+def highest_memory() -> int:
     """Bytes that this process had at most.
 
     On Linux, what `getrusage` says begins with the highest of the process that started this one; elsewhere it is right.

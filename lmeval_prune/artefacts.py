@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -141,6 +142,47 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         half.replace(path)
     finally:
         shutil.rmtree(half, ignore_errors=True)
+
+
+def replace_folder(half: Path, folder: Path) -> None:
+    """Let a folder take another one's name, and remove that one.
+
+    On systems that cannot exchange two names at once, a kill between two renames leaves the old one beside its place;
+    `put_back` gives it its name again.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        half.replace(folder)
+    elif _exchange(half, folder):
+        shutil.rmtree(half)
+    else:  # no such call on this system: for a moment there is none
+        shutil.rmtree(_before(folder), ignore_errors=True)
+        folder.replace(_before(folder))
+        try:
+            half.replace(folder)
+        except OSError:
+            put_back(folder)
+            raise
+        shutil.rmtree(_before(folder))
+
+
+def put_back(folder: Path) -> None:
+    """Give a folder its name again that was moved out of the way, if no other has it."""
+    if _before(folder).is_dir() and not folder.exists():
+        _before(folder).replace(folder)
+
+
+def _before(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.before"
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once, where the system can."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    here, exchange = -100, 2
+    return call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def content_digest(path: str | os.PathLike[str]) -> str:

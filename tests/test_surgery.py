@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune import HeadMask, InputError, artefacts, map_model
 from lmeval_prune.architectures import uncuttable, units_of
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.checkpoints import pruned
@@ -491,7 +491,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(
     Where two names cannot be exchanged, it may be missing, and then the next save finds it, even one that fails.
     """
     if not exchange:
-        monkeypatch.setattr(pruned, "_exchange", lambda *_: False)
+        monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
     model = stored("llama", tmp_path)
     folder, codes, missing = tmp_path / "cut", [], 0
     old = cut_to(folder, model, Plan("L*H0-1"))
@@ -529,7 +529,7 @@ def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeyp
 
     cut_to(folder, model, Plan("L*H0-1"))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(pruned, "_exchange", lambda *_: False)
+    monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(InputError, match="what was there is as it was"):
         cut_to(folder, model, Plan("L0H0-1"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from lmeval_prune.architectures import map_model
-from lmeval_prune.artefacts import read_artefact, write_artefact, write_bytes
+from lmeval_prune.artefacts import put_back, read_artefact, replace_folder, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton, skeleton_of, with_weights
@@ -77,20 +77,17 @@ def write(model: Athena, folder: str | os.PathLike[str]) -> None:
         InputError: the folder cannot be written.
     """
     target = Path(folder)
-    half, old = (target.with_name(f".{target.name}.{word}") for word in ("partial", "old"))
+    half = target.with_name(f".{target.name}.partial")
     try:
-        for left in (half, old):  # by a kill
-            shutil.rmtree(left, ignore_errors=True)
+        put_back(target)
+        shutil.rmtree(half, ignore_errors=True)  # left by a kill
         model.encoder.save_pretrained(half / ENCODER)
         model.tokenizer.save_pretrained(half / ENCODER)
         data = save(head_state(model))
         write_bytes(half / HEAD, data)
         content = {"settings": asdict(model.settings), "head_sha256": hashlib.sha256(data).hexdigest(), **model.about}
         write_artefact(half / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
-        if target.exists():
-            target.rename(old)
-        half.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(half, target)
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({first_line(error)}); name another folder") from error
 

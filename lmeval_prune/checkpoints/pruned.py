@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -23,7 +22,7 @@ from transformers import (
 )
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import content_digest, read_artefact, write_artefact
+from lmeval_prune.artefacts import content_digest, put_back, read_artefact, replace_folder, write_artefact
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.checkpoints.identity import TRAINING, WEIGHTS
 from lmeval_prune.errors import InputError, first_line
@@ -123,7 +122,7 @@ def save_checkpoint(
         InputError: as of `check_folder`, or nothing can be written.
     """
     folder = Path(folder).resolve()
-    _put_back(folder)
+    put_back(folder)
     check_folder(folder, parents)
     half = folder.parent / f".{folder.name}.partial"  # left by a kill, and made anew
     try:
@@ -141,7 +140,7 @@ def save_checkpoint(
                 path.chmod((half / MANIFEST).stat().st_mode)  # weights are written for their owner only
             _sync(path)
         check_folder(folder)  # again: somebody may have written there meanwhile
-        _put(half, folder)
+        replace_folder(half, folder)
     except BaseException as error:
         shutil.rmtree(half, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # the last is a tokenizer's
@@ -298,40 +297,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _put(half: Path, folder: Path) -> None:
-    """Let a folder take another one's name, and remove that one."""
-    if not folder.exists() or not any(folder.iterdir()):
-        half.replace(folder)
-    elif _exchange(half, folder):
-        shutil.rmtree(half)
-    else:  # no such call on this system: for a moment there is none
-        shutil.rmtree(_before(folder), ignore_errors=True)
-        folder.replace(_before(folder))
-        try:
-            half.replace(folder)
-        except OSError:
-            _put_back(folder)
-            raise
-        shutil.rmtree(_before(folder))
-
-
-def _put_back(folder: Path) -> None:
-    """Give a checkpoint its name again that was moved out of the way, if no other has it."""
-    if _before(folder).is_dir() and not folder.exists():
-        _before(folder).replace(folder)
-
-
-def _before(folder: Path) -> Path:
-    return folder.parent / f".{folder.name}.before"
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names at once, where the system can."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    here, exchange = -100, 2
-    return call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -34,6 +34,7 @@ from lmeval_prune.grid.work import Job, Loaded
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.conftest import ROOT, task_manager
+from tests.kills import killing_after
 
 RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
 
@@ -154,17 +155,7 @@ def test_a_grid_that_is_there_runs_nothing(tiny_folder: Path, whole: Path, monke
 
 def kill_after(count: int) -> None:
     """Let this process kill itself at the count-th answer stored, text written, file or folder moved into its place."""
-    left = [count]
-
-    def watched(function: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return function(*args, **kwargs)
-
-        return wrapper
-
+    watched = killing_after(count)
     AnswerStore.add = watched(AnswerStore.add)
     Path.replace = watched(Path.replace)
 

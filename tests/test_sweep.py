@@ -25,6 +25,7 @@ from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.sweep import Sweep
 from lmeval_prune.sprint.swept_task import SweptTask
 from tests.conftest import task_manager
+from tests.kills import killing_after
 from tests.test_command_line import call
 
 pytestmark = pytest.mark.usefixtures("one_task_manager")
@@ -67,17 +68,7 @@ def test_every_cell_is_generate_alone_with_that_head_pruned(tiny_folder: Path, w
 
 def kill_after(count: int) -> None:
     """Let this process kill itself at the count-th answer stored, file written or file removed."""
-    left = [count]
-
-    def watched(function: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return function(*args, **kwargs)
-
-        return wrapper
-
+    watched = killing_after(count)
     AnswerStore.add = watched(AnswerStore.add)
     for module in (outcomes_module, answer_store_module):
         for name in ("write_table", "write_artefact"):

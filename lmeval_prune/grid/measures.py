@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lmeval_prune.profiling.costs import parameters
+
 # Everyday prose of about 250 tokens: what a variant skips depends on the text, so the text is fixed.
 TEXT = """The ferry to the island leaves at seven, but on windy days the captain waits until the harbour master has
 read the gauges twice. Mara carried two crates of apples, a roll of canvas and the clock that her brother had repaired.
@@ -48,8 +50,8 @@ def measure(lm: Any) -> dict[str, Any]:
     model = lm.model
     ids = torch.tensor([lm.tok_encode(TEXT)[:PREFILL]], device=lm.device)
     length = ids.shape[1]
-    embeddings = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
     weights = list(model.parameters())
+    everything, without_embeddings = parameters(model)
     with torch.inference_mode():
         with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
             model(ids, use_cache=False)
@@ -64,8 +66,8 @@ def measure(lm: Any) -> dict[str, Any]:
         whole = _seconds(lambda: model.generate(ids, **many))
     on_gpu = lm.device.type == "cuda"
     return {
-        "parameters": sum(one.numel() for one in weights),
-        "parameters_without_embeddings": sum(one.numel() for one in weights if id(one) not in embeddings),
+        "parameters": everything,
+        "parameters_without_embeddings": without_embeddings,
         "flops_per_token": counter.get_total_flops() / length,
         "prefill_tokens_per_second": length / prefill,
         "decode_tokens_per_second": decoding_rate(first, whole),

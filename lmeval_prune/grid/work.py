@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import resource
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -26,6 +24,7 @@ from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.profiling.speed import highest_memory
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
@@ -90,10 +89,7 @@ class VariantLM(PrunedHFLM):
             try:
                 self.answering.answer_ahead(requests, self.ahead, disable_tqdm)
             finally:
-                with ExitStack() as applied:
-                    for one in self.given.interventions:
-                        applied.enter_context(one.applied_to(self.model, self.model_map))
-                    self._applied = applied.pop_all()
+                self._applied = self._apply()
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
 
@@ -252,7 +248,7 @@ class Worker:
             "seconds": ended - loaded,
             "answers_computed": new,
             "variants_in_this_pass": len(ahead) or 1,
-            "peak_rss_bytes_of_the_process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+            "peak_rss_bytes_of_the_process": highest_memory(),
             "threads": torch.get_num_threads(),
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {**versions(), "torch": torch.__version__},
@@ -300,6 +296,3 @@ class Worker:
         self.folder.fail(key, reason, traceback.format_exc())
         Loaded.release()  # whatever state the model is in
         return Finished(key, FAILED, reason)
-
-
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024

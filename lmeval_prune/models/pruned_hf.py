@@ -89,12 +89,17 @@ class PrunedHFLM(HFLM):
 
     def _begin(self, store: AnswerStore | None = None) -> None:
         """Apply what was given to the loaded model, and get ready to answer, from a store that is open or one's own."""
-        with ExitStack() as applied:  # on a live model nothing may stay when something below fails
-            for one in self.given.interventions:
-                applied.enter_context(one.applied_to(self.model, self.model_map))
+        with self._apply() as applied:  # on a live model nothing may stay when something below fails
             self.engine = self._engine() if self.given.engine.engine == "batched" else None
             self.answering = Answering(self, store)
             self._applied = applied.pop_all()
+
+    def _apply(self) -> ExitStack:
+        """Apply what was given to the model; closing what comes back undoes it."""
+        with ExitStack() as applied:
+            for one in self.given.interventions:
+                applied.enter_context(one.applied_to(self.model, self.model_map))
+            return applied.pop_all()
 
     def close(self) -> None:
         """Undo what was applied and release the answer store. (The end of the object does so too.)"""

@@ -333,7 +333,7 @@ def test_it_says_for_whom_it_waits(
         if len(slept) == 3:
             caught.close()
 
-    monkeypatch.setattr("lmeval_prune.grid.run.time.sleep", sleep)
+    monkeypatch.setattr("lmeval_prune.grid.run.sleep", sleep)
     with caplog.at_level("INFO", logger="lmeval_prune"):
         assert run(given, str(tmp_path)).new == 2
     said = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]

@@ -323,8 +323,8 @@ def _computation(
 
 def _engine(given: Arguments, model: Model) -> str:
     """The faster way to the same texts."""
-    tokenwise = all(one.tokenwise for one in given.interventions)
-    return "batched" if tokenwise and not model.config.is_encoder_decoder else "generate"
+    in_batches = all((one.tokenwise or one.by_sequence) and not one.needs_order for one in given.interventions)
+    return "batched" if in_batches and not model.config.is_encoder_decoder else "generate"
 
 
 def is_masks(given: Arguments) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any
 
 from lmeval_prune.artefacts import digest
@@ -148,8 +148,8 @@ def _until_done(
             what = f"failed: {one.reason}" if one.state == FAILED else "done"
             logger.info("[%d/%d] %s: %s", ended, total, names.get(one.key, one.key), what)
         if not moved and (rest := left()):
-            if time.monotonic() >= said:
+            if monotonic() >= said:
                 first = names.get(rest[0].key) or rest[0].variant
                 logger.info("waiting for another run that has %d of them, e.g. %s", len(rest), first)
-                said = time.monotonic() + SAY
-            time.sleep(WAIT)
+                said = monotonic() + SAY
+            sleep(WAIT)

@@ -51,7 +51,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "magnitude": ("magnitude", {}),
     "confidence": ("confidence", {}),
 }
-WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=2, clock="processor")
+WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=6, clock="processor")
 PROMPT = 128  # tokens whose arithmetic is counted
 OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
 

@@ -117,7 +117,7 @@ def map_model(
         )
     attention: dict[tuple[str, int], AttentionLayer] = {}
     feed_forward: list[FeedForward] = []
-    for layer in _layers(model, family):
+    for layer in layers_in(model, family):
         own = _read_attention(layer, family.attention, family, attention_heads)
         cross = _read_attention(replace(layer, stack="cross"), family.cross_attention, family, attention_heads)
         for found in filter(None, (own, cross)):
@@ -157,7 +157,8 @@ def _described(path: str | None, output: str | None, heads: int | None) -> Famil
     return Family(rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}", attention, output)
 
 
-def _layers(model: nn.Module, family: Family) -> Iterator[Block]:
+def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
+    """The modules of a model that a family calls layers, with their stacks and numbers."""
     matcher = re.compile(rf"(?:^|.*\.){family.layer}$")
     for name, module in model.named_modules():
         found = matcher.match(name)

@@ -44,22 +44,27 @@ class CalibrationText:
         return {"text": self.name, "windows": windows, "tokens": tokens, "sha256": state.hexdigest()[:16]}
 
     def run(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the model on each batch; yields it before its forward pass.
+        """Run the model on each batch; yields it before its forward pass."""
+        with torch.no_grad():
+            for ids, real, inputs in self.inputs(model):
+                yield ids, real
+                model(**inputs)
+
+    def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """Of each batch, on the model's device: token ids, which are real, and what the model is called with.
 
         An encoder-decoder reads a batch in both stacks.
         """
         device = next(model.parameters()).device
-        with torch.no_grad():
-            for ids, real in self.batches:
-                ids, real = ids.to(device), real.to(device)
-                yield ids, real
-                inputs: dict[str, Any] = {"input_ids": ids}
-                if not bool(real.all()):
-                    inputs["attention_mask"] = real
-                if getattr(model.config, "is_encoder_decoder", False):
-                    inputs["decoder_input_ids"] = ids
-                    inputs |= {"decoder_attention_mask": real} if not bool(real.all()) else {}
-                model(**inputs)
+        for ids, real in self.batches:
+            ids, real = ids.to(device), real.to(device)
+            inputs: dict[str, Any] = {"input_ids": ids}
+            if not bool(real.all()):
+                inputs["attention_mask"] = real
+            if getattr(model.config, "is_encoder_decoder", False):
+                inputs["decoder_input_ids"] = ids
+                inputs |= {"decoder_attention_mask": real} if not bool(real.all()) else {}
+            yield ids, real, inputs
 
 
 def check_length(model: Any, tokens: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.errors import InputError
@@ -30,7 +31,7 @@ def importance(
     Args:
         pretrained: model, as for lm_eval, or one that was cut
         output: path of the artefact, a JSON file: a plan that removes nothing, and scores; its picture is beside it
-        method: norm_entropy, global_threshold, magnitude, confidence or random
+        method: norm_entropy, global_threshold, magnitude, confidence, random, flap, wanda_sp, slimgpt or llm_pruner
         options: of the method, e.g. alpha=0.5,entropy=raw
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
@@ -41,26 +42,27 @@ def importance(
         channels: score feed-forward channels, too
         revision: of the model
     """
+    from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.pruners.base import make_pruner
+    from lmeval_prune.pruners.base import by_member, make_pruner
     from lmeval_prune.reporting.importance_map import draw
 
     pruner = make_pruner(method, options or {})
     _check_json(output)
     check_writable(output)
     pruner.check(True, channels, bool(task or text))
+    pruner.check_model(map_model(skeleton_of(pretrained, revision)))
     needed = pruner.needs_text(True, channels)
     model_map, calibration, _ = _loaded(pretrained, revision, needed, task, text, windows, tokens, batch, seed)
-    scores = {f"heads.{label}": one for label, one in pruner.head_scores(model_map, calibration).items()}
-    if channels:
-        scores |= {f"channels.{label}": one for label, one in pruner.channel_scores(model_map, calibration).items()}
+    scored = pruner.scores(model_map, calibration, True, channels)
+    scores = {f"heads.{label}": one for label, one in scored.heads.items()}
+    scores |= {f"channels.{label}": one for label, one in scored.channels.items()}
     made: dict[str, Any] = {"method": method, **vars(pruner)}
     made |= {"calibration": calibration.about()} if calibration else {}
     Plan(scores=scores, made=made).save(output, model_map)
-    heads: dict[str, Any] = {
-        label.removeprefix("heads."): one for label, one in scores.items() if label.startswith("heads.")
-    }
+    heads: dict[str, Any] = {label: by_member(one) for label, one in scored.heads.items()}
     draw(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{head}") for label, one in heads.items() for head, x in enumerate(one))
     print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")
@@ -92,7 +94,7 @@ def prune(
     Args:
         pretrained: model, as for lm_eval, or one that was cut
         output: path of the plan, a JSON file
-        method: norm_entropy, global_threshold, magnitude, confidence or random
+        method: norm_entropy, global_threshold, magnitude, confidence, random, flap, wanda_sp, slimgpt or llm_pruner
         options: of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: scores channels (default: the same)
         ffn_options: of that method, e.g. seed=1
@@ -112,7 +114,7 @@ def prune(
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.pruners.base import PRUNERS, make_pruner
-    from lmeval_prune.pruners.schedule import check_prunable, stages
+    from lmeval_prune.pruners.schedule import check_methods, settled, stages, wants_channels, wants_heads
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
     asked = PruneOptions(**wanted)
@@ -124,31 +126,35 @@ def prune(
             raise InputError("scores=FILE serves a single step; leave it out, or --steps")
         if ffn_method:
             at_hand = (at_hand[0], {})
-        elif asked.ffn_ratio and not at_hand[1]:
-            raise InputError(
-                f"{scores} has no scores of channels; make it with `lmeval-prune importance --channels`, or give "
-                f"--ffn_method, which then scores them"
-            )
     if ffn_options and not ffn_method:
         raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
     pruner = make_pruner(method, options or {})
     of_channels = make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
-    scored = bool(asked.ratio and not at_hand[0]), bool(asked.ffn_ratio and not at_hand[1])
     _check_json(output)
     bare = map_model(skeleton_of(pretrained, revision))
-    check_prunable(bare, asked)
-    pruner.check(scored[0], False, bool(task or text))
-    of_channels.check(False, scored[1], bool(task or text))
+    asked = settled(asked, pruner, bare)
+    wanted_parts = wants_heads(asked), wants_channels(asked, bare)
+    if known and wanted_parts[1] and not at_hand[1] and not ffn_method:
+        raise InputError(
+            f"{scores} has no scores of channels; make it with `lmeval-prune importance --channels`, or give "
+            f"--ffn_method, which then scores them"
+        )
+    check_methods(pruner, of_channels, bare, asked, bool(task or text), at_hand)
     if cut:
         _check_apart(output, cut)
         check_folder(cut, [pretrained])
-        check_cuttable(bare, bool(asked.ratio))
+        check_cuttable(bare, wanted_parts[0])
     check_writable(output)
-    needs = (scored[0] and pruner.needs_text(True, False)) or (scored[1] and of_channels.needs_text(False, True))
+    needs = (wanted_parts[0] and not at_hand[0] and pruner.needs_text(True, False)) or (
+        wanted_parts[1] and not at_hand[1] and of_channels.needs_text(False, True)
+    )
+    needs = needs or asked.compensation != "none"
     model_map, calibration, tokenizer = _loaded(pretrained, revision, needs, task, text, windows, tokens, batch, seed)
     if known:
         known.fit_to(model_map)
-    *_, plan = stages(pruner, model_map, asked, calibration, of_channels, at_hand, partial(print, flush=True))
+    work = Path(output).with_name(f".{Path(output).name}.layers")
+    say = partial(print, flush=True)
+    *_, plan = stages(pruner, model_map, asked, calibration, of_channels, at_hand, say, work)
     if not plan.heads and not plan.channels:
         raise InputError(
             f"nothing would be removed: the share is less than one unit ({asked.unit}) of a layer or the model; give "
@@ -158,6 +164,7 @@ def prune(
         made = {("ffn_calibration" if name == "calibration" else name): one for name, one in plan.made.items()}
         plan = replace(plan, made={**made, **{k: v for k, v in known.made.items() if k == "calibration"}})
     plan.save(output, model_map)
+    rmtree(work, ignore_errors=True)  # what was kept of layers while it was made
     print(f"{output}: {_said(plan, model_map)}")
     if cut:
         done = cut_to(cut, model_map.model, plan, tokenizer or _tokenizer(pretrained, revision))
@@ -271,7 +278,9 @@ def _said(plan: Any, model_map: Any) -> str:
         parts.append(f"{found['kv_heads_pruned']} of {found['kv_heads_total']} key-value heads")
     if found["channels_pruned"]:
         parts.append(f"{found['channels_pruned']} of {found['channels_total']} channels")
-    return f"{', '.join(parts)} of {model_map.name} go"
+    counted = plan.made.get("parameters")
+    share = f", {counted['removed'] / counted['removable']:.2%} of what can be removed" if counted else ""
+    return f"{', '.join(parts)} of {model_map.name} go{share}"
 
 
 def _report(folder: str, done: Any) -> None:

@@ -187,14 +187,20 @@ def removed_by(pots: Sequence[Pot], counts: Sequence[int], before: tuple[Removed
 
 
 def _by_layer(pots: Sequence[Pot], shares: Sequence[float], ratio: float, allow_empty: bool) -> list[int]:
+    """What rounding leaves is carried to the next layer; what the last ones cannot give is taken from those before."""
     carried: dict[str, float] = {HEADS: 0.0, CHANNELS: 0.0}
+    most = [pot.size if allow_empty else max(pot.size - 1, pot.removed) for pot in pots]
     counts = []
-    for pot, share in zip(pots, shares, strict=True):
+    for pot, share, at_most in zip(pots, shares, most, strict=True):
         due = carried[pot.kind] + share * pot.size * pot.cost
-        most = pot.size if allow_empty else max(pot.size - 1, pot.removed)
-        count = min(max(math.floor(due / pot.cost + 0.5), pot.removed), most)
+        count = min(max(math.floor(due / pot.cost + 0.5), pot.removed), at_most)
         carried[pot.kind] = due - count * pot.cost
         counts.append(count)
+    for place in reversed(range(len(pots))):
+        pot = pots[place]
+        more = min(max(0, math.floor(carried[pot.kind] / pot.cost + 0.5)), most[place] - counts[place])
+        counts[place] += more
+        carried[pot.kind] -= more * pot.cost
     for kind, left in carried.items():
         if left > max((pot.cost for pot in pots if pot.kind == kind), default=0.0) * _HALF:
             raise _emptied(ratio, kind)

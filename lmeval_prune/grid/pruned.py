@@ -12,9 +12,9 @@ from typing import Any
 from lmeval_prune.artefacts import content_digest
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.grid.preparations import Preparation
-from lmeval_prune.more import typed, types_of
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.settings import typed, types_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmeval_prune.errors import InputError, first_line
 
@@ -43,12 +44,18 @@ class CalibrationText:
         tokens = int(sum(real.sum() for _, real in self.batches))
         return {"text": self.name, "windows": windows, "tokens": tokens, "sha256": state.hexdigest()[:16]}
 
-    def run(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the model on each batch; yields it before its forward pass."""
-        with torch.no_grad():
+    def run(self, model: Any, last: nn.Module | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the model on each batch; yields it before its forward pass.
+
+        Args:
+            model: the model.
+            last: what comes after this module is left out.
+        """
+        with torch.no_grad(), stopping_after(last) if last else nullcontext():
             for ids, real, inputs in self.inputs(model):
                 yield ids, real
-                model(**inputs)
+                with suppress(Reached):
+                    model(**inputs)
 
     def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         """Of each batch, on the model's device: token ids, which are real, and what the model is called with.
@@ -65,6 +72,32 @@ class CalibrationText:
                 inputs["decoder_input_ids"] = ids
                 inputs |= {"decoder_attention_mask": real} if not bool(real.all()) else {}
             yield ids, real, inputs
+
+
+class Reached(Exception):  # noqa: N818 - the end of a run, no failure
+    """A module has been run, and nothing after it is wanted.
+
+    Args:
+        output: of the module.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("a module has been run, and nothing after it is wanted")
+        self.output = output
+
+
+@contextmanager
+def stopping_after(module: nn.Module) -> Iterator[None]:
+    """Inside the block, `Reached` is raised when a module has been run."""
+
+    def stop(_: nn.Module, __: Any, output: Any) -> None:
+        raise Reached(output)
+
+    handle = module.register_forward_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_length(model: Any, tokens: int) -> None:

@@ -19,15 +19,14 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import in_features
-from lmeval_prune.architectures.model_map import layers_in
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.interventions.plan import Plan, ranges_of
 from lmeval_prune.pruners.base import Pruner, Scored, Scores, needed, pruner_name
-from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_after
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.layer_store import Done, LayerStore
-from lmeval_prune.pruners.moments import Moments, add_tokens, weight_of
+from lmeval_prune.pruners.moments import Moments, add_tokens, layers_with_attention, weight_of
 from lmeval_prune.pruners.selection import Removed
 
 Units = Sequence[tuple[int, ...]]  # of inputs of a projection, those that go together
@@ -315,11 +314,7 @@ class Replay:
 
     def __init__(self, model_map: ModelMap, text: CalibrationText) -> None:
         self.model, self.text = model_map.model, text
-        named = {layer.name for layer in model_map.attention}
-        every = layers_in(model_map.model, model_map.attention[0].family)
-        self.layers = [
-            one.module for one in every if any(name == one.name or name.startswith(f"{one.name}.") for name in named)
-        ]
+        self.layers = layers_with_attention(model_map)
         self.kept: list[Any] = []  # of each batch, what the layer before gave out
         self.batch, self.real = 0, torch.ones(0)
 
@@ -337,12 +332,12 @@ class Replay:
                 change_input(module, partial(self._collect, own), stack)
             for layer in self.layers[:number]:
                 _replace_forward(layer, lambda *_, **__: self.kept[self.batch], stack)
-            stack.callback(self.layers[number].register_forward_hook(_stop).remove)
+            stack.enter_context(stopping_after(self.layers[number]))
             for batch, (_, real, inputs) in enumerate(self.text.inputs(self.model)):
                 self.batch, self.real = batch, real
                 try:
                     self.model(**inputs)
-                except _Reached as reached:
+                except Reached as reached:
                     outputs.append(reached.output if keep else None)
                 else:
                     raise InputError(f"layer {number} of this {self.model.config.model_type} model was not run")
@@ -352,16 +347,6 @@ class Replay:
     def _collect(self, moments: Moments, x: Tensor) -> Tensor:
         add_tokens(moments, x, self.real)
         return x
-
-
-class _Reached(Exception):  # noqa: N818 - the end of a run, no failure
-    def __init__(self, output: Any) -> None:
-        super().__init__("a layer has been run")
-        self.output = output
-
-
-def _stop(_: nn.Module, __: Any, output: Any) -> None:
-    raise _Reached(output)
 
 
 def _replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) -> None:

@@ -1,4 +1,4 @@
-"""Moments of what projections read, over calibration text: streamed, batch by batch, in float64."""
+"""Moments of what projections read, over calibration text: streamed, batch by batch, summed up in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Moments:
 
     Args:
         columns: how many there are.
-        pairs: collect products of pairs of columns, too.
+        pairs: collect products of pairs of columns, too; those of one batch in the inputs' own type, float32 or better.
 
     Attributes:
         count: tokens so far.
@@ -38,13 +38,14 @@ class Moments:
 
     def add(self, x: Tensor) -> None:
         """Take in tokens, (tokens, columns)."""
-        x = x.detach().double()
         if not len(x):
             return
+        if self.products is not None:
+            own = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+            self.products += (own.T @ own).cpu()
+        x = x.detach().double()
         mean = x.mean(0)
         deviations = (x - mean).square().sum(0).cpu()
-        if self.products is not None:
-            self.products += (x.T @ x).cpu()
         apart = mean.cpu() - self.mean
         total = self.count + len(x)
         self.mean += apart * (len(x) / total)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from statistics import mean
 from typing import Any
 
@@ -202,6 +203,7 @@ def measured(row: Row, model_map: Any, text: Any, windows: dict[str, torch.Tenso
     (plan,), seconds = timed(lambda: list(made()))
     with plan.applied_to(model_map.model, model_map):
         quality = perplexities(model_map.model, windows)
+    rmtree(stem.with_suffix(".layers"), ignore_errors=True)
     added = sum(one.numel() for name, one in plan.compensation.items() if name.endswith(".bias"))
     left = expected(model_map, plan)
     left = {**left, "parameters": left["parameters"] + added}

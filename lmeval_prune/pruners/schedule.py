@@ -53,7 +53,7 @@ def stages(
         scores: of heads and of channels for the first step, where they are at hand; what is empty is computed.
         progress: is told what happens.
         work: a folder for what is known of each layer of a method that goes layer by layer, so that a run that was
-            killed goes on; it is removed when the plan is made.
+            killed goes on; for the caller to remove when the plan is safe.
 
     Raises:
         InputError: the options do not suit the model or the pruner.

@@ -166,6 +166,13 @@ def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
             yield Block(found.groupdict().get("stack") or "", int(found["layer"]), name, module)
 
 
+def layers_with_attention(model_map: ModelMap) -> list[nn.Module]:
+    """The modules of a model's layers, in order."""
+    names = [layer.name for layer in model_map.attention]
+    every = layers_in(model_map.model, model_map.attention[0].family)
+    return [one.module for one in every if any(f"{name}.".startswith(f"{one.name}.") for name in names)]
+
+
 def _inside(layer: Block, path: str) -> Block | None:
     """What is at a path in a layer; at an empty path, the layer itself."""
     if not path:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, is_transposed
-from lmeval_prune.architectures.model_map import layers_in
+from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -123,13 +123,6 @@ def input_moments(
         for _, real in text.run(model_map.model, last):  # noqa: B007 - read by the hooks
             pass
     return found
-
-
-def layers_with_attention(model_map: ModelMap) -> list[nn.Module]:
-    """The modules of a model's layers, in order."""
-    names = [layer.name for layer in model_map.attention]
-    every = layers_in(model_map.model, model_map.attention[0].family)
-    return [one.module for one in every if any(f"{name}.".startswith(f"{one.name}.") for name in names)]
 
 
 def add_tokens(moments: Moments, x: Tensor, real: Tensor) -> None:

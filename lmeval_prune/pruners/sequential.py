@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import in_features
+from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.interventions.plan import Plan, ranges_of
@@ -26,7 +27,7 @@ from lmeval_prune.pruners.base import Pruner, Scored, Scores, needed, pruner_nam
 from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_after
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.layer_store import Done, LayerStore
-from lmeval_prune.pruners.moments import Moments, add_tokens, layers_with_attention, weight_of
+from lmeval_prune.pruners.moments import Moments, add_tokens, weight_of
 from lmeval_prune.pruners.selection import Removed
 
 Units = Sequence[tuple[int, ...]]  # of inputs of a projection, those that go together

@@ -35,6 +35,7 @@ from lmeval_prune import load_pretrained, map_model
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions.probe_pruning import ProbePruning
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.profiling.costs import formula_flops, parameters
 from lmeval_prune.pruners.base import make_pruner
@@ -59,7 +60,7 @@ class Row:
 
     Attributes:
         name: as tables call it.
-        method, given: a pruner and its options; no method: Token Filtering.
+        method, given: a pruner and its options; none of Token Filtering and Probe Pruning, which prune while they run.
         ratio: share of the parameters.
         text: what it is calibrated on.
         options: further ones of the plan.
@@ -89,6 +90,7 @@ def rows() -> Iterator[Row]:
         yield Row("slimgpt, uniform", "slimgpt", ratio, options={"allocation": "uniform"})
         yield from (Row(f"random, seed {seed}", "random", ratio, given={"seed": seed}) for seed in range(1, SEEDS))
         yield from (Row(name, name, ratio, "MATH") for name in ("flap", "slimgpt", "wanda_sp", "llm_pruner"))
+        yield Row("probe pruning", "", ratio)
     for ratio in RATIOS:
         yield Row("token filter", "", ratio)
         squared = {"options": {"unit": "head"}}
@@ -194,6 +196,8 @@ def perplexities(model: Any, windows: dict[str, torch.Tensor]) -> dict[str, floa
 
 def measured(row: Row, model_map: Any, text: Any, windows: dict[str, torch.Tensor], work: str) -> dict[str, Any]:
     """Make a plan and read the texts under it."""
+    if row.name == "probe pruning":
+        return probed(row, model_map, windows)
     if not row.method:
         return filtered(row, model_map, windows)
     wanted = PruneOptions(row.ratio, budget="parameters", **row.options)
@@ -208,6 +212,15 @@ def measured(row: Row, model_map: Any, text: Any, windows: dict[str, torch.Tenso
     left = expected(model_map, plan)
     left = {**left, "parameters": left["parameters"] + added}
     return {"perplexity": quality, **left, "planned": plan.made["parameters"], "seconds": seconds}
+
+
+def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Probe Pruning by each window itself: parameters and arithmetic stay, since it masks."""
+    with ProbePruning(row.ratio, skip_first=0).applied_to(model_map.model, model_map):
+        quality = perplexities(model_map.model, windows)
+    all_, without = parameters(model_map.model)
+    flops = formula_flops(model_map, WINDOW)
+    return {"perplexity": quality, "parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
 
 
 def filtered(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -285,6 +298,11 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
             continue
         shares = " | ".join(f"−{1 - one[name] / dense[name]:.1%}" for name in ("parameters", "flops"))
         lines.append(f"| {row.name} | {row.ratio:.0%} | {text} | {_shown(one['perplexity'])} | {shares} |")
+    lines += [
+        "",
+        "Probe Pruning masks, and Token Filtering skips tokens: neither has fewer parameters. A probe looks at the whole",
+    ]
+    lines += ["window, the predicted tokens included."]
     lines += ["", "| expected | share | so? | figures |", "| --- | --- | --- | --- |"]
     for one in checked:
         if one["so"] is not None:

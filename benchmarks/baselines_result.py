@@ -300,7 +300,7 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
         lines.append(f"| {row.name} | {row.ratio:.0%} | {text} | {_shown(one['perplexity'])} | {shares} |")
     lines += [
         "",
-        "Probe Pruning masks, and Token Filtering skips tokens: neither has fewer parameters. A probe looks at the whole",
+        "Probe Pruning masks and Token Filtering skips: all parameters stay. A probe looks at the whole",
     ]
     lines += ["window, the predicted tokens included."]
     lines += ["", "| expected | share | so? | figures |", "| --- | --- | --- | --- |"]

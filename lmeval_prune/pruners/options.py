@@ -50,8 +50,6 @@ class PruneOptions:
 
     Attributes:
         ratio: share that is removed of what the budget counts
-        budget: heads: ratio is a share of all query heads, ffn_ratio of all channels; parameters: ratio is one share
-            of the parameters of heads and channels that can be removed; default: the method's
         unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group);
             default: head, and of a budget of parameters group, where the model has them
         ffn_ratio: share of all feed-forward channels that is removed
@@ -59,6 +57,13 @@ class PruneOptions:
         allocation: global (scores of all layers are compared) or uniform (each layer loses its share; its checkpoint
             is a plain one); of a budget of parameters also standardised (heads and channels of all layers are compared,
             by how far they are from their layer's mean) and log (later layers lose more); default: the method's
+        p_min: share that the first of several steps starts from, of the larger of ratio and ffn_ratio; the other one
+            starts from as large a part of its own
+        steps: stages, each scored anew with what is removed so far masked
+        growth: exponent of the schedule between them
+        allow_empty_layer: let a layer lose all its heads
+        budget: heads: ratio is a share of all query heads, ffn_ratio of all channels; parameters: ratio is one share
+            of the parameters of heads and channels that can be removed; default: the method's
         parts: of a budget of parameters, what goes: both, heads or channels
         skip_first: of a budget of parameters, so many first layers are spared, and do not count in the ratio
         skip_last: the same of the last layers
@@ -66,29 +71,24 @@ class PruneOptions:
         compensation: what makes up for the loss: none, bias (the mean of what is lost) or least_squares (output
             projections that do best without it); default: the method's
         damping: of least squares, what is added to the diagonal, as a share of its mean
-        p_min: share that the first of several steps starts from, of the larger of ratio and ffn_ratio; the other one
-            starts from as large a part of its own
-        steps: stages, each scored anew with what is removed so far masked
-        growth: exponent of the schedule between them
-        allow_empty_layer: let a layer lose all its heads
     """
 
     ratio: float = 0.0
-    budget: str | None = None
     unit: str | None = None
     ffn_ratio: float = 0.0
     ffn_multiple: int = 1
     allocation: str | None = None
+    p_min: float = 0.0
+    steps: int = 1
+    growth: float = 1.0
+    allow_empty_layer: bool = False
+    budget: str | None = None
     parts: str = "both"
     skip_first: int = 0
     skip_last: int = 0
     log_start: float = 0.3125
     compensation: str | None = None
     damping: float = 0.01
-    p_min: float = 0.0
-    steps: int = 1
-    growth: float = 1.0
-    allow_empty_layer: bool = False
 
     def __post_init__(self) -> None:
         allocations = ALLOCATIONS[self.budget] if self.budget in ALLOCATIONS else ALLOCATIONS["parameters"]

@@ -608,6 +608,24 @@ def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path
     assert not Plan.load(tmp_path / "none.json").compensation
 
 
+def test_scores_of_an_artefact_make_the_same_plan(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of columns, as `flap` standardises them; a method that goes layer by layer refuses them."""
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+    given = ["--pretrained", str(tiny_folder), "--text", str(tmp_path / "text.txt"), "--windows", "4", "--tokens", "32"]
+    for method in ("flap", "slimgpt"):
+        words = ["importance", *given, "--method", method, "--channels", "--output", str(tmp_path / f"{method}.json")]
+        assert main(words) == 0
+    prune = ["prune", *given, "--ratio", "0.4", "--output"]
+    assert main([*prune, str(tmp_path / "a.json"), "--method", "flap"]) == 0
+    assert main([*prune, str(tmp_path / "b.json"), "--scores", str(tmp_path / "flap.json")]) == 0
+    one, other = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
+    assert one == other and one.tensors
+    assert main([*prune, str(tmp_path / "c.json"), "--scores", str(tmp_path / "slimgpt.json")]) == 2
+    assert "leave out --scores" in capsys.readouterr().err
+
+
 class _Quantised:
     """A model map whose model says that it is quantised."""
 

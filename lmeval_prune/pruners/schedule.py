@@ -223,6 +223,8 @@ def check_methods(
     for_channels = wants_channels(options, model_map) and (later or not scores[1])
     if channel_pruner is not pruner and SequentialPruner in {*type(pruner).__mro__, *type(channel_pruner).__mro__}:
         raise InputError("a method that goes layer by layer takes heads and channels itself; leave out ffn_method")
+    if isinstance(pruner, SequentialPruner) and any(scores):
+        raise InputError(f"{pruner_name(pruner)} scores each layer when those before have gone; leave out --scores")
     pruner.check(for_heads, False, text)
     channel_pruner.check(False, for_channels, text)
     for one, wanted in ((pruner, for_heads), (channel_pruner, for_channels)):

@@ -26,7 +26,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from _record import RESULTS, environment, timed, write
+from _record import RESULTS, environment, write
 from filter_quality import arithmetic
 from pruning_result import expected
 from transformers import AutoTokenizer
@@ -204,14 +204,14 @@ def measured(row: Row, model_map: Any, text: Any, windows: dict[str, torch.Tenso
     pruner = make_pruner(row.method, row.given)
     stem = Path(work) / row.key.replace(", ", "-").replace(" ", "_").replace("%", "")
     made = partial(stages, pruner, model_map, wanted, text, work=stem.with_suffix(".layers"))
-    (plan,), seconds = timed(lambda: list(made()))
+    (plan,) = made()
     with plan.applied_to(model_map.model, model_map):
         quality = perplexities(model_map.model, windows)
     rmtree(stem.with_suffix(".layers"), ignore_errors=True)
     added = sum(one.numel() for name, one in plan.compensation.items() if name.endswith(".bias"))
     left = expected(model_map, plan)
     left = {**left, "parameters": left["parameters"] + added}
-    return {"perplexity": quality, **left, "planned": plan.made["parameters"], "seconds": seconds}
+    return {"perplexity": quality, **left, "planned": plan.made["parameters"]}
 
 
 def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:

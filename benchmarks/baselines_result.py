@@ -87,9 +87,10 @@ def rows() -> Iterator[Row]:
         yield Row("random, seed 0", "random", ratio, given={"seed": 0})
         yield Row("flap without its bias", "flap", ratio, options=alone)
         yield Row("slimgpt without its update", "slimgpt", ratio, options=alone)
+        yield from (Row(name, name, ratio, "MATH") for name in ("flap", "slimgpt"))
         yield Row("slimgpt, uniform", "slimgpt", ratio, options={"allocation": "uniform"})
         yield from (Row(f"random, seed {seed}", "random", ratio, given={"seed": seed}) for seed in range(1, SEEDS))
-        yield from (Row(name, name, ratio, "MATH") for name in ("flap", "slimgpt", "wanda_sp", "llm_pruner"))
+        yield from (Row(name, name, ratio, "MATH") for name in ("llm_pruner", "wanda_sp"))
         yield Row("probe pruning", "", ratio)
     for ratio in RATIOS:
         yield Row("token filter", "", ratio)

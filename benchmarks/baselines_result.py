@@ -334,6 +334,8 @@ def draw(results: dict[str, Any]) -> None:
                     axes.plot(*zip(*points, strict=True), color=colour, ls=line, marker="o", ms=4, label=label)
         axes.axhline(results["dense"]["perplexity"][read], color="black", lw=0.8, ls=":")
         axes.set_yscale("log")
+        axes.set_xlim(0, 60)
+        axes.set_xticks([100 * ratio for ratio in sorted(RATIOS)])
         axes.set_title(f"read: {read}", fontsize=9, loc="left")
         axes.set_xlabel("per cent of the parameters of heads and channels")
         axes.spines[["top", "right"]].set_visible(False)

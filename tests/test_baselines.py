@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForMaskedLM
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import ModelMap
@@ -35,7 +36,7 @@ from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_fo
 from lmeval_prune.pruners.flap import Flap
 from lmeval_prune.pruners.layer_store import Done, LayerStore
 from lmeval_prune.pruners.llm_pruner import LlmPruner, gradients, structure_sums
-from lmeval_prune.pruners.moments import Moments, input_moments, weight_of
+from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments, weight_of
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import settled, stages
@@ -102,6 +103,12 @@ def test_moments_are_those_of_two_passes(family: str) -> None:
         far.add(part)
     torch.testing.assert_close(far.variance, x.var(0, correction=0), rtol=1e-8, atol=0)
     torch.testing.assert_close(far.second, x.T @ x / 50)
+    reference = ReferenceFluctuation(3)
+    for part in x.split(10):
+        reference.add(part)
+    torch.testing.assert_close(reference.variance, far.variance)
+    torch.testing.assert_close(reference.mean_square, x.square().mean(0))
+    assert (reference.fluctuation > 2 * reference.variance).all()
 
 
 @pytest.mark.parametrize("name", ["flap", "flap reference", "wanda_sp", "slimgpt", "llm_pruner", "llm_pruner mix"])
@@ -156,9 +163,9 @@ def test_flap_as_its_reference_computes_it() -> None:
 
 def test_wanda_sp_sees_layers_that_are_pruned_already() -> None:
     """Layer 1's scores are those of a model whose first layer has lost its heads and channels."""
-    model, text = tiny("llama"), whole()
+    model, text = tiny("llama", num_key_value_heads=4), whole()
     model_map = map_model(model)
-    plan = plan_by("wanda_sp", model_map, text, unit="head")
+    plan = plan_by("wanda_sp", model_map, text)
     first = Plan([x for x in plan.heads if x.startswith("L0")], {"L0": plan.channels["L0"]})
     with first.applied_to(model):
         x = inputs_of(model_map, text)
@@ -310,9 +317,9 @@ def test_slimgpt_takes_the_unit_that_costs_least_each_time() -> None:
 
 def test_slimgpt_solves_on_what_layers_before_left() -> None:
     """The second layer's new weights are those of least squares on inputs behind the pruned and updated first one."""
-    model, text = tiny("llama"), whole(rows=16, length=20)
+    model, text = tiny("llama", num_key_value_heads=4), whole(rows=16, length=20)
     model_map = map_model(model)
-    plan = plan_by("slimgpt", model_map, text, unit="head", allocation="uniform", damping=0.0)
+    plan = plan_by("slimgpt", model_map, text, allocation="uniform", damping=0.0)
     first = {name: one for name, one in plan.compensation.items() if name.startswith("L0")}
     before = Plan([x for x in plan.heads if x.startswith("L0")], {"L0": plan.channels["L0"]}, compensation=first)
     with before.applied_to(model):
@@ -324,6 +331,29 @@ def test_slimgpt_solves_on_what_layers_before_left() -> None:
     solved = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
     assert gone and len(kept) < 32
     torch.testing.assert_close(plan.compensation["L1.o_proj.weight"][:, kept], solved, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["least_squares", "bias"])
+def test_wanda_sp_makes_up_for_what_the_down_projection_reads_by_then(kind: str) -> None:
+    """Behind the heads of its layer that have gone, and what made up for them; what goes is chosen before."""
+    model, text = tiny("llama"), whole(rows=16, length=20)
+    model_map = map_model(model)
+    plan = plan_by("wanda_sp", model_map, text, compensation=kind, damping=0.0, ratio=0.4)
+    plain = plan_by("wanda_sp", model_map, text, ratio=0.4)
+    assert plan.channels["L0"] == plain.channels["L0"]
+    own = {name: one for name, one in plan.compensation.items() if name.startswith("L0.o_proj")}
+    heads = [name for name in plan.heads if name.startswith("L0")]
+    assert heads and own
+    with Plan(heads, compensation=own).applied_to(model):
+        x = inputs_of(model_map, text)["L0.down"]
+    gone, weight = plan.channel_numbers("L0"), weight_of(model_map.feed_forward[0].down)
+    kept = [column for column in range(48) if column not in gone]
+    if kind == "bias":
+        expected = weight[:, gone] @ x.mean(0)[gone]
+        torch.testing.assert_close(plan.compensation["L0.down.bias"], expected, rtol=1e-9, atol=1e-12)
+    else:
+        solved = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
+        torch.testing.assert_close(plan.compensation["L0.down.weight"][:, kept], solved, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "t5"])
@@ -467,6 +497,60 @@ def test_costs_are_the_parameters_that_surgery_removes(family: str, unit: str) -
     assert before - after == 3 * channel_cost(model_map.feed_forward[1])
 
 
+def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
+    model = tiny("gpt_bigcode")
+    model_map = map_model(model)
+    plan = plan_by("magnitude", model_map, None, ratio=0.5)
+    fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
+    assert plan.heads and fewer == plan.made["parameters"]["removed"]
+
+
+@pytest.mark.parametrize("unit", ["group", "balanced"])
+def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
+    """Several steps, too; single heads have no share of the parameters, since keys and values go with the last."""
+    model = tiny("llama", num_hidden_layers=4)
+    model_map = map_model(model)
+    options = PruneOptions(0.5, budget="parameters", unit=unit, steps=2, parts="heads")
+    *_, plan = stages(make_pruner("random", {}), model_map, options)
+    fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
+    assert fewer == plan.made["parameters"]["removed"] > 0
+
+
+@pytest.mark.parametrize("unit", ["group", "balanced"])
+def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    empty = {"L1": {0, 1, 2, 3}}
+    scores = {layer.label: torch.arange(4.0) for layer in model_map.attention}
+    pots = pots_of(model_map, PruneOptions(0.6, unit=unit), scores, None, empty)
+    assert [pot.size for pot in pots] == [2, 2, 2, 2]
+    options = PruneOptions(0.5, budget="parameters", unit=unit, steps=3, parts="heads", allow_empty_layer=True)
+    *_, plan = stages(make_pruner("random", {"seed": 3}), model_map, options)
+    assert len(plan.heads) == 8 and plan.made["parameters"]["removed"] * 2 == plan.made["parameters"]["removable"]
+
+
+def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
+    """`--method flap --budget heads`: by how far they are from their layer's mean; what was compared is in the plan."""
+    model, text = tiny("llama", num_hidden_layers=4), text_of()
+    with torch.no_grad():
+        for layer, block in zip((m := map_model(model)).attention, m.feed_forward, strict=True):
+            layer.o_proj.weight *= 1 + 5 * layer.index  # raw scores of later layers are all higher
+            block.down.weight *= 1 + 5 * layer.index
+    model_map = map_model(model)
+    plan = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3)
+    assert plan.made["head_allocation"] == plan.made["ffn_allocation"] == "standardised"
+    scored = Flap().scores(model_map, text, True, True)
+    every = [
+        (float(x), (label, number))
+        for label, one in standardised_by_layer(scored.channels).items()
+        for number, x in enumerate(one)
+    ]
+    lowest = {name for _, name in sorted(every)[: int(0.3 * len(every))]}
+    assert lowest == {(label, number) for label in plan.channels for number in plan.channel_numbers(label)}
+    assert len({name[:2] for name in plan.heads}) > 2
+    raw = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3, allocation="global")
+    assert raw.heads != plan.heads and raw.made["head_allocation"] == "global"
+
+
 def test_layers_that_are_spared_do_not_count() -> None:
     model_map, text = map_model(tiny("llama", num_hidden_layers=5)), text_of()
     every = plan_by("flap", model_map, text).made["parameters"]["removable"]
@@ -549,6 +633,20 @@ def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_hidden_states_of_the_text_are_kept_once() -> None:
+    model_map, text = map_model(tiny("llama", num_hidden_layers=3)), whole(batch=2)
+    replay = Replay(model_map, text)
+    replay.through(0, {}, keep=True)
+    kept, first = replay.kept, [*replay.kept]
+    replay.through(1, {}, keep=True)
+    assert replay.kept is kept and len(kept) == 3
+    assert all(one is not other for one, other in zip(kept, first, strict=True))
+
+
+def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
+    assert whole(batch=1).about() == whole(batch=4).about() != whole(batch=4, seed=2).about()
+
+
 # --------------------------------------------------------------------------- killed, and on
 
 
@@ -626,6 +724,64 @@ def test_scores_of_an_artefact_make_the_same_plan(
     assert "leave out --scores" in capsys.readouterr().err
 
 
+def test_scores_at_hand_are_not_mixed_with_other_settings(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Another method or text is refused; each text is filed under what it was read for, and means are measured."""
+    for name in ("Ann", "Bob"):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(f"{name} has {n} apples, {n + 1} more." for n in range(60)))
+    (tmp_path / "empty.txt").write_text("")
+    model = ["--pretrained", str(tiny_folder)]
+    drawn = ["--windows", "4", "--tokens", "32", "--text"]
+    first, second = ([*drawn, str(tmp_path / f"{name}.txt")] for name in ("Ann", "Bob"))
+
+    def made(*words: str) -> dict[str, Any]:
+        assert main(["prune", *model, *words, "--output", str(tmp_path / "plan.json")]) == 0
+        return dict(Plan.load(tmp_path / "plan.json").made)
+
+    flap, drawn_by_chance = str(tmp_path / "flap.json"), str(tmp_path / "random.json")
+    assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
+    assert main(["importance", *model, "--method", "random", "--channels", "--output", drawn_by_chance]) == 0
+    about = made("--scores", flap, *second, "--ratio", "0.4", "--method", "flap", "--options", "metric=wifv")
+    assert (about["calibration"]["text"], about["compensation_calibration"]["text"]) == ("file Ann.txt", "file Bob.txt")
+    assert "ffn_calibration" not in about
+    only = ["--method", "flap", "--parts", "channels", "--ratio", "0.3", "--output", str(tmp_path / "only.json")]
+    assert main(["prune", *model, *first, *only]) == 0
+    assert made("--scores", str(tmp_path / "only.json"), *second, "--ratio", "0.4")["ffn_calibration"]
+    capsys.readouterr()
+    for words, message in (
+        (["--scores", flap, "--method", "magnitude"], "has scores of flap with its own options"),
+        (["--scores", flap, "--method", "flip"], "did you mean 'flap'"),
+        (["--scores", flap, "--options", "metric=ifv"], "has scores of flap with its own options"),
+        (["--scores", flap, "--options", "metrc=ifv"], "no option 'metrc'"),
+        (["--scores", drawn_by_chance, *first], "no text is read; leave out --task and --text"),
+        (["--method", "flap", "--text", str(tmp_path / "none.txt")], f"error: no such file: {tmp_path / 'none.txt'}"),
+        (["--method", "flap", "--text", str(tmp_path / "empty.txt")], "(file empty.txt) is empty; give another"),
+    ):
+        assert main(["prune", *model, "--ratio", "0.4", *words, "--output", str(tmp_path / "no.json")]) == 2, words
+        shown = capsys.readouterr().err
+        assert message in shown and shown.count("\n") == 1
+    assert main(["cut", *model, "--plan", flap, "--output", str(tmp_path / "cut")]) == 2
+    assert "removes nothing; make a plan with" in capsys.readouterr().err and not (tmp_path / "cut").exists()
+
+
+def test_what_falls_short_is_said(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fewer channels than asked for, fewer windows; and the option of the command that takes a plan of another model."""
+    (tmp_path / "text.txt").write_text("Ann has apples. " * 30)
+    plan = str(tmp_path / "plan.json")
+    words = ["prune", "--pretrained", str(tiny_folder), "--method", "flap", "--budget", "heads", "--ffn_ratio", "0.3"]
+    given = ["--text", str(tmp_path / "text.txt"), "--tokens", "32", "--output", plan]
+    assert main([*words, "--ffn_multiple", "16", *given]) == 0
+    assert "% of the channels: whole units leave less than --ffn_ratio 0.3" in capsys.readouterr().out
+    assert "gives 15 of 64 windows of 32 tokens" in caplog.text
+    tiny("llama", seed=1).save_pretrained(tmp_path / "other")
+    assert main(["cut", "--pretrained", str(tmp_path / "other"), "--plan", plan, "--output", str(tmp_path / "x")]) == 2
+    shown = capsys.readouterr().err
+    assert "--allow_other_model" in shown and "=true" not in shown
+
+
 class _Quantised:
     """A model map whose model says that it is quantised."""
 
@@ -633,6 +789,12 @@ class _Quantised:
         model: Any = tiny("llama")
         model.is_quantized = True
         return map_model(model)
+
+
+def masked() -> Any:
+    """A tiny masked language model: it has logits, of tokens that see those after them."""
+    bare = tiny("bert")
+    return AutoModelForMaskedLM.from_config(bare.config).double().eval()
 
 
 @pytest.mark.parametrize(
@@ -650,6 +812,13 @@ class _Quantised:
         (lambda m: plan_by("slimgpt", m, text_of(), unit="balanced"), "use unit head or group"),
         (lambda m: plan_by("slimgpt", m, text_of(), steps=2), "once; leave out --steps"),
         (lambda m: plan_by("slimgpt", m, text_of(), budget="heads"), "slimgpt counts parameters"),
+        (lambda m: plan_by("random", m, None, unit="head"), "give --unit group, or --budget heads"),
+        (lambda m: plan_by("slimgpt", m, text_of(), unit="head"), "give --unit group, or --budget heads"),
+        (lambda m: plan_by("random", m, None, ratio=0.001), "nothing would be removed"),
+        (lambda m: plan_by("slimgpt", m, text_of(), ratio=0.001), "nothing would be removed"),
+        (lambda m: plan_by("flap", m, whole(), steps=2, compensation="least_squares"), "give --steps 1, or --comp"),
+        (lambda m: plan_by("llm_pruner", m, whole(), steps=2, compensation="least_squares"), "give --steps 1, or"),
+        (lambda m: plan_by("llm_pruner", map_model(masked()), text_of()), "causal language model; this bert"),
         (lambda m: plan_by("flap", m, text_of(), ffn_ratio=0.2), "leave out ffn_ratio and ffn_multiple"),
         (lambda m: plan_by("flap", m, text_of(), skip_first=1, skip_last=1), "no layer is left: skip_first=1"),
         (lambda m: plan_by("random", m, None, budget="heads", skip_first=1), "skip_first is for --budget parameters"),
@@ -699,6 +868,7 @@ def test_units_are_groups_where_they_can_be_cut() -> None:
         ("llama", "heads", "head"),
         ("bloom", "parameters", "head"),
         ("gpt_bigcode", "parameters", "head"),
+        ("olmo2", "parameters", "head"),
     ):
         options = settled(PruneOptions(0.2, budget=budget), RandomScores(), map_model(tiny(family)))
         assert options.unit == unit

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lmeval_prune import InputError, Plan
+from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.grid.run import run
 from tests.test_grid import _shared_manager, described  # noqa: F401 - a fixture of every test here
+from tests.tiny_models import tiny
 
 
 def grid_of(tiny_folder: Path, text: Path, **changes: Any) -> Grid:
@@ -75,6 +77,13 @@ def test_methods_are_prepared_evaluated_and_compared(
 def test_mistakes_are_said_before_anything_is_made(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         preparation("prune", given)
+
+
+def test_a_plan_that_removes_nothing_is_no_variant(tmp_path: Path) -> None:
+    lm = SimpleNamespace(model_map=map_model(tiny("llama")), tokenizer=None)
+    with pytest.raises(InputError, match="nothing would be removed"):
+        preparation("prune", {"method": "magnitude", "ratio": 0.001}).make(lm, tmp_path)
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_another_text_of_the_same_name_is_another_plan(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,10 +10,15 @@ import torch
 from transformers import DynamicCache
 
 from lmeval_prune import InputError, Plan, TokenFilter, map_model
+from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.plan import ranges_of
 from lmeval_prune.interventions.probe_pruning import ProbePruning
+from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.moments import weight_of
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.surgery.cut import cut
 from tests.test_baselines import inputs_of
 from tests.tiny_models import output, tiny, tokens
 
@@ -96,8 +102,6 @@ def test_a_run_fuses_what_earlier_batches_read() -> None:
     x = [inputs_of(model_map, CalibrationText.of("t", ids))["L0.o_proj"].view(3, 8, -1) for ids in (first, second)]
     h, p = (one.square().mean(0) for one in x)
     with ProbePruning(0.5, positions=1.0, samples=1.0, state="run", skip_first=0).applied_to(model):
-        from lmeval_prune.interventions import interventions_on
-
         (applied,) = interventions_on(model)
         assert isinstance(applied, ProbePruning) and applied.chooser is not None and applied.needs_order
         output(model, first)
@@ -122,6 +126,50 @@ def test_a_run_fuses_what_earlier_batches_read() -> None:
         report = applied.report(model_map)
         assert report["probe_pruning_batches"] == {"3": 2}
         assert report["probe_pruning_depends_on"] == "batch size and order"
+
+
+def test_a_history_is_by_a_texts_own_places() -> None:
+    """What stands before a text to fill its row changes neither what is remembered nor what is chosen."""
+    model, first, second = tiny("llama"), tokens(3, 8), tokens(3, 8, seed=5)
+    filled = torch.cat([torch.zeros(3, 4, dtype=torch.long), second], 1)
+    real = torch.ones_like(filled)
+    real[:, :4] = 0
+    found = []
+    for ids, mask in ((second, torch.ones_like(second)), (filled, real)):
+        with (
+            ProbePruning(0.5, samples=1.0, state="run", skip_first=0, smoothing=0.5).applied_to(model),
+            torch.no_grad(),
+        ):
+            (applied,) = interventions_on(model)
+            assert isinstance(applied, ProbePruning) and applied.chooser is not None
+            output(model, first)
+            places = (mask.cumsum(1) - 1).clamp(min=0)
+            found.append(model(ids, attention_mask=mask, position_ids=places).logits[:, -8:])
+            history = applied.chooser.history
+        found.append(torch.cat([one[:8].flatten() for _, one in sorted(history.items())]))
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(found[3], found[1], rtol=0, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["none", "least_squares"])
+def test_over_a_plan_it_is_what_it_is_on_the_cut_model(kind: str) -> None:
+    """What is gone is not counted, and new weights are what scores are of; what goes is said."""
+    model, text = tiny("llama", num_hidden_layers=4), CalibrationText.of("t", tokens(16, 20, seed=1))
+    options = PruneOptions(0.4, budget="parameters", compensation=kind)
+    (plan,) = stages(make_pruner("random", {}), map_model(model), options, text)
+    assert plan.heads and plan.channels
+    found = []
+    for one, before in ((model, plan), (cut(model, plan).model, None)):
+        with before.applied_to(one) if before else nullcontext():
+            dense = output(one, tokens())
+            with ProbePruning(0.5, skip_first=0).applied_to(one):
+                found.append(output(one, tokens()))
+                assert (found[-1] - dense).abs().max() > 1e-6
+                report = interventions_on(one)[-1].report(map_model(one))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
+    left = map_model(cut(model, plan).model)
+    gone = sum(int(0.5 * layer.heads) for layer in left.attention) / left.total_heads
+    assert report["probe_pruning_left_out"]["heads"] == gone > 0
 
 
 def test_what_was_chosen_at_the_prompt_stays_while_a_text_is_generated() -> None:

@@ -50,7 +50,8 @@ class ProbePruning(Intervention):
     it is not causal. While a text is generated, what was chosen at its prompt stays.
 
     Attributes:
-        ratio: share of the heads and of the channels that each layer in play leaves out, rounded down.
+        ratio: share of the heads and of the channels that each layer in play leaves out, rounded down; those that a
+            mask or a plan takes away, or whose weights are zero, are not counted.
         positions: share of a text's tokens that are probed.
         samples: of `state=run`, share of a batch's texts that are probed.
         state: `request`: each text by itself; `run`: a batch as a whole, and what earlier batches read at the same
@@ -58,6 +59,7 @@ class ProbePruning(Intervention):
         smoothing: of `state=run`, how much of what was read before stays.
         skip_first: so many first layers are left whole.
         seen: of an applied one, how many batches of how many texts it has chosen for.
+        left_out: of an applied one, how many heads and channels it has left out, and of how many in the whole model.
         chooser: of an applied one, what chooses.
 
     Raises:
@@ -71,6 +73,7 @@ class ProbePruning(Intervention):
     smoothing: float = 0.99
     skip_first: int = 3
     seen: Counter[int] = field(default_factory=Counter, init=False, compare=False, repr=False)
+    left_out: Counter[str] = field(default_factory=Counter, init=False, compare=False, repr=False)
     chooser: Chooser | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,7 +117,7 @@ class ProbePruning(Intervention):
             logger.warning(
                 "probe_pruning.state=run: answers depend on the batch size and on the order in which they are asked for"
             )
-        chooser = Chooser(self, model_map, self.seen)
+        chooser = Chooser(self, model_map, self.seen, self.left_out)
         chooser.attach(stack)
         object.__setattr__(self, "chooser", chooser)
 
@@ -122,12 +125,14 @@ class ProbePruning(Intervention):
     def uncounted(self) -> Iterator[None]:
         """What runs inside the block is not counted, and is no history; see the base class."""
         history = copy.deepcopy(self.chooser.history) if self.chooser else {}
-        seen = Counter(self.seen)
+        seen, left_out = Counter(self.seen), Counter(self.left_out)
         try:
             yield
         finally:
             self.seen.clear()
             self.seen.update(seen)
+            self.left_out.clear()
+            self.left_out.update(left_out)
             if self.chooser:
                 self.chooser.history = history
 
@@ -139,9 +144,13 @@ class ProbePruning(Intervention):
             raise InputError("probe_pruning runs attention twice, which token_filter would count; give one of them")
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Its fields, and for batches of how many texts it has chosen; not of stored answers."""
+        """Its fields, for batches of how many texts it has chosen, and what share went; not of stored answers."""
         found = super().report(model_map)
         found["probe_pruning_batches"] = {str(rows): count for rows, count in sorted(self.seen.items())}
+        found["probe_pruning_left_out"] = {
+            kind: self.left_out[kind] / self.left_out[f"all {kind}"] if self.left_out[kind] else 0.0
+            for kind in ("heads", "channels")
+        }
         found["probe_pruning_depends_on"] = "batch size and order" if self.needs_order else "the text alone"
         return found
 
@@ -153,13 +162,15 @@ class Chooser:
         rule: the intervention's fields.
         model_map: of the model.
         seen: batches by how many texts they have; written.
+        left_out: heads and channels that were left out; written.
 
     Attributes:
-        history: by projection, what earlier batches read, squared, (places, columns); NaN where nothing was.
+        history: by projection, what earlier batches read, squared, (places, columns); NaN where nothing was. A place
+            counts a text's own tokens, not the padding before them.
     """
 
-    def __init__(self, rule: ProbePruning, model_map: ModelMap, seen: Counter[int]) -> None:
-        self.rule, self.model_map, self.seen = rule, model_map, seen
+    def __init__(self, rule: ProbePruning, model_map: ModelMap, seen: Counter[int], left_out: Counter[str]) -> None:
+        self.rule, self.model_map, self.seen, self.left_out = rule, model_map, seen, left_out
         self.history: dict[str, Tensor] = {}
         self.layers = model_map.attention[rule.skip_first :]
         blocks = {block.label: block for block in model_map.feed_forward}
@@ -222,12 +233,17 @@ class Chooser:
             real = self.real[label] = valid_tokens(call)
             if call.layer is self.layers[0]:
                 self.seen[len(real)] += 1
+                self.left_out["all heads"] += len(real) * self.model_map.total_heads
+                self.left_out["all channels"] += len(real) * sum(self.model_map.channels().values())
 
             def probe(rows: Tensor, places: Tensor) -> Tensor:
-                mask = call.mask
+                mask, every = call.mask, rows[:, None]
                 if mask is not None:
-                    mask = mask.expand(len(real), -1, -1, -1)[rows][:, :, places][:, :, :, places]
-                cut = {part: getattr(call, part)[rows][:, :, places] for part in ("query", "key", "value")}
+                    mask = mask.expand(len(real), -1, -1, -1)[every[..., None], :, places[..., None], places[:, None]]
+                    mask = mask.permute(0, 3, 1, 2)
+                cut = {
+                    part: getattr(call, part)[every, :, places].transpose(1, 2) for part in ("query", "key", "value")
+                }
                 return attend(replace(call, **cut, mask=mask))[0].flatten(2)
 
             drop = self._choose(call.layer, probe, out.flatten(2), real)
@@ -242,7 +258,7 @@ class Chooser:
         if drop is None:
             real = self.real[block.label]
             whole = x.detach().reshape(*real.shape, -1)
-            drop = self._choose(block, lambda rows, places: whole[rows][:, places], whole, real)
+            drop = self._choose(block, lambda rows, places: whole[rows[:, None], places], whole, real)
             self._keep(block.label, name, drop)
         return x.reshape(len(drop), -1, x.shape[-1]).masked_fill(drop[:, None], 0).reshape(x.shape)
 
@@ -259,7 +275,8 @@ class Chooser:
 
         Args:
             block: whose columns.
-            probe: what these texts give at these places, if there were no others: (texts, places, columns).
+            probe: what these texts give at these places (texts, places), if there were no others: (texts, places,
+                columns).
             whole: what all give, (texts, tokens, columns).
             real: which tokens are no padding.
         """
@@ -269,19 +286,22 @@ class Chooser:
             found = []
             for row in range(len(real)):
                 places = self._largest(norms[row], int(real[row].sum()), self.rule.positions, 2)
-                squares = probe(torch.tensor([row], device=places.device), places)[0].detach().double().square()
-                found.append(self._lowest(block, squares.sum(0)))
+                squares = probe(torch.tensor([row], device=places.device), places[None])[0].detach().double().square()
+                found.append(self._lowest(block, squares.sum(0), 1))
             return torch.stack(found)
+        order = real.int().argsort(dim=1, descending=True, stable=True)  # each text's own tokens, then its padding
+        real, norms = real.gather(1, order), norms.gather(1, order)
+        whole = whole.gather(1, order[..., None].expand(whole.shape))
         places = self._largest(norms.norm(dim=0), int(real.any(0).sum()), self.rule.positions, 2)
         rows = self._largest(norms[:, places].norm(dim=1), len(real), self.rule.samples, 1)
-        probed = probe(rows, places).detach().double()
+        probed = probe(rows, order[rows][:, places]).detach().double()
         is_real = real[rows][:, places]
         counts = is_real.sum(0).clamp(min=1)[:, None]
         squares = torch.where(is_real[..., None], probed, 0.0).square().sum(0) / counts
         before = self._before(name, real.shape[1], whole.shape[-1], squares)
         known = before[places]
         fused = torch.where(known.isnan(), squares, _fused(squares, known))
-        drop = self._lowest(block, fused.sum(0))
+        drop = self._lowest(block, fused.sum(0), len(real))
         self._remember(name, before, whole, real, drop)
         return drop.expand(len(real), -1)
 
@@ -290,30 +310,38 @@ class Chooser:
         number = min(max(math.ceil(share * count), least), max(count, 1))
         return norms.topk(number).indices.sort().values
 
-    def _lowest(self, block: AttentionLayer | FeedForward, scores: Tensor) -> Tensor:
+    def _lowest(self, block: AttentionLayer | FeedForward, scores: Tensor, texts: int) -> Tensor:
         """True where a column goes.
 
         Args:
             block: whose columns.
             scores: Σ_t f_tj of each column.
+            texts: how many leave them out.
         """
-        columns = (scores.square() * self._fourth(block)).cpu()
-        width = block.head_dim if isinstance(block, AttentionLayer) else 1
-        units = columns.unflatten(0, (-1, width)).sum(1)
-        count = min(int(self.rule.ratio * len(units)), len(units) - 1)
+        kind, width = ("heads", block.head_dim) if isinstance(block, AttentionLayer) else ("channels", 1)
+        fourth = self._fourth(block)
+        units, sizes = ((x.cpu().unflatten(0, (-1, width)).sum(1)) for x in (scores.square() * fourth, fourth))
+        there = sizes.nonzero().flatten()  # no units without weights, such as a cut checkpoint's fillers
+        count = min(int(self.rule.ratio * len(there) + 1e-9), max(0, len(there) - 1))
+        self.left_out[kind] += count * texts
         drop = torch.zeros(len(units), dtype=torch.bool)
-        drop[units.argsort(stable=True)[:count]] = True
+        drop[there[units[there].argsort(stable=True)[:count]]] = True
         return drop.repeat_interleave(width).to(scores.device)
 
     def _fourth(self, block: AttentionLayer | FeedForward) -> Tensor:
         """Σ_i W_ij⁴ of each column; zero where a mask or a plan takes it away."""
         module: Any = block.o_proj if isinstance(block, AttentionLayer) else block.down
         weight = module.weight.detach()
-        found = (weight.T if is_transposed(module) else weight).double().pow(4).sum(0)
-        for one in interventions_on(self.model_map.attention[0].module):
-            plan = plan_of(one) if isinstance(one, HeadMask) else one
-            if not isinstance(plan, Plan):
-                continue
+        weight = weight.T if is_transposed(module) else weight
+        applied = interventions_on(self.model_map.attention[0].module)
+        plans = [
+            plan_of(one) if isinstance(one, HeadMask) else one for one in applied if isinstance(one, HeadMask | Plan)
+        ]
+        name = f"{block.label}.{'o_proj' if isinstance(block, AttentionLayer) else 'down'}.weight"
+        for plan in plans:
+            weight = plan.compensation.get(name, weight).to(weight.device)
+        found = weight.double().pow(4).sum(0)
+        for plan in plans:
             if isinstance(block, AttentionLayer):
                 gone = [(x, n) for x, n in plan.heads_by_layer(self.model_map) if x.label == block.label]
                 drops = [dropped_columns(layer, numbers) for layer, numbers in gone]

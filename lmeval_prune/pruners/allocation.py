@@ -65,7 +65,7 @@ def head_cost(layer: AttentionLayer, unit: str) -> int:
     shared = _rows_of(layer, "k") + _rows_of(layer, "v") + _further(layer, "k", layer.kv_heads)
     if unit == "group":
         return share * own + shared
-    return layer.kv_heads * own if unit == "balanced" else own + (shared if share == 1 else 0)
+    return layer.kv_heads * own if unit == "balanced" else own + (shared if share == 1 else 0)  # multi-query: its own
 
 
 def _rows_of(layer: AttentionLayer, part: str) -> int:
@@ -125,7 +125,7 @@ def pots_of(
         if head_scores is not None:
             gone = (heads or {}).get(layer.label, ())
             units = units_in(layer, head_scores[layer.label], unit, gone)
-            members = len(units[0].heads) if units else 1
+            members = {"head": 1, "balanced": layer.kv_heads}.get(unit, layer.heads // layer.kv_heads)
             cost = costs[0] * members if costs else head_cost(layer, unit)
             scores = torch.tensor([one.score for one in units], dtype=torch.float64)
             add(layer.label, HEADS, [one.heads for one in units], scores, cost, len(gone) // members)
@@ -244,8 +244,7 @@ def _lowest(pots: Sequence[Pot], ratio: float, allow_empty: bool) -> list[int]:
 
 def _emptied(ratio: float, kind: str) -> InputError:
     return InputError(
-        f"a ratio of {ratio} would take all {kind} of a layer; give a smaller ratio, a smaller unit (--unit head), "
-        f"--parts, or --allow_empty_layer"
+        f"a ratio of {ratio} would take all {kind} of a layer; give a smaller ratio, --parts, or --allow_empty_layer"
     )
 
 

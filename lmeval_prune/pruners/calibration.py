@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.errors import InputError, first_line
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class CalibrationText:
     def about(self) -> dict[str, Any]:
         """What a plan says of it."""
         state = hashlib.sha256()
-        for ids, real in self.batches:
-            state.update(repr(ids[real.bool()].tolist()).encode())
+        for row, own in ((row, own) for batch in self.batches for row, own in zip(*batch, strict=True)):
+            state.update(repr(row[own.bool()].tolist()).encode())
         windows = sum(len(ids) for ids, _ in self.batches)
         tokens = int(sum(real.sum() for _, real in self.batches))
         return {"text": self.name, "windows": windows, "tokens": tokens, "sha256": state.hexdigest()[:16]}
@@ -155,17 +158,23 @@ def read_calibration(
         if len(ids) >= windows * tokens:
             break
     found = min(windows, len(ids) // tokens)
+    if not ids:
+        raise InputError(f"the calibration text ({name}) is empty; give another")
     if not found:
         raise InputError(
             f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give a "
             f"longer text, or fewer --tokens"
         )
+    if found < windows:
+        logger.warning("the calibration text (%s) gives %d of %d windows of %d tokens", name, found, windows, tokens)
     return CalibrationText.of(name, torch.tensor(ids[: found * tokens]).reshape(found, tokens), batch)
 
 
 def _paragraphs(path: Path) -> Iterator[str]:
     try:
         content = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"no such file: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the calibration text {path} cannot be read ({first_line(error)})") from None
     return (f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip())

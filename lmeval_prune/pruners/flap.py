@@ -92,4 +92,4 @@ class Flap(Pruner):
         weight = weight.double().cpu()
         if self.metric == "wifn":
             return weight.abs().mean(0) * moments.mean_square.sqrt()
-        return moments.variance * (weight.square().sum(0) if self.metric == "wifv" else 1.0)
+        return moments.fluctuation * (weight.square().sum(0) if self.metric == "wifv" else 1.0)

@@ -32,7 +32,7 @@ class LlmPruner(Pruner):
     """Scores heads and channels by a Taylor expansion of the loss on calibration text.
 
     Attributes:
-        importance: `first`: Σ|S|; `second`: Σ|W²·Ĥ|, Ĥ the mean over windows of the squared gradient; `mix`:
+        importance: `first`: Σ|S|; `second`: ½·Σ|W²·Ĥ|, Ĥ the mean over windows of the squared gradient; `mix`:
             Σ|S − ½·W²·Ĥ|; `vectorize`: the sum over rows and columns of |ΣS| of each.
     """
 
@@ -53,7 +53,7 @@ class LlmPruner(Pruner):
         name = pruner_name(self)
         if getattr(model_map.model, "is_quantized", False):
             raise InputError(f"{name} needs gradients, which a quantised model lacks; load it in float32 or bfloat16")
-        if model_map.stacks != ("",) or not _has_logits(model_map.model):
+        if not _is_causal(model_map):
             raise InputError(
                 f"{name} needs the loss of a causal language model; this {model_map.model_type} model is none"
             )
@@ -209,5 +209,13 @@ def _kind(module: nn.Module) -> torch.dtype:
     return torch.promote_types(weight_of(module).dtype, torch.float32)
 
 
-def _has_logits(model: Any) -> bool:
-    return getattr(model, "get_output_embeddings", lambda: None)() is not None
+def _is_causal(model_map: ModelMap) -> bool:
+    """Whether it gives logits of the next token, from the tokens before it alone."""
+    model: Any = model_map.model
+    parts = (part for layer in model_map.attention for part in layer.module.modules())
+    return (
+        model_map.stacks == ("",)
+        and getattr(model, "get_output_embeddings", lambda: None)() is not None
+        and bool(getattr(model, "can_generate", bool)())
+        and all(getattr(part, "is_causal", True) for part in parts)
+    )

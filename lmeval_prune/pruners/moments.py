@@ -1,4 +1,7 @@
-"""Moments of what projections read, over calibration text: streamed, batch by batch, summed up in float64."""
+"""Moments of what projections read, over calibration text: streamed, batch by batch, summed up in float64.
+
+Products of pairs are computed in the inputs' own type, float32 or better, and summed up in float64.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ class Moments:
         pairs: collect products of pairs of columns, too; those of one batch in the inputs' own type, float32 or better.
 
     Attributes:
+        columns: how many there are.
         count: tokens so far.
         mean: of each column.
         deviations: sum over tokens of the squared distance from the mean.
@@ -31,7 +35,7 @@ class Moments:
     """
 
     def __init__(self, columns: int, pairs: bool = False) -> None:
-        self.count = 0
+        self.columns, self.count = columns, 0
         self.mean = torch.zeros(columns, dtype=torch.float64)
         self.deviations = torch.zeros(columns, dtype=torch.float64)
         self.products = torch.zeros(columns, columns, dtype=torch.float64) if pairs else None
@@ -58,6 +62,11 @@ class Moments:
         return self.deviations / max(1, self.count)
 
     @property
+    def fluctuation(self) -> Tensor:
+        """What FLAP goes by: the variance."""
+        return self.variance
+
+    @property
     def mean_square(self) -> Tensor:
         """Of each column."""
         return self.variance + self.mean.square()
@@ -70,26 +79,26 @@ class Moments:
 
 
 class ReferenceFluctuation(Moments):
-    """What FLAP's reference code sums up for a variance: distances from a mean that runs over the windows.
+    """With what FLAP's reference code sums up for a variance: distances from a mean that runs over the windows.
 
     Its mean is updated in place before it is subtracted, and of the first window nothing counts:
     1/(N−1) · Σ k/(k+1) · Σ (x − m_k)² over windows k = 1 … N−1, m_k the mean of windows 0 … k.
     """
 
     windows = 0
+    distances: Tensor | float = 0.0
 
     def add(self, x: Tensor) -> None:
         """Take in the tokens of one window."""
-        before = self.deviations.clone()
         super().add(x)
         apart = (x.detach().double().cpu() - self.mean).square().sum(0)
-        self.deviations = before + self.windows / (self.windows + 1) * apart
+        self.distances = self.distances + self.windows / (self.windows + 1) * apart
         self.windows += 1
 
     @property
-    def variance(self) -> Tensor:
-        """The fluctuation."""
-        return self.deviations / max(1, self.windows - 1)
+    def fluctuation(self) -> Tensor:
+        """As the class says."""
+        return self.mean.new_tensor(0.0) + self.distances / max(1, self.windows - 1)
 
 
 def input_moments(

@@ -56,7 +56,7 @@ def stages(
             killed goes on; for the caller to remove when the plan is safe.
 
     Raises:
-        InputError: the options do not suit the model or the pruner.
+        InputError: the options do not suit the model or the pruner, or nothing would be removed.
     """
     channel_pruner = channel_pruner or pruner
     options = settled(options, pruner, model_map)
@@ -92,18 +92,25 @@ def stages(
             allocation = options.allocation or pruner.allocation
             heads = select_heads(
                 model_map,
-                head_scores,
+                standardised_by_layer(head_scores, heads) if allocation == "standardised" else head_scores,
                 of_heads.at(step),
                 options.unit or "head",
                 allocation,
                 heads,
                 options.allow_empty_layer,
             )
+            made |= {"head_allocation": allocation}
         if options.ffn_ratio:
             allocation = options.allocation or channel_pruner.allocation
+            compared = channel_scores
+            if allocation == "standardised":
+                compared = standardised_by_layer(channel_scores, channels)
             channels = select_channels(
-                model_map, channel_scores, of_channels.at(step), options.ffn_multiple, allocation, channels
+                model_map, compared, of_channels.at(step), options.ffn_multiple, allocation, channels
             )
+            made |= {"ffn_allocation": allocation}
+        if step == options.steps:
+            _check_removes(heads, channels, options)
         bare = _plan(heads, channels, options.allow_empty_layer)
         found = _made_up_for(model_map, bare, text, options, scored.means if step == 1 else None, progress)
         compensation = {**compensation, **found.compensation, **pruner.compensation(model_map, bare, text)}
@@ -165,6 +172,11 @@ def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> Prune
             "a budget of parameters is one --ratio for heads and channels together; leave out ffn_ratio and "
             "ffn_multiple, or give --budget heads"
         )
+    elif options.unit == "head" and options.parts != "channels" and _has_groups(model_map):
+        raise InputError(
+            "what one head of a group takes along depends on the others, so that single heads have no share of the "
+            "parameters; give --unit group, or --budget heads"
+        )
     if sequential:
         allocations = [one for one in ALLOCATIONS["parameters"] if one in ("uniform", "log")]
         if options.steps > 1:
@@ -173,6 +185,10 @@ def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> Prune
             raise InputError(f"{name} knows scores of one layer at a time; use allocation {' or '.join(allocations)}")
         if options.unit == "balanced":
             raise InputError(f"{name} removes heads or groups; use unit head or group")
+    if options.steps > 1 and options.compensation == "least_squares":
+        raise InputError(
+            "a later step would score weights that least squares has replaced; give --steps 1, or --compensation bias"
+        )
     check_prunable(model_map, options)
     return options
 
@@ -184,6 +200,11 @@ def _usual_unit(model_map: ModelMap, budget: str) -> str:
     """`head`; where parameters count, what can be cut as it is."""
     fits = all("group" in units_of(layer) for layer in model_map.attention) and not uncuttable(model_map)
     return "group" if budget == "parameters" and fits else "head"
+
+
+def _has_groups(model_map: ModelMap) -> bool:
+    """Whether some query heads, but not all, share a key-value head, and can be cut with it."""
+    return any(1 < layer.kv_heads < layer.heads for layer in model_map.attention) and not uncuttable(model_map)
 
 
 def wants_heads(options: PruneOptions) -> bool:
@@ -291,12 +312,12 @@ def _made_up_for(
         chooser = Chooser(choose, True, True, places, pairs=True, afresh=True)
         empty = options.allow_empty_layer
         return layer_by_layer(model_map, text, chooser, "least_squares", options.damping, empty, progress=progress)
-    if means is None:
+    lossy = [Place(layer) for layer in model_map.attention if layer.label in heads]
+    lossy += [Place(block) for block in model_map.feed_forward if block.label in channels]
+    if means is None or not {place.name for place in lossy} <= means.keys():  # of scores at hand nothing is known
         progress("measuring what is lost on average")
         moments = input_moments(model_map, text, bool(heads), bool(channels))
         means = {name: one.mean for name, one in moments.items()}
-    lossy = [Place(layer) for layer in model_map.attention if layer.label in heads]
-    lossy += [Place(block) for block in model_map.feed_forward if block.label in channels]
     for place in lossy:
         columns = place.columns_of((heads if place.kind == "heads" else channels)[place.label])
         like = weight_of(place.projection)
@@ -338,6 +359,7 @@ def _layer_by_layer(
         store,
         progress,
     )
+    _check_removes(found.heads, found.channels, options)
     numbers = {
         name: sum(map(len, one.values())) for name, one in (("heads", found.heads), ("channels", found.channels))
     }
@@ -364,6 +386,14 @@ def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
         check_unit(model_map, options.unit or "head")
     if options.ffn_ratio or options.parts == "channels":
         check_channels(model_map)
+
+
+def _check_removes(heads: Removed, channels: Removed, options: PruneOptions) -> None:
+    if not any(heads.values()) and not any(channels.values()):
+        raise InputError(
+            f"nothing would be removed: the share is less than one unit ({options.unit}) of a layer or the model; give "
+            f"a larger --ratio, another --unit, or --allocation global"
+        )
 
 
 def _plan(heads: Removed, channels: Removed, allow_empty_layer: bool, **more: Any) -> Plan:

@@ -257,8 +257,14 @@ def layer_by_layer(
                 moments = {x.projection: Moments(in_features(x.projection), pairs) for x in taken}
                 with _plan_of(layer.label, done, allow_empty_layer).applied_to(model_map.model, model_map):
                     replay.through(number, moments)
-                for place in taken:
-                    _decide(place, moments.pop(place.projection), chooser, compensation, damping, done)
+                chosen = [_chosen(place, moments[place.projection], chooser, damping, done) for place in taken]
+                for place, gone in zip(taken, chosen, strict=True):
+                    own = moments.pop(place.projection)
+                    if place is not taken[0] and gone and compensation != "none":  # it reads something else by now
+                        own = Moments(own.columns, pairs)
+                        with _plan_of(layer.label, done, allow_empty_layer).applied_to(model_map.model, model_map):
+                            replay.through(number, {place.projection: own})
+                    _lose(place, gone, own, compensation, damping, done)
                 waiting = waiting[len(taken) :]
             if store:
                 store.save(layer.label, done)
@@ -277,14 +283,21 @@ def _asked(chooser: Chooser, layer: AttentionLayer, blocks: Mapping[str, FeedFor
     return any(chooser.asks(place) for place in own)
 
 
-def _decide(place: Place, moments: Moments, chooser: Chooser, compensation: str, damping: float, done: Done) -> None:
-    """Choose what a projection's inputs lose, and make up for it."""
-    second = None
-    if moments.products is not None:
-        second, taken = damped(moments.second, damping)
-        if taken != damping:
-            done.damping[place.name] = taken
-    chosen = chooser.choose(place, moments, second)
+def _second(place: Place, moments: Moments, damping: float, done: Done) -> Tensor:
+    """The damped mean of x·xᵀ."""
+    second, taken = damped(moments.second, damping)
+    if taken != damping:
+        done.damping[place.name] = taken
+    return second
+
+
+def _chosen(place: Place, moments: Moments, chooser: Chooser, damping: float, done: Done) -> set[int]:
+    """What a projection's inputs lose."""
+    return chooser.choose(place, moments, _second(place, moments, damping, done) if chooser.pairs else None)
+
+
+def _lose(place: Place, chosen: set[int], moments: Moments, compensation: str, damping: float, done: Done) -> None:
+    """Take heads or channels away, and make up for them by what the projection reads now."""
     (done.heads if place.kind == "heads" else done.channels).update(chosen)
     if not chosen:
         return
@@ -292,7 +305,7 @@ def _decide(place: Place, moments: Moments, chooser: Chooser, compensation: str,
     if compensation == "bias":
         done.tensors[f"{place.name}.bias"] = bias_for(place.weight, moments.mean, columns).to(like.dtype)
     elif compensation == "least_squares":
-        assert second is not None
+        second = _second(place, moments, damping, done)
         done.tensors[f"{place.name}.weight"] = least_squares_for(place.weight, second, columns).to(like.dtype)
 
 
@@ -327,7 +340,7 @@ class Replay:
             moments: of what these projections read; they take in the text.
             keep: keep what comes out for the next layer.
         """
-        outputs = []
+        kept = self.kept
         with ExitStack() as stack, torch.no_grad():
             for module, own in moments.items():
                 change_input(module, partial(self._collect, own), stack)
@@ -339,11 +352,10 @@ class Replay:
                 try:
                     self.model(**inputs)
                 except Reached as reached:
-                    outputs.append(reached.output if keep else None)
+                    if keep:  # in the place of what the layer before gave
+                        kept[batch : batch + 1] = [reached.output]
                 else:
                     raise InputError(f"layer {number} of this {self.model.config.model_type} model was not run")
-        if keep:
-            self.kept = outputs
 
     def _collect(self, moments: Moments, x: Tensor) -> Tensor:
         add_tokens(moments, x, self.real)

@@ -110,7 +110,7 @@ def stages(
             )
             made |= {"ffn_allocation": allocation}
         if step == options.steps:
-            _check_removes(heads, channels, options)
+            _check_removes(any(heads.values()) or any(channels.values()), options)
         bare = _plan(heads, channels, options.allow_empty_layer)
         found = _made_up_for(model_map, bare, text, options, scored.means if step == 1 else None, progress)
         compensation = {**compensation, **found.compensation, **pruner.compensation(model_map, bare, text)}
@@ -346,6 +346,7 @@ def _layer_by_layer(
     counts = counts_of(
         pots, options.ratio, options.allocation or "uniform", options.log_start, options.allow_empty_layer
     )
+    _check_removes(any(counts), options)
     by_place = {(pot.label, pot.kind): count for pot, count in zip(pots, counts, strict=True)}
     chooser = pruner.chooser(options.unit or "head", by_place)
     store = LayerStore(work, [made, model_map.weights, model_map.signature()]) if work else None
@@ -359,7 +360,6 @@ def _layer_by_layer(
         store,
         progress,
     )
-    _check_removes(found.heads, found.channels, options)
     numbers = {
         name: sum(map(len, one.values())) for name, one in (("heads", found.heads), ("channels", found.channels))
     }
@@ -388,8 +388,8 @@ def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
         check_channels(model_map)
 
 
-def _check_removes(heads: Removed, channels: Removed, options: PruneOptions) -> None:
-    if not any(heads.values()) and not any(channels.values()):
+def _check_removes(something: bool, options: PruneOptions) -> None:
+    if not something:
         raise InputError(
             f"nothing would be removed: the share is less than one unit ({options.unit}) of a layer or the model; give "
             f"a larger --ratio, another --unit, or --allocation global"

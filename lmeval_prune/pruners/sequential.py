@@ -257,14 +257,19 @@ def layer_by_layer(
                 moments = {x.projection: Moments(in_features(x.projection), pairs) for x in taken}
                 with _plan_of(layer.label, done, allow_empty_layer).applied_to(model_map.model, model_map):
                     replay.through(number, moments)
-                chosen = [_chosen(place, moments[place.projection], chooser, damping, done) for place in taken]
-                for place, gone in zip(taken, chosen, strict=True):
+                choices = []
+                for place in taken:
                     own = moments.pop(place.projection)
+                    asked = pairs and (chooser.pairs or place is taken[0])
+                    second = _second(place, own, damping, done) if asked else None
+                    choices.append((place, chooser.choose(place, own, second), own, second))
+                for place, gone, own, second in choices:
                     if place is not taken[0] and gone and compensation != "none":  # it reads something else by now
                         own = Moments(own.columns, pairs)
                         with _plan_of(layer.label, done, allow_empty_layer).applied_to(model_map.model, model_map):
                             replay.through(number, {place.projection: own})
-                    _lose(place, gone, own, compensation, damping, done)
+                        second = _second(place, own, damping, done) if pairs else None
+                    _lose(place, gone, own, second, compensation, done)
                 waiting = waiting[len(taken) :]
             if store:
                 store.save(layer.label, done)
@@ -291,12 +296,9 @@ def _second(place: Place, moments: Moments, damping: float, done: Done) -> Tenso
     return second
 
 
-def _chosen(place: Place, moments: Moments, chooser: Chooser, damping: float, done: Done) -> set[int]:
-    """What a projection's inputs lose."""
-    return chooser.choose(place, moments, _second(place, moments, damping, done) if chooser.pairs else None)
-
-
-def _lose(place: Place, chosen: set[int], moments: Moments, compensation: str, damping: float, done: Done) -> None:
+def _lose(
+    place: Place, chosen: set[int], moments: Moments, second: Tensor | None, compensation: str, done: Done
+) -> None:
     """Take heads or channels away, and make up for them by what the projection reads now."""
     (done.heads if place.kind == "heads" else done.channels).update(chosen)
     if not chosen:
@@ -305,7 +307,7 @@ def _lose(place: Place, chosen: set[int], moments: Moments, compensation: str, d
     if compensation == "bias":
         done.tensors[f"{place.name}.bias"] = bias_for(place.weight, moments.mean, columns).to(like.dtype)
     elif compensation == "least_squares":
-        second = _second(place, moments, damping, done)
+        assert second is not None
         done.tensors[f"{place.name}.weight"] = least_squares_for(place.weight, second, columns).to(like.dtype)
 
 

@@ -39,6 +39,7 @@ class Row:
         wrong: (value, message) that do not fit the tiny Llama of 2 layers × 4 heads; refused before weights are loaded.
         apply: applies it to a model in Python; default what `value` says.
         families: on which it is tried.
+        causal: a token's output depends on no later one, so that prefill is decoding.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Row:
     wrong: tuple[tuple[Any, str], ...] = ()
     apply: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
     families: tuple[str, ...] = ("llama", "qwen3", "gemma3_text", "gpt2", "phi3")
+    causal: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -74,6 +76,21 @@ ROWS = [
             ({"ratio": 0.2, "rate": 1}, "no setting"),
             ({"tail": 0.5}, "ratio"),
         ),
+    ),
+    Row(
+        "probe_pruning",
+        {"ratio": 0.3, "skip_first": 0},
+        others=({"ratio": 0.6, "skip_first": 0}, {"ratio": 0.3, "skip_first": 0, "positions": 0.2}),
+        same=({"ratio": "0.3", "skip_first": 0, "positions": 0.5, "state": "request"},),
+        wrong=(
+            (0.3, "leaves all 2 layers whole"),
+            (1.5, "at least 0 and below 1"),
+            ({"ratio": 0.3, "positions": 0}, "above 0 and at most 1"),
+            ({"ratio": 0.3, "state": "batch"}, "use request, run"),
+            ({"ratio": 0.3, "smoothing": 1}, "below 1"),
+            ({"ratio": 0.3, "rate": 1}, "no setting"),
+        ),
+        causal=False,
     ),
     Row(
         "plan",

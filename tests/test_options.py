@@ -222,7 +222,10 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         assert f"\n  {name} " in done.stdout and (name == "run" or f"usage: lmeval-prune {name} " in done.stdout)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sprint").glob("*.yaml")), ids=lambda path: path.stem)
+RECIPES = [path for room in ("sprint", "pruners") for path in sorted((ROOT / "configs" / room).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_fit_their_commands(path: Path) -> None:
     recipe = yaml.safe_load(path.read_text())
     names = {name.split()[0]: name for name in COMMANDS}

@@ -117,7 +117,7 @@ def map_model(
         )
     attention: dict[tuple[str, int], AttentionLayer] = {}
     feed_forward: list[FeedForward] = []
-    for layer in _layers(model, family):
+    for layer in layers_in(model, family):
         own = _read_attention(layer, family.attention, family, attention_heads)
         cross = _read_attention(replace(layer, stack="cross"), family.cross_attention, family, attention_heads)
         for found in filter(None, (own, cross)):
@@ -157,12 +157,20 @@ def _described(path: str | None, output: str | None, heads: int | None) -> Famil
     return Family(rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}", attention, output)
 
 
-def _layers(model: nn.Module, family: Family) -> Iterator[Block]:
+def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
+    """The modules of a model that a family calls layers, with their stacks and numbers."""
     matcher = re.compile(rf"(?:^|.*\.){family.layer}$")
     for name, module in model.named_modules():
         found = matcher.match(name)
         if found:
             yield Block(found.groupdict().get("stack") or "", int(found["layer"]), name, module)
+
+
+def layers_with_attention(model_map: ModelMap) -> list[nn.Module]:
+    """The modules of a model's layers, in order."""
+    names = [layer.name for layer in model_map.attention]
+    every = layers_in(model_map.model, model_map.attention[0].family)
+    return [one.module for one in every if any(f"{name}.".startswith(f"{one.name}.") for name in names)]
 
 
 def _inside(layer: Block, path: str) -> Block | None:

@@ -18,6 +18,7 @@ from lmeval_prune.settings import as_json, frozen, typed, types_of
 
 PREPARATIONS = {
     "random_heads": "lmeval_prune.grid.random_heads:RandomHeads",
+    "prune": "lmeval_prune.grid.pruned:Pruned",
 }
 
 

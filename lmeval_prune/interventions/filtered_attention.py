@@ -360,11 +360,11 @@ class FilteredAttention:
             self.counts[label].update(tokens=int(tokens), skipped=int(skipped))
 
     def _valid_of(self, call: AttentionCall) -> torch.Tensor:
-        """`_valid`, once for all layers of a decode step that are given the same mask."""
+        """`valid_tokens`, once for all layers of a decode step that are given the same mask."""
         shape = (call.query.shape[0], call.query.shape[2])
         mask, valid = self._last
         if mask is not call.mask or valid is None or valid.shape != shape or valid.device != call.query.device:
-            valid = _valid(call)
+            valid = valid_tokens(call)
             self._last = (call.mask, valid) if shape[1] == 1 else (None, None)
         return valid
 
@@ -416,7 +416,7 @@ def _both(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
     return one if other is None else one & other
 
 
-def _valid(call: AttentionCall) -> torch.Tensor:
+def valid_tokens(call: AttentionCall) -> torch.Tensor:
     """Which new tokens are no padding, (rows, tokens): those that see themselves."""
     rows, tokens = call.query.shape[0], call.query.shape[2]
     if call.mask is None:
@@ -430,7 +430,7 @@ def _valid(call: AttentionCall) -> torch.Tensor:
         if (window := call.options.get("sliding_window")) is not None:
             causal &= places > places[:, None] - window
         if not torch.equal(seen & valid[..., None], causal & valid[..., None]):
-            raise InputError("a token filter needs causal attention to one text a row; give packed texts row by row")
+            raise InputError("this method needs causal attention to one text a row; give packed texts row by row")
     return valid
 
 

@@ -46,7 +46,8 @@ class Plan(Intervention):
         allow_empty_layer: allow a layer to lose all its heads, or all its channels.
         compensation: by name, `L0.o_proj.bias`, `L0.down.bias`: added to the projection's output; `L0.o_proj.weight`,
             `L0.down.weight`: in its weight's place, (outputs, inputs of the model as it is).
-        scores: by name, `heads.L0` or `channels.L0`: of each head or channel, the higher the more important.
+        scores: by name, `heads.L0` or `channels.L0`: of each head (or of its columns) or channel, the higher the more
+            important.
         made: what made it: method and its options, calibration text, ratio, unit, stages.
 
     Raises:

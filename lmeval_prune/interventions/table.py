@@ -8,6 +8,7 @@ from typing import Any
 METHODS = {
     "heads": "lmeval_prune.interventions.head_mask:HeadMask",
     "plan": "lmeval_prune.interventions.plan:Plan",
+    "probe_pruning": "lmeval_prune.interventions.probe_pruning:ProbePruning",
     "token_filter": "lmeval_prune.interventions.token_filter:TokenFilter",
 }
 

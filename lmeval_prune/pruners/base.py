@@ -28,11 +28,29 @@ PRUNERS = {
     "magnitude": "lmeval_prune.pruners.magnitude:Magnitude",
     "confidence": "lmeval_prune.pruners.confidence:Confidence",
     "random": "lmeval_prune.pruners.random_scores:RandomScores",
+    "flap": "lmeval_prune.pruners.flap:Flap",
+    "wanda_sp": "lmeval_prune.pruners.wanda_sp:WandaSp",
+    "slimgpt": "lmeval_prune.pruners.slimgpt:SlimGpt",
+    "llm_pruner": "lmeval_prune.pruners.llm_pruner:LlmPruner",
 }
 
 _HEADS_ONLY = "{} scores heads only; leave out the channels, or give another ffn_method"
 
-Scores = dict[str, Tensor]  # by layer, `L0`: (heads,) or (channels,)
+Scores = dict[str, Tensor]  # by layer, `L0`: (heads,) or (channels,); of columns of heads (heads, columns)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a pruner found out.
+
+    Attributes:
+        heads, channels: scores; empty where they were not asked for.
+        means: of what projections read, `L0.o_proj` and `L0.down`; None if it did not look.
+    """
+
+    heads: Scores
+    channels: Scores
+    means: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,10 +58,13 @@ class Pruner(ABC):
     """A way to score what may be removed; the lowest scores go.
 
     Attributes:
-        allocation: (of the class) `global`: scores of all layers are compared; `uniform`: each layer loses its share.
+        budget, allocation, compensates: (of the class) what `budget`, `allocation` and `compensation` of the options
+            are, if they are left open.
     """
 
+    budget: ClassVar[str] = "heads"
     allocation: ClassVar[str] = "global"
+    compensates: ClassVar[str] = "none"
 
     def needs_text(self, heads: bool, channels: bool) -> bool:
         """Whether scores of heads, or of channels, depend on calibration text."""
@@ -73,6 +94,39 @@ class Pruner(ABC):
         """
         raise InputError(_HEADS_ONLY.format(pruner_name(self)))
 
+    def scores(
+        self,
+        model_map: ModelMap,
+        text: CalibrationText | None,
+        heads: bool,
+        channels: bool,
+        removed: tuple[Removed, Removed] = ({}, {}),
+    ) -> Scored:
+        """Scores of heads, of channels or of both at once; as of `head_scores`.
+
+        Args:
+            model_map: of the model.
+            text: calibration text.
+            heads, channels: which are asked for.
+            removed: heads and channels that are masked now.
+        """
+        return Scored(
+            self.head_scores(model_map, text, removed[0]) if heads else {},
+            self.channel_scores(model_map, text, removed[1]) if channels else {},
+        )
+
+    @property
+    def costs(self) -> tuple[float, float] | None:
+        """What a query head and a channel count in a budget of parameters; None for what they have."""
+        return None
+
+    def check_model(self, model_map: ModelMap) -> None:  # noqa: B027 - most methods suit every model
+        """Refuse a model whose scores cannot be had; of one without weights, too.
+
+        Raises:
+            InputError: saying why. By default there is no such model.
+        """
+
     def check(self, heads: bool, channels: bool, text: bool) -> None:
         """Refuse scores that cannot be had, before any is computed.
 
@@ -89,8 +143,13 @@ class Pruner(ABC):
             needed(self, None)
 
     def compensation(self, model_map: ModelMap, plan: Plan, text: CalibrationText | None) -> Mapping[str, Tensor]:
-        """What makes up for a plan's loss; see `Plan.compensation`. By default nothing."""
+        """What makes up for a plan's loss beside the `compensation` of the options; see `Plan`. By default nothing."""
         return {}
+
+
+def by_member(scores: Tensor) -> Tensor:
+    """A score of each head or channel: of heads whose columns are scored, the mean over columns."""
+    return scores.mean(1) if scores.dim() > 1 else scores
 
 
 def needed(pruner: Pruner, text: CalibrationText | None) -> CalibrationText:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmeval_prune.errors import InputError, first_line
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,29 +41,66 @@ class CalibrationText:
     def about(self) -> dict[str, Any]:
         """What a plan says of it."""
         state = hashlib.sha256()
-        for ids, real in self.batches:
-            state.update(repr(ids[real.bool()].tolist()).encode())
+        for row, own in ((row, own) for batch in self.batches for row, own in zip(*batch, strict=True)):
+            state.update(repr(row[own.bool()].tolist()).encode())
         windows = sum(len(ids) for ids, _ in self.batches)
         tokens = int(sum(real.sum() for _, real in self.batches))
         return {"text": self.name, "windows": windows, "tokens": tokens, "sha256": state.hexdigest()[:16]}
 
-    def run(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def run(self, model: Any, last: nn.Module | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the model on each batch; yields it before its forward pass.
+
+        Args:
+            model: the model.
+            last: what comes after this module is left out.
+        """
+        with torch.no_grad(), stopping_after(last) if last else nullcontext():
+            for ids, real, inputs in self.inputs(model):
+                yield ids, real
+                with suppress(Reached):
+                    model(**inputs)
+
+    def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """Of each batch, on the model's device: token ids, which are real, and what the model is called with.
 
         An encoder-decoder reads a batch in both stacks.
         """
         device = next(model.parameters()).device
-        with torch.no_grad():
-            for ids, real in self.batches:
-                ids, real = ids.to(device), real.to(device)
-                yield ids, real
-                inputs: dict[str, Any] = {"input_ids": ids}
-                if not bool(real.all()):
-                    inputs["attention_mask"] = real
-                if getattr(model.config, "is_encoder_decoder", False):
-                    inputs["decoder_input_ids"] = ids
-                    inputs |= {"decoder_attention_mask": real} if not bool(real.all()) else {}
-                model(**inputs)
+        for ids, real in self.batches:
+            ids, real = ids.to(device), real.to(device)
+            inputs: dict[str, Any] = {"input_ids": ids}
+            if not bool(real.all()):
+                inputs["attention_mask"] = real
+            if getattr(model.config, "is_encoder_decoder", False):
+                inputs["decoder_input_ids"] = ids
+                inputs |= {"decoder_attention_mask": real} if not bool(real.all()) else {}
+            yield ids, real, inputs
+
+
+class Reached(Exception):  # noqa: N818 - the end of a run, no failure
+    """A module has been run, and nothing after it is wanted.
+
+    Args:
+        output: of the module.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("a module has been run, and nothing after it is wanted")
+        self.output = output
+
+
+@contextmanager
+def stopping_after(module: nn.Module) -> Iterator[None]:
+    """Inside the block, `Reached` is raised when a module has been run."""
+
+    def stop(_: nn.Module, __: Any, output: Any) -> None:
+        raise Reached(output)
+
+    handle = module.register_forward_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_length(model: Any, tokens: int) -> None:
@@ -117,17 +158,23 @@ def read_calibration(
         if len(ids) >= windows * tokens:
             break
     found = min(windows, len(ids) // tokens)
+    if not ids:
+        raise InputError(f"the calibration text ({name}) is empty; give another")
     if not found:
         raise InputError(
             f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give a "
             f"longer text, or fewer --tokens"
         )
+    if found < windows:
+        logger.warning("the calibration text (%s) gives %d of %d windows of %d tokens", name, found, windows, tokens)
     return CalibrationText.of(name, torch.tensor(ids[: found * tokens]).reshape(found, tokens), batch)
 
 
 def _paragraphs(path: Path) -> Iterator[str]:
     try:
         content = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"no such file: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the calibration text {path} cannot be read ({first_line(error)})") from None
     return (f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip())

@@ -8,7 +8,7 @@ from typing import ClassVar
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.norm_entropy import weight_of
+from lmeval_prune.pruners.moments import weight_of
 from lmeval_prune.pruners.selection import Removed
 
 

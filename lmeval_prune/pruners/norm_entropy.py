@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, Rows
-from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.attention_statistics import AttentionRows, attention_statistic
 from lmeval_prune.pruners.base import Pruner, Scores, needed
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.moments import weight_of
 from lmeval_prune.pruners.selection import Removed
 
 
@@ -122,12 +122,6 @@ def channel_norms(model_map: ModelMap) -> Scores:
 def row_sums(rows: Rows) -> Tensor:
     """The sum of absolute values of each of some rows, in float64."""
     return weight_of(rows.module)[rows.start : rows.stop].abs().double().sum(1).cpu()
-
-
-def weight_of(module: torch.nn.Module) -> Tensor:
-    """A projection's weight as (outputs, inputs)."""
-    weight: Tensor = module.weight.detach()  # type: ignore[operator]
-    return weight.T if is_transposed(module) else weight
 
 
 def standardised(scores: Scores, removed: Removed | None = None) -> Scores:

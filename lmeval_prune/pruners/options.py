@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from lmeval_prune.errors import InputError
 
-ALLOCATIONS = ("global", "uniform")
+BUDGETS = ("heads", "parameters")
+ALLOCATIONS = {"heads": ("global", "uniform"), "parameters": ("global", "uniform", "standardised", "log")}
+COMPENSATIONS = ("none", "bias", "least_squares")
+PARTS = ("both", "heads", "channels")
 
 
 @dataclass(frozen=True)
@@ -46,21 +49,32 @@ class PruneOptions:
     """What is removed, beside by which scores.
 
     Attributes:
-        ratio: share of all query heads that is removed
-        unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group)
+        ratio: share that is removed of what the budget counts
+        unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group);
+            default: head, and of a budget of parameters group, where the model has them
         ffn_ratio: share of all feed-forward channels that is removed
         ffn_multiple: as many channels stay in each block as make a multiple of this
         allocation: global (scores of all layers are compared) or uniform (each layer loses its share; its checkpoint
-            is a plain one); default: the method's
+            is a plain one); of a budget of parameters also standardised (heads and channels of all layers are compared,
+            by how far they are from their layer's mean) and log (later layers lose more); default: the method's
         p_min: share that the first of several steps starts from, of the larger of ratio and ffn_ratio; the other one
             starts from as large a part of its own
         steps: stages, each scored anew with what is removed so far masked
         growth: exponent of the schedule between them
         allow_empty_layer: let a layer lose all its heads
+        budget: heads: ratio is a share of all query heads, ffn_ratio of all channels; parameters: ratio is one share
+            of the parameters of heads and channels that can be removed; default: the method's
+        parts: of a budget of parameters, what goes: both, heads or channels
+        skip_first: of a budget of parameters, so many first layers are spared, and do not count in the ratio
+        skip_last: the same of the last layers
+        log_start: of allocation=log, what the first layer loses, as a share of the ratio
+        compensation: what makes up for the loss: none, bias (the mean of what is lost) or least_squares (output
+            projections that do best without it); default: the method's
+        damping: of least squares, what is added to the diagonal, as a share of its mean
     """
 
     ratio: float = 0.0
-    unit: str = "head"
+    unit: str | None = None
     ffn_ratio: float = 0.0
     ffn_multiple: int = 1
     allocation: str | None = None
@@ -68,12 +82,29 @@ class PruneOptions:
     steps: int = 1
     growth: float = 1.0
     allow_empty_layer: bool = False
+    budget: str | None = None
+    parts: str = "both"
+    skip_first: int = 0
+    skip_last: int = 0
+    log_start: float = 0.3125
+    compensation: str | None = None
+    damping: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.allocation not in (None, *ALLOCATIONS):
-            raise InputError(f"allocation={self.allocation!r} is not known; use {' or '.join(ALLOCATIONS)}")
+        allocations = ALLOCATIONS[self.budget] if self.budget in ALLOCATIONS else ALLOCATIONS["parameters"]
+        choices = {"budget": BUDGETS, "allocation": allocations, "parts": PARTS, "compensation": COMPENSATIONS}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise InputError(f"{name}={value!r} is not known; use {', '.join(known[:-1])} or {known[-1]}")
         if self.ffn_multiple < 1:
             raise InputError(f"ffn_multiple must be at least 1, not {self.ffn_multiple}")
+        if min(self.skip_first, self.skip_last) < 0:
+            raise InputError("skip_first and skip_last are numbers of layers, at least 0")
+        if not 0 <= self.log_start <= 1:
+            raise InputError(f"log_start must be from 0 to 1, not {self.log_start}")
+        if not 0 <= self.damping < math.inf:
+            raise InputError(f"damping must be at least 0, not {self.damping}")
         self.schedules()
 
     def schedules(self) -> tuple[Schedule, Schedule]:

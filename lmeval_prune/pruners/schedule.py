@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
-from lmeval_prune.architectures import ModelMap, check_unit
+import torch
+from torch import Tensor
+
+from lmeval_prune.architectures import ModelMap, check_unit, uncuttable, units_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan, ranges_of
-from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
+from lmeval_prune.pruners.allocation import Pot, counts_of, pots_of, removed_by, standardised_by_layer
+from lmeval_prune.pruners.base import Pruner, Scored, Scores, by_member, needed, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.compensation import bias_for
+from lmeval_prune.pruners.layer_store import LayerStore
+from lmeval_prune.pruners.moments import input_moments, weight_of
+from lmeval_prune.pruners.options import ALLOCATIONS, PruneOptions
 from lmeval_prune.pruners.selection import Removed, check_channels, select_channels, select_heads
+from lmeval_prune.pruners.sequential import (
+    Chooser,
+    Found,
+    Place,
+    SequentialPruner,
+    check_layer_by_layer,
+    check_not_quantised,
+    layer_by_layer,
+)
 
 
 def stages(
@@ -23,6 +40,7 @@ def stages(
     channel_pruner: Pruner | None = None,
     scores: tuple[Scores, Scores] = ({}, {}),
     progress: Callable[[str], None] = lambda _: None,
+    work: Path | None = None,
 ) -> Iterator[Plan]:
     """Plans of Algorithm 1, one a step, each with all that is removed so far.
 
@@ -34,59 +52,326 @@ def stages(
         channel_pruner: scores channels.
         scores: of heads and of channels for the first step, where they are at hand; what is empty is computed.
         progress: is told what happens.
+        work: a folder for what is known of each layer of a method that goes layer by layer, so that a run that was
+            killed goes on; for the caller to remove when the plan is safe.
 
     Raises:
-        InputError: the options do not suit the model or the pruner.
+        InputError: the options do not suit the model or the pruner, or nothing would be removed.
     """
+    channel_pruner = channel_pruner or pruner
+    options = settled(options, pruner, model_map)
+    check_methods(pruner, channel_pruner, model_map, options, text is not None, scores)
+    made = {"method": pruner_name(pruner), **asdict(pruner), "options": asdict(options)}
+    if options.ffn_ratio or channel_pruner is not pruner:
+        made |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
+    made |= {"calibration": text.about()} if text is not None else {}
+    if isinstance(pruner, SequentialPruner):
+        yield _layer_by_layer(pruner, model_map, options, needed(pruner, text), made, progress, work)
+        return
     heads: Removed = {}
     channels: Removed = {}
     of_heads, of_channels = options.schedules()
-    channel_pruner = channel_pruner or pruner
-    check_prunable(model_map, options)
-    later = options.steps > 1
-    pruner.check(bool(options.ratio) and (later or not scores[0]), False, text is not None)
-    channel_pruner.check(False, bool(options.ffn_ratio) and (later or not scores[1]), text is not None)
-    made = {"method": pruner_name(pruner), **asdict(pruner), "options": asdict(options)}
-    if options.ffn_ratio:
-        made |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
-    made |= {"calibration": text.about()} if text is not None else {}
     compensation: dict[str, Any] = {}
     history: list[dict[str, Any]] = []
     for step in range(1, options.steps + 1):
         so_far = _plan(heads, channels, options.allow_empty_layer, compensation=compensation)
         with so_far.applied_to(model_map.model, model_map):
-            head_scores, channel_scores = scores if step == 1 else ({}, {})
-            if options.ratio and not head_scores:
-                progress(f"step {step} of {options.steps}: scoring heads")
-                head_scores = pruner.head_scores(model_map, text, heads)
-            if options.ffn_ratio and not channel_scores:
-                progress(f"step {step} of {options.steps}: scoring channels")
-                channel_scores = channel_pruner.channel_scores(model_map, text, channels)
-        if options.ratio:
+            at_hand = scores if step == 1 else ({}, {})
+            asked = (wants_heads(options) and not at_hand[0], wants_channels(options, model_map) and not at_hand[1])
+            for what in (name for name, wanted in zip(("heads", "channels"), asked, strict=True) if wanted):
+                progress(f"step {step} of {options.steps}: scoring {what}")
+            scored = _scored(pruner, channel_pruner, model_map, text, asked, (heads, channels))
+        head_scores, channel_scores = scored.heads or at_hand[0], scored.channels or at_hand[1]
+        counted: dict[str, Any] = {}
+        if options.budget == "parameters":
+            ratio = of_heads.at(step)
+            heads, channels, counted = _by_parameters(
+                pruner, model_map, options, ratio, (head_scores, channel_scores), (heads, channels)
+            )
+        elif options.ratio:
             allocation = options.allocation or pruner.allocation
             heads = select_heads(
-                model_map, head_scores, of_heads.at(step), options.unit, allocation, heads, options.allow_empty_layer
+                model_map,
+                standardised_by_layer(head_scores, heads) if allocation == "standardised" else head_scores,
+                of_heads.at(step),
+                options.unit or "head",
+                allocation,
+                heads,
+                options.allow_empty_layer,
             )
+            made |= {"head_allocation": allocation}
         if options.ffn_ratio:
             allocation = options.allocation or channel_pruner.allocation
+            compared = channel_scores
+            if allocation == "standardised":
+                compared = standardised_by_layer(channel_scores, channels)
             channels = select_channels(
-                model_map, channel_scores, of_channels.at(step), options.ffn_multiple, allocation, channels
+                model_map, compared, of_channels.at(step), options.ffn_multiple, allocation, channels
             )
+            made |= {"ffn_allocation": allocation}
+        if step == options.steps:
+            _check_removes(any(heads.values()) or any(channels.values()), options)
         bare = _plan(heads, channels, options.allow_empty_layer)
-        compensation = {**compensation, **pruner.compensation(model_map, bare, text)}
+        found = _made_up_for(model_map, bare, text, options, scored.means if step == 1 else None, progress)
+        compensation = {**compensation, **found.compensation, **pruner.compensation(model_map, bare, text)}
         counts = {"heads": sum(map(len, heads.values())), "channels": sum(map(len, channels.values()))}
         history.append({"step": step, "ratio": of_heads.at(step), "ffn_ratio": of_channels.at(step), **counts})
-        kept = {f"heads.{k}": v for k, v in head_scores.items()} | {
-            f"channels.{k}": v for k, v in channel_scores.items()
-        }
+        kept = {f"heads.{k}": by_member(v) for k, v in head_scores.items()}
+        kept |= {f"channels.{k}": v for k, v in channel_scores.items()}
+        more = {**counted, "damping": found.damping} if found.damping else counted
         yield _plan(
             heads,
             channels,
             options.allow_empty_layer,
             compensation=compensation,
             scores=kept,
-            made={**made, "stages": list(history)},
+            made={**made, **more, "stages": list(history)},
         )
+
+
+def _scored(
+    pruner: Pruner,
+    channel_pruner: Pruner,
+    model_map: ModelMap,
+    text: CalibrationText | None,
+    asked: tuple[bool, bool],
+    removed: tuple[Removed, Removed],
+) -> Scored:
+    """Scores of heads and of channels, as far as they are asked for; of one method both at once."""
+    if pruner is channel_pruner:
+        return pruner.scores(model_map, text, *asked, removed) if any(asked) else Scored({}, {})
+    own = pruner.scores(model_map, text, True, False, removed).heads if asked[0] else {}
+    return Scored(own, channel_pruner.scores(model_map, text, False, True, removed).channels if asked[1] else {})
+
+
+def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> PruneOptions:
+    """Options with what they leave open to the method and the model; also of a model without weights.
+
+    Raises:
+        InputError: they do not suit either.
+    """
+    budget = options.budget or pruner.budget
+    sequential = isinstance(pruner, SequentialPruner)
+    options = replace(
+        options,
+        budget=budget,
+        unit=options.unit or _usual_unit(model_map, budget),
+        allocation=options.allocation or (pruner.allocation if budget == "parameters" else None),
+        compensation=options.compensation or pruner.compensates,
+    )
+    name = pruner_name(pruner)
+    if budget == "heads":
+        ours = {one.name: one.default for one in fields(options) if one.name in _OF_PARAMETERS}
+        for one, usual in ours.items():
+            if getattr(options, one) != usual:
+                raise InputError(f"{one} is for --budget parameters; give that, or leave it out")
+        if sequential:
+            raise InputError(f"{name} counts parameters; give --budget parameters, or leave it out")
+    elif options.ffn_ratio or options.ffn_multiple != 1:
+        raise InputError(
+            "a budget of parameters is one --ratio for heads and channels together; leave out ffn_ratio and "
+            "ffn_multiple, or give --budget heads"
+        )
+    elif options.unit == "head" and options.parts != "channels" and _has_groups(model_map):
+        raise InputError(
+            "what one head of a group takes along depends on the others, so that single heads have no share of the "
+            "parameters; give --unit group, or --budget heads"
+        )
+    if sequential:
+        allocations = [one for one in ALLOCATIONS["parameters"] if one in ("uniform", "log")]
+        if options.steps > 1:
+            raise InputError(f"{name} goes through the layers once; leave out --steps")
+        if options.allocation not in allocations:
+            raise InputError(f"{name} knows scores of one layer at a time; use allocation {' or '.join(allocations)}")
+        if options.unit == "balanced":
+            raise InputError(f"{name} removes heads or groups; use unit head or group")
+    if options.steps > 1 and options.compensation == "least_squares":
+        raise InputError(
+            "a later step would score weights that least squares has replaced; give --steps 1, or --compensation bias"
+        )
+    check_prunable(model_map, options)
+    return options
+
+
+_OF_PARAMETERS = ("parts", "skip_first", "skip_last")
+
+
+def _usual_unit(model_map: ModelMap, budget: str) -> str:
+    """`head`; where parameters count, what can be cut as it is."""
+    fits = all("group" in units_of(layer) for layer in model_map.attention) and not uncuttable(model_map)
+    return "group" if budget == "parameters" and fits else "head"
+
+
+def _has_groups(model_map: ModelMap) -> bool:
+    """Whether some query heads, but not all, share a key-value head, and can be cut with it."""
+    return any(1 < layer.kv_heads < layer.heads for layer in model_map.attention) and not uncuttable(model_map)
+
+
+def wants_heads(options: PruneOptions) -> bool:
+    """Whether heads are to go; of options that are settled."""
+    return options.parts != "channels" if options.budget == "parameters" else bool(options.ratio)
+
+
+def wants_channels(options: PruneOptions, model_map: ModelMap) -> bool:
+    """Whether channels are to go; of options that are settled."""
+    if options.budget == "parameters":
+        return options.parts != "heads" and bool(model_map.channels())
+    return bool(options.ffn_ratio)
+
+
+def check_methods(
+    pruner: Pruner,
+    channel_pruner: Pruner,
+    model_map: ModelMap,
+    options: PruneOptions,
+    text: bool,
+    scores: tuple[Scores, Scores] = ({}, {}),
+) -> None:
+    """Refuse methods that cannot make such a plan, before anything is computed.
+
+    Args:
+        pruner, channel_pruner: the methods.
+        model_map: of the model, with weights or without.
+        options: settled.
+        text: whether there is calibration text.
+        scores: those that are at hand.
+
+    Raises:
+        InputError: saying why.
+    """
+    later = options.steps > 1
+    for_heads = wants_heads(options) and (later or not scores[0])
+    for_channels = wants_channels(options, model_map) and (later or not scores[1])
+    if channel_pruner is not pruner and SequentialPruner in {*type(pruner).__mro__, *type(channel_pruner).__mro__}:
+        raise InputError("a method that goes layer by layer takes heads and channels itself; leave out ffn_method")
+    if isinstance(pruner, SequentialPruner) and any(scores):
+        raise InputError(f"{pruner_name(pruner)} scores each layer when those before have gone; leave out --scores")
+    pruner.check(for_heads, False, text)
+    channel_pruner.check(False, for_channels, text)
+    for one, wanted in ((pruner, for_heads), (channel_pruner, for_channels)):
+        if wanted:
+            one.check_model(model_map)
+    if options.compensation != "none":
+        check_not_quantised(model_map, f"compensation={options.compensation}")
+        if options.compensation == "least_squares":
+            check_layer_by_layer(model_map, "compensation=least_squares")
+        if not text:
+            raise InputError(f"compensation={options.compensation} needs a text; give --task NAME or --text FILE")
+
+
+def _by_parameters(
+    pruner: Pruner,
+    model_map: ModelMap,
+    options: PruneOptions,
+    ratio: float,
+    scores: tuple[Scores, Scores],
+    before: tuple[Removed, Removed],
+) -> tuple[Removed, Removed, dict[str, Any]]:
+    """What goes in all, and what a plan says of the budget."""
+    allocation, empty = options.allocation or "global", options.allow_empty_layer
+    compared = scores
+    if allocation == "standardised":
+        compared = (standardised_by_layer(scores[0], before[0]), standardised_by_layer(scores[1], before[1]))
+    given = (compared[0] if wants_heads(options) else None, compared[1] if wants_channels(options, model_map) else None)
+    pots = pots_of(model_map, options, *given, *before, pruner.costs)
+    counts = counts_of(pots, ratio, allocation, options.log_start, empty)
+    heads, channels = removed_by(pots, counts, before)
+    own = pots if pruner.costs is None else pots_of(model_map, options, *given, *before)
+    return heads, channels, {"parameters": _spent(own, counts)}
+
+
+def _spent(pots: Sequence[Pot], counts: Sequence[int]) -> dict[str, int]:
+    """Of the layers in play, the parameters that can be removed, and those that are."""
+    removable = sum(pot.size * pot.cost for pot in pots)
+    removed = sum(count * pot.cost for pot, count in zip(pots, counts, strict=True))
+    return {"removable": round(removable), "removed": round(removed)}
+
+
+def _made_up_for(
+    model_map: ModelMap,
+    plan: Plan,
+    text: CalibrationText | None,
+    options: PruneOptions,
+    means: Mapping[str, Tensor] | None,
+    progress: Callable[[str], None],
+) -> Found:
+    """What makes up for a plan's loss on the model as it is: `Found` with a compensation, and nothing else."""
+    found = Found()
+    if options.compensation in (None, "none"):
+        return found
+    assert text is not None
+    heads = {layer.label: set(numbers) for layer, numbers in plan.heads_by_layer(model_map)}
+    channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
+    if options.compensation == "least_squares":
+        progress("making up for the loss by least squares, layer by layer")
+
+        def choose(place: Place, *_: Any) -> set[int]:
+            return (heads if place.kind == "heads" else channels)[place.label]
+
+        places = {(label, "heads") for label in heads} | {(label, "channels") for label in channels}
+        chooser = Chooser(choose, True, True, places, pairs=True, afresh=True)
+        empty = options.allow_empty_layer
+        return layer_by_layer(model_map, text, chooser, "least_squares", options.damping, empty, progress=progress)
+    lossy = [Place(layer) for layer in model_map.attention if layer.label in heads]
+    lossy += [Place(block) for block in model_map.feed_forward if block.label in channels]
+    if means is None or not {place.name for place in lossy} <= means.keys():  # of scores at hand nothing is known
+        progress("measuring what is lost on average")
+        moments = input_moments(model_map, text, bool(heads), bool(channels))
+        means = {name: one.mean for name, one in moments.items()}
+    for place in lossy:
+        columns = place.columns_of((heads if place.kind == "heads" else channels)[place.label])
+        like = weight_of(place.projection)
+        bias = bias_for(place.weight, means[place.name], columns)
+        found.compensation[f"{place.name}.bias"] = bias.to(like.dtype)
+    return found
+
+
+def _layer_by_layer(
+    pruner: SequentialPruner,
+    model_map: ModelMap,
+    options: PruneOptions,
+    text: CalibrationText,
+    made: dict[str, Any],
+    progress: Callable[[str], None],
+    work: Path | None,
+) -> Plan:
+    """The plan of a method that goes layer by layer."""
+    alike = (
+        {layer.label: torch.zeros(layer.heads) for layer in model_map.attention} if wants_heads(options) else None,
+        {label: torch.zeros(n) for label, n in model_map.channels().items()}
+        if wants_channels(options, model_map)
+        else None,
+    )
+    pots = pots_of(model_map, options, *alike)
+    counts = counts_of(
+        pots, options.ratio, options.allocation or "uniform", options.log_start, options.allow_empty_layer
+    )
+    _check_removes(any(counts), options)
+    by_place = {(pot.label, pot.kind): count for pot, count in zip(pots, counts, strict=True)}
+    chooser = pruner.chooser(options.unit or "head", by_place)
+    store = LayerStore(work, [made, model_map.weights, model_map.signature()]) if work else None
+    found = layer_by_layer(
+        model_map,
+        text,
+        chooser,
+        options.compensation or "none",
+        options.damping,
+        options.allow_empty_layer,
+        store,
+        progress,
+    )
+    numbers = {
+        name: sum(map(len, one.values())) for name, one in (("heads", found.heads), ("channels", found.channels))
+    }
+    more = {"parameters": _spent(pots, counts), **({"damping": found.damping} if found.damping else {})}
+    plan = _plan(
+        found.heads,
+        found.channels,
+        options.allow_empty_layer,
+        compensation=found.compensation,
+        made={**made, **more, "stages": [{"step": 1, "ratio": options.ratio, **numbers}]},
+    )
+    return plan
 
 
 def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
@@ -97,10 +382,18 @@ def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
     """
     if not options.ratio and not options.ffn_ratio:
         raise InputError("nothing is to be removed; give --ratio (heads), --ffn_ratio (channels) or both, e.g. 0.25")
-    if options.ratio:
-        check_unit(model_map, options.unit)
-    if options.ffn_ratio:
+    if options.ratio and options.parts != "channels":
+        check_unit(model_map, options.unit or "head")
+    if options.ffn_ratio or options.parts == "channels":
         check_channels(model_map)
+
+
+def _check_removes(something: bool, options: PruneOptions) -> None:
+    if not something:
+        raise InputError(
+            f"nothing would be removed: the share is less than one unit ({options.unit}) of a layer or the model; give "
+            f"a larger --ratio, another --unit, or --allocation global"
+        )
 
 
 def _plan(heads: Removed, channels: Removed, allow_empty_layer: bool, **more: Any) -> Plan:

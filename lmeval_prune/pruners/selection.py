@@ -48,7 +48,7 @@ def select_heads(
 
     Args:
         model_map: of the model.
-        scores: of each head, by layer.
+        scores: of each head, by layer; or of each of its columns in the output projection, (heads, columns).
         ratio: share of the query heads; as many whole units go as fit in it.
         unit: `head`, `group` or `balanced`.
         allocation: `global`: scores of all layers are compared; `uniform`: each layer loses its share.
@@ -88,7 +88,7 @@ def units_in(layer: AttentionLayer, scores: Tensor, unit: str, removed: Collecti
     elif unit == "group":
         members = [tuple(group) for group in alive if group]
     else:  # the n-th lowest head of each group, as long as every group has one
-        ordered = [sorted(group, key=lambda head: float(scores[head])) for group in alive if group]
+        ordered = [sorted(group, key=lambda head: float(scores[head].mean())) for group in alive if group]
         members = list(zip(*ordered, strict=False))
     found = [Unit(layer.label, heads, float(scores[list(heads)].mean())) for heads in members]
     return found if unit == "balanced" else sorted(found, key=lambda one: one.score)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.errors import InputError
@@ -30,7 +31,7 @@ def importance(
     Args:
         pretrained: model, as for lm_eval, or one that was cut
         output: path of the artefact, a JSON file: a plan that removes nothing, and scores; its picture is beside it
-        method: norm_entropy, global_threshold, magnitude, confidence or random
+        method: norm_entropy, global_threshold, magnitude, confidence, random, flap, wanda_sp, slimgpt or llm_pruner
         options: of the method, e.g. alpha=0.5,entropy=raw
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
@@ -41,26 +42,27 @@ def importance(
         channels: score feed-forward channels, too
         revision: of the model
     """
+    from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.pruners.base import make_pruner
+    from lmeval_prune.pruners.base import by_member, make_pruner
     from lmeval_prune.reporting.importance_map import draw
 
     pruner = make_pruner(method, options or {})
     _check_json(output)
     check_writable(output)
     pruner.check(True, channels, bool(task or text))
+    pruner.check_model(map_model(skeleton_of(pretrained, revision)))
     needed = pruner.needs_text(True, channels)
     model_map, calibration, _ = _loaded(pretrained, revision, needed, task, text, windows, tokens, batch, seed)
-    scores = {f"heads.{label}": one for label, one in pruner.head_scores(model_map, calibration).items()}
-    if channels:
-        scores |= {f"channels.{label}": one for label, one in pruner.channel_scores(model_map, calibration).items()}
+    scored = pruner.scores(model_map, calibration, True, channels)
+    scores = {f"heads.{label}": one for label, one in scored.heads.items()}
+    scores |= {f"channels.{label}": one for label, one in scored.channels.items()}
     made: dict[str, Any] = {"method": method, **vars(pruner)}
     made |= {"calibration": calibration.about()} if calibration else {}
     Plan(scores=scores, made=made).save(output, model_map)
-    heads: dict[str, Any] = {
-        label.removeprefix("heads."): one for label, one in scores.items() if label.startswith("heads.")
-    }
+    heads: dict[str, Any] = {label: by_member(one) for label, one in scored.heads.items()}
     draw(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{head}") for label, one in heads.items() for head, x in enumerate(one))
     print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")
@@ -72,7 +74,7 @@ def importance(
 def prune(
     pretrained: str,
     output: str,
-    method: str = "norm_entropy",
+    method: str | None = None,
     options: dict[str, Any] | None = None,
     ffn_method: str | None = None,
     ffn_options: dict[str, Any] | None = None,
@@ -91,13 +93,14 @@ def prune(
 
     Args:
         pretrained: model, as for lm_eval, or one that was cut
-        output: path of the plan, a JSON file
-        method: norm_entropy, global_threshold, magnitude, confidence or random
+        output: path of the plan, a JSON file; what stands there is replaced
+        method: norm_entropy (default), global_threshold, magnitude, confidence, random, flap, wanda_sp, slimgpt or
+            llm_pruner
         options: of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: scores channels (default: the same)
         ffn_options: of that method, e.g. seed=1
-        scores: an artefact of `importance`, instead of scoring again; method and options are its own. Channels are
-            scored by ffn_method all the same, if that is given
+        scores: an artefact of `importance`, instead of scoring again; method and options are its own, and no others
+            are taken. Channels are scored by ffn_method all the same, if that is given
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
         windows: windows of the calibration text
@@ -112,53 +115,66 @@ def prune(
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.pruners.base import PRUNERS, make_pruner
-    from lmeval_prune.pruners.schedule import check_prunable, stages
+    from lmeval_prune.pruners.schedule import check_methods, settled, stages, wants_channels, wants_heads
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
     asked = PruneOptions(**wanted)
     known, at_hand = _scores_of(scores) if scores else (None, ({}, {}))
+    if method:
+        make_pruner(method, options or {})
     if known:
         if known.made.get("method") in PRUNERS:
-            method, options = known.made["method"], _options_in(known.made)
+            method, options = _method_of(str(scores), known.made, method, options)
         if asked.steps > 1:
             raise InputError("scores=FILE serves a single step; leave it out, or --steps")
         if ffn_method:
             at_hand = (at_hand[0], {})
-        elif asked.ffn_ratio and not at_hand[1]:
-            raise InputError(
-                f"{scores} has no scores of channels; make it with `lmeval-prune importance --channels`, or give "
-                f"--ffn_method, which then scores them"
-            )
     if ffn_options and not ffn_method:
         raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
-    pruner = make_pruner(method, options or {})
+    pruner = make_pruner(method or "norm_entropy", options or {})
     of_channels = make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
-    scored = bool(asked.ratio and not at_hand[0]), bool(asked.ffn_ratio and not at_hand[1])
     _check_json(output)
     bare = map_model(skeleton_of(pretrained, revision))
-    check_prunable(bare, asked)
-    pruner.check(scored[0], False, bool(task or text))
-    of_channels.check(False, scored[1], bool(task or text))
+    asked = settled(asked, pruner, bare)
+    wanted_parts = wants_heads(asked), wants_channels(asked, bare)
+    if known and wanted_parts[1] and not at_hand[1] and not ffn_method:
+        raise InputError(
+            f"{scores} has no scores of channels; make it with `lmeval-prune importance --channels`, or give "
+            f"--ffn_method, which then scores them"
+        )
+    check_methods(pruner, of_channels, bare, asked, bool(task or text), at_hand)
     if cut:
         _check_apart(output, cut)
         check_folder(cut, [pretrained])
-        check_cuttable(bare, bool(asked.ratio))
+        check_cuttable(bare, wanted_parts[0])
     check_writable(output)
-    needs = (scored[0] and pruner.needs_text(True, False)) or (scored[1] and of_channels.needs_text(False, True))
+    uses = {
+        "calibration": wanted_parts[0] and not at_hand[0] and pruner.needs_text(True, False),
+        "ffn_calibration": wanted_parts[1] and not at_hand[1] and of_channels.needs_text(False, True),
+        "compensation_calibration": asked.compensation != "none",
+    }
+    needs = any(uses.values())
+    if known and (task or text) and not needs:
+        raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
     model_map, calibration, tokenizer = _loaded(pretrained, revision, needs, task, text, windows, tokens, batch, seed)
     if known:
         known.fit_to(model_map)
-    *_, plan = stages(pruner, model_map, asked, calibration, of_channels, at_hand, partial(print, flush=True))
-    if not plan.heads and not plan.channels:
-        raise InputError(
-            f"nothing would be removed: the share is less than one unit ({asked.unit}) of a layer or the model; give "
-            f"a larger --ratio, another --unit, or --allocation global"
-        )
-    if known:
-        made = {("ffn_calibration" if name == "calibration" else name): one for name, one in plan.made.items()}
-        plan = replace(plan, made={**made, **{k: v for k, v in known.made.items() if k == "calibration"}})
+    work = Path(output).with_name(f".{Path(output).name}.layers")
+    say = partial(print, flush=True)
+    *_, plan = stages(pruner, model_map, asked, calibration, of_channels, at_hand, say, work)
+    if known:  # each text by what it was read for
+        made = {name: one for name, one in plan.made.items() if name != "calibration"}
+        of_artefact = {"calibration": at_hand[0], "ffn_calibration": at_hand[1] and not at_hand[0]}
+        made |= {
+            name: known.made["calibration"] for name, one in of_artefact.items() if one and "calibration" in known.made
+        }
+        made |= {name: calibration.about() for name, used in uses.items() if used}
+        plan = replace(plan, made=made)
     plan.save(output, model_map)
+    rmtree(work, ignore_errors=True)  # what was kept of layers while it was made
     print(f"{output}: {_said(plan, model_map)}")
+    for line in _short_of(plan, model_map, asked):
+        print(f"  {line}")
     if cut:
         done = cut_to(cut, model_map.model, plan, tokenizer or _tokenizer(pretrained, revision))
         _report(cut, done)
@@ -187,11 +203,17 @@ def execute(
     wanted = load_intervention(plan, allow_other_model).converted(Plan)
     if not isinstance(wanted, Plan):
         raise InputError(f"{plan} is no plan and no head mask")
+    if not wanted.heads and not wanted.channels and not wanted.compensation:
+        raise InputError(f"{plan} removes nothing; make a plan with `lmeval-prune prune --scores {plan}`")
     check_folder(output, [pretrained])
     bare = skeleton_of(pretrained, revision)
     check_cuttable(map_model(bare), bool(wanted.heads))
-    wanted.fit_to(map_model(bare))
-    _report(output, cut_to(output, with_weights(bare, pretrained, revision), wanted, _tokenizer(pretrained, revision)))
+    try:
+        wanted.fit_to(map_model(bare))
+        done = cut_to(output, with_weights(bare, pretrained, revision), wanted, _tokenizer(pretrained, revision))
+    except InputError as error:  # as the option is called here
+        raise InputError(str(error).replace("allow_other_model=true", "--allow_other_model")) from None
+    _report(output, done)
     return 0
 
 
@@ -257,11 +279,23 @@ def _scores_of(path: str) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
     return plan, (heads, channels)
 
 
-def _options_in(made: dict[str, Any]) -> dict[str, Any]:
-    """The options of the method that an artefact was made by."""
-    from lmeval_prune.pruners.base import pruner_class
+def _method_of(
+    path: str, made: dict[str, Any], method: str | None, options: dict[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """The method that an artefact was made by, and its options.
 
-    return {one.name: made[one.name] for one in fields(pruner_class(made["method"])) if one.name in made}
+    Raises:
+        InputError: another method is asked for, or other options.
+    """
+    from lmeval_prune.pruners.base import make_pruner, pruner_class
+
+    own = {one.name: made[one.name] for one in fields(pruner_class(made["method"])) if one.name in made}
+    known = make_pruner(made["method"], own)
+    if method not in (None, made["method"]) or (options and make_pruner(made["method"], {**own, **options}) != known):
+        raise InputError(
+            f"{path} has scores of {made['method']} with its own options; leave out --method and --options, or --scores"
+        )
+    return made["method"], own
 
 
 def _said(plan: Any, model_map: Any) -> str:
@@ -271,7 +305,21 @@ def _said(plan: Any, model_map: Any) -> str:
         parts.append(f"{found['kv_heads_pruned']} of {found['kv_heads_total']} key-value heads")
     if found["channels_pruned"]:
         parts.append(f"{found['channels_pruned']} of {found['channels_total']} channels")
-    return f"{', '.join(parts)} of {model_map.name} go"
+    counted = plan.made.get("parameters")
+    share = f", {counted['removed'] / counted['removable']:.2%} of what can be removed" if counted else ""
+    return f"{', '.join(parts)} of {model_map.name} go{share}"
+
+
+def _short_of(plan: Any, model_map: Any, asked: PruneOptions) -> list[str]:
+    """Where whole units leave less than was asked for of heads or channels."""
+    found = plan.report(model_map)["plan"]
+    by_count = asked.budget == "heads"
+    lines = []
+    for name, kind, ratio in (("ratio", "heads", asked.ratio), ("ffn_ratio", "channels", asked.ffn_ratio)):
+        share = found[f"{kind}_pruned"] / max(1, found[f"{kind}_total"])
+        if by_count and f"{share:.1%}" != f"{ratio:.1%}":
+            lines.append(f"{share:.1%} of the {kind}: whole units leave less than --{name} {ratio:g}")
+    return lines
 
 
 def _report(folder: str, done: Any) -> None:

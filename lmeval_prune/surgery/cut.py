@@ -138,7 +138,9 @@ def cut(model: Any, plan: Plan | HeadMask) -> Cut:
         "weights": loadable_fingerprints(smaller, own_map.weights),
         "removed": removed,
         "notes": notes,
-        "scores": {name: [round(float(x), 6) for x in one] for name, one in plan.scores.items() if "heads." in name},
+        "scores": {
+            name: [round(float(x.mean()), 6) for x in one] for name, one in plan.scores.items() if "heads." in name
+        },
         "stages": getattr(smaller, _STAGES),
     }
     return Cut(smaller, manifest, plan, model_map)

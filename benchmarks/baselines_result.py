@@ -1,0 +1,370 @@
+"""What a share of the parameters costs by each pruner, calibrated on one text and on another: SmolLM2.
+
+    python benchmarks/baselines_result.py [--tokens 4096] [--threads 1] [--work out/baselines] [--report]
+
+Calibrated on 128 windows of 128 tokens of GSM8K's training text, and of MATH's; perplexity by token on GSM8K's test
+text and on MATH-500, windows of 128 tokens, at 10, 20 and 50 per cent of the parameters of heads and channels, with
+the share that each row has really lost; random over five seeds. Methods run as they are, without their compensation,
+and SlimGPT by other schedules. Token Filtering stands beside them at as many multiplications as a plan leaves, where it
+can save so many. What is expected is written down in `EXPECTED`, and held against what was measured on either text.
+
+What was measured is kept under --work, row by row, what matters most first, and not measured again; each row says in
+which environment. Writes `results/baselines.json`, and a table and a picture under `docs/results/baselines/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from shutil import rmtree
+from statistics import mean
+from typing import Any
+
+import torch
+from _record import RESULTS, environment, write
+from filter_quality import arithmetic
+from pruning_result import expected
+from transformers import AutoTokenizer
+
+from lmeval_prune import load_pretrained, map_model
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions.probe_pruning import ProbePruning
+from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.profiling.costs import formula_flops, parameters
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import read_calibration
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.reporting.plot_style import COLOURS, save
+from lmeval_prune.tasks import data
+
+WINDOW = 128
+BATCH = 16  # windows a forward pass
+SEEDS = 5  # of random
+RATIOS = (0.2, 0.5, 0.1)
+TEXTS = {"GSM8K": ("gsm8k", "answer"), "MATH": ("math500", "solution")}
+CALIBRATED = {"GSM8K": "prune_gsm8k", "MATH": "prune_math500"}
+OUTPUT = RESULTS.parent.parent / "docs/results/baselines"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to prune.
+
+    Attributes:
+        name: as tables call it.
+        method, given: a pruner and its options; none of Token Filtering and Probe Pruning, which prune while they run.
+        ratio: share of the parameters.
+        text: what it is calibrated on.
+        options: further ones of the plan.
+    """
+
+    name: str
+    method: str
+    ratio: float
+    text: str = "GSM8K"
+    given: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """By what its result is known."""
+        return f"{self.name}, {self.ratio:.0%}, {self.text}"
+
+
+def rows() -> Iterator[Row]:
+    """All rows, what matters most first."""
+    alone = {"compensation": "none"}
+    for ratio in RATIOS:
+        yield from (Row(name, name, ratio) for name in ("flap", "slimgpt", "wanda_sp", "llm_pruner", "magnitude"))
+        yield Row("random, seed 0", "random", ratio, given={"seed": 0})
+        yield Row("flap without its bias", "flap", ratio, options=alone)
+        yield Row("slimgpt without its update", "slimgpt", ratio, options=alone)
+        yield from (Row(name, name, ratio, "MATH") for name in ("flap", "slimgpt"))
+        yield Row("slimgpt, uniform", "slimgpt", ratio, options={"allocation": "uniform"})
+        yield from (Row(f"random, seed {seed}", "random", ratio, given={"seed": seed}) for seed in range(1, SEEDS))
+        yield from (Row(name, name, ratio, "MATH") for name in ("llm_pruner", "wanda_sp"))
+        yield Row("probe pruning", "", ratio)
+    for ratio in RATIOS:
+        yield Row("token filter", "", ratio)
+        yield Row("random with least squares, seed 0", "random", ratio, options={"compensation": "least_squares"})
+        yield Row("flap, reference", "flap", ratio, given={"reference": True})
+        yield Row("slimgpt, diagonal error", "slimgpt", ratio, given={"error": "diagonal"})
+        yield Row("norm_entropy", "norm_entropy", ratio)
+
+
+Figure = Callable[[str, float], float | None]  # of a name and a ratio, calibrated on GSM8K, read on one text
+
+
+def _random(figure: Figure, ratio: float) -> float | None:
+    found = [figure(f"random, seed {seed}", ratio) for seed in range(SEEDS)]
+    known = [one for one in found if one is not None]
+    return mean(known) if known else None
+
+
+# what was expected before anything was measured: a name, and the two figures of which the first is to be lower
+EXPECTED: list[tuple[str, Callable[[Figure, float], tuple[float | None, float | None]]]] = [
+    ("random is better than magnitude", lambda f, r: (_random(f, r), f("magnitude", r))),
+    ("Taylor scores are better than random", lambda f, r: (f("llm_pruner", r), _random(f, r))),
+    ("FLAP is better with its bias", lambda f, r: (f("flap", r), f("flap without its bias", r))),
+    ("SlimGPT is better with its update", lambda f, r: (f("slimgpt", r), f("slimgpt without its update", r))),
+    ("log is better than uniform", lambda f, r: (f("slimgpt", r), f("slimgpt, uniform", r))),
+    ("SlimGPT is at least as good as FLAP", lambda f, r: (f("slimgpt", r), f("flap", r))),
+    ("FLAP is better than Wanda-sp", lambda f, r: (f("flap", r), f("wanda_sp", r))),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", default="out/baselines")
+    parser.add_argument("--rows", type=int, help="at most so many rows that are not there")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write what is known")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.WARNING)
+    about = environment()
+    folder = embedded.resolve("smollm2-135m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    calibrated = {
+        name: read_calibration(tokenizer, None, task, windows=128, tokens=WINDOW, batch=BATCH)
+        for name, task in CALIBRATED.items()
+    }
+    path = Path(options.work) / f"{options.tokens}.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    said = {name: text.about() for name, text in calibrated.items()}
+    if options.report:
+        finish(about, options.tokens, said, known)
+        return
+    model = load_pretrained(folder, dtype=torch.float32)
+    model_map = map_model(model)
+    windows = {name: windows_of(tokenizer, name, options.tokens) for name in TEXTS}
+    if "dense" not in known:
+        all_, without = parameters(model)
+        counts = {"parameters": all_, "without_embeddings": without, "flops": formula_flops(model_map, WINDOW)}
+        known["dense"] = {**counts, "perplexity": perplexities(model, windows), "environment": about}
+        write_text(path, json.dumps(known))
+    waiting = [row for row in rows() if row.key not in known][: options.rows]
+    for place, row in enumerate(waiting):
+        try:
+            known[row.key] = {
+                **measured(row, model_map, calibrated[row.text], windows, options.work),
+                "environment": about,
+            }
+        except ValueError as error:  # a share that would empty a layer
+            known[row.key] = {"refused": str(error), "environment": about}
+        write_text(path, json.dumps(known))
+        shown = known[row.key].get("perplexity") or known[row.key]["refused"]
+        print(f"{place + 1} of {len(waiting)}: {row.key}: {shown}", flush=True)
+        finish(about, options.tokens, said, known)
+
+
+def windows_of(tokenizer: Any, name: str, tokens: int) -> torch.Tensor:
+    """Windows of a test text, (windows, WINDOW)."""
+    source, answer = TEXTS[name]
+    ids: list[int] = []
+    for problem in data.load(source, "test"):
+        ids += tokenizer(f"Question: {problem['question']}\nAnswer: {problem[answer]}\n\n")["input_ids"]
+        if len(ids) >= tokens:
+            break
+    count = min(tokens, len(ids)) // WINDOW
+    return torch.tensor(ids[: count * WINDOW]).reshape(count, WINDOW)
+
+
+def perplexities(model: Any, windows: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By token, each window by itself, its first token not scored."""
+    found = {}
+    for name, every in windows.items():
+        total = 0.0
+        for batch in every.split(BATCH):
+            with torch.no_grad():
+                logits = model(batch, use_cache=False).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+            total += float(loss)
+        found[name] = float(torch.tensor(total / every[:, 1:].numel()).exp())
+    return found
+
+
+def measured(row: Row, model_map: Any, text: Any, windows: dict[str, torch.Tensor], work: str) -> dict[str, Any]:
+    """Make a plan and read the texts under it."""
+    if row.name == "probe pruning":
+        return probed(row, model_map, windows)
+    if not row.method:
+        return filtered(row, model_map, windows)
+    wanted = PruneOptions(row.ratio, budget="parameters", **row.options)
+    pruner = make_pruner(row.method, row.given)
+    stem = Path(work) / row.key.replace(", ", "-").replace(" ", "_").replace("%", "")
+    made = partial(stages, pruner, model_map, wanted, text, work=stem.with_suffix(".layers"))
+    (plan,) = made()
+    with plan.applied_to(model_map.model, model_map):
+        quality = perplexities(model_map.model, windows)
+    rmtree(stem.with_suffix(".layers"), ignore_errors=True)
+    added = sum(one.numel() for name, one in plan.compensation.items() if name.endswith(".bias"))
+    left = expected(model_map, plan)
+    left = {**left, "parameters": left["parameters"] + added}
+    return {"perplexity": quality, **left, "planned": plan.made["parameters"]}
+
+
+def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Probe Pruning by each window itself: parameters and arithmetic stay, since it masks; `masked` is what it leaves
+    out, in parameters."""
+    with ProbePruning(row.ratio, skip_first=0).applied_to(model_map.model, model_map):
+        quality = perplexities(model_map.model, windows)
+        (applied,) = interventions_on(model_map.model)
+        left_out = applied.report(model_map)["probe_pruning_left_out"]
+    hidden, layers = model_map.model.config.hidden_size, model_map.attention
+    costs = {"heads": 2 * hidden * layers[0].head_dim, "channels": 3 * hidden}  # queries and outputs; keys, values stay
+    counts = {"heads": model_map.total_heads, "channels": sum(model_map.channels().values())}
+    masked = round(sum(left_out[kind] * counts[kind] * costs[kind] for kind in costs))
+    all_, without = parameters(model_map.model)
+    flops = formula_flops(model_map, WINDOW)
+    found = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
+    return {"perplexity": quality, **found, "masked": masked, "removable": _removable(model_map)}
+
+
+def filtered(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Token Filtering at as many multiplications as a plan of that ratio leaves."""
+    costs = arithmetic(model_map, WINDOW // 2)
+    wanted = row.ratio * _removable(model_map)
+    share = wanted / (len(model_map.attention) * costs["attention_of_a_skipped_token"])
+    if share > 1:
+        return {"refused": f"all attention that it could skip is {1 / share:.0%} of what is to be saved"}
+    one = TokenFilter(ratio=share, focus="uniform")
+    with one.applied_to(model_map.model, model_map):
+        quality = perplexities(model_map.model, windows)
+        (applied,) = interventions_on(model_map.model)
+        skipped = applied.report(model_map)["token_filter_skipped"]["realised"]
+    saved = 2 * WINDOW * skipped * len(model_map.attention) * costs["attention_of_a_skipped_token"]
+    all_, without = parameters(model_map.model)
+    flops = formula_flops(model_map, WINDOW) - round(saved)
+    found = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
+    return {"perplexity": quality, **found, "skipped": skipped}
+
+
+def _removable(model_map: Any) -> int:
+    """Parameters of all heads and channels."""
+    found = [m for x in model_map.attention for m in (x.o_proj, *(x.rows(part, 0).module for part in "qkv"))]
+    found += [m for x in model_map.feed_forward for m in (x.down, *x.parts.values())]
+    return sum(module.in_features * module.out_features for module in found)
+
+
+def realised(one: dict[str, Any], dense: dict[str, Any]) -> float | None:
+    """The share of the parameters of heads and channels that a row has really lost, biases that it got taken off."""
+    if "planned" in one:
+        return (dense["parameters"] - one["parameters"]) / one["planned"]["removable"]
+    return one["masked"] / one["removable"] if "masked" in one else None
+
+
+def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
+    """Write what is known."""
+    environments: list[dict[str, Any]] = []
+    results = {}
+    for key in ("dense", *(row.key for row in rows() if row.key in known)):
+        found = dict(known[key])
+        if found["environment"] not in environments:
+            environments.append(found["environment"])
+        results[key] = {**found, "environment": environments.index(found["environment"])}
+    checked = expectations(results)
+    content = {"written": about, "environments": environments, "tokens": tokens, "calibration": calibration}
+    write("baselines", {**content, "expectations": checked, "results": results})
+    report(results, checked)
+
+
+def expectations(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each expectation, ratio and text that is read: the two figures, and whether it is so; None where one is
+    missing."""
+
+    def figure(read: str, name: str, ratio: float) -> float | None:
+        quality = results.get(Row(name, "", ratio).key, {}).get("perplexity")
+        return quality and quality[read]
+
+    found = []
+    for said, figures in EXPECTED:
+        for ratio, read in product(sorted(RATIOS), TEXTS):
+            lower, higher = figures(partial(figure, read), ratio)
+            so = None if lower is None or higher is None else lower <= higher
+            found.append({"expected": said, "ratio": ratio, "read": read, "figures": [lower, higher], "so": so})
+    return found
+
+
+def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
+    """Write the table and the picture."""
+    dense = results["dense"]
+    lines = [
+        "| pruned by | asked | realised | calibrated on | GSM8K | MATH-500 | parameters | FLOPs |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| nothing | | | | {_shown(dense['perplexity'])} | {dense['parameters'] / 1e6:.1f} M | "
+        f"{dense['flops'] / 1e9:.2f} G |",
+    ]
+    for row in sorted(rows(), key=lambda row: row.ratio):
+        one = results.get(row.key)
+        if one is None:
+            continue
+        text = row.text if row.method and make_pruner(row.method, row.given).needs_text(True, True) else ""
+        text = row.text if row.options.get("compensation") == "least_squares" else text
+        if "refused" in one:
+            lines.append(f"| {row.name} | {row.ratio:.0%} | | {text} | {one['refused']} | | | |")
+            continue
+        shares = " | ".join(f"−{1 - one[name] / dense[name]:.1%}" for name in ("parameters", "flops"))
+        share = realised(one, dense)
+        real = f"{share:.1%}" if share is not None else ""
+        lines.append(f"| {row.name} | {row.ratio:.0%} | {real} | {text} | {_shown(one['perplexity'])} | {shares} |")
+    lines += [
+        "",
+        "Asked and realised are shares of the parameters of heads and channels; realised ones are counted on what is",
+        "left, biases that were added taken off. Probe Pruning masks and Token Filtering skips: all parameters stay,",
+        "and Probe Pruning's share is what its masks leave out: heads without keys and values, and channels. A probe",
+        "looks at the whole window, the predicted tokens included.",
+    ]
+    lines += ["", "| expected | asked | read | so? | figures |", "| --- | --- | --- | --- | --- |"]
+    for one in checked:
+        if one["so"] is not None:
+            figures = " against ".join(f"{x:,.1f}" for x in one["figures"])
+            read, so = one["read"].replace("MATH", "MATH-500"), "yes" if one["so"] else "**no**"
+            lines.append(f"| {one['expected']} | {one['ratio']:.0%} | {read} | {so} | {figures} |")
+    write_text(OUTPUT / "table.md", "\n".join(lines) + "\n")
+    draw(results)
+
+
+def _shown(quality: dict[str, float]) -> str:
+    return " | ".join(f"{quality[name]:,.2f}" if quality[name] < 1e5 else f"{quality[name]:.1e}" for name in TEXTS)
+
+
+def draw(results: dict[str, Any]) -> None:
+    """Perplexity against the share, of each method and text that it was calibrated on."""
+    from matplotlib.figure import Figure as Picture
+
+    made = Picture(figsize=(9, 3.8), layout="constrained")
+    panels = made.subplots(1, len(TEXTS), sharey=True)
+    names = ["slimgpt", "flap", "wanda_sp", "llm_pruner", "random, seed 0", "magnitude"]
+    for axes, read in zip(panels, TEXTS, strict=True):
+        for colour, name in zip(COLOURS, names, strict=False):
+            for text, line in (("GSM8K", "-"), ("MATH", "--")):
+                found = [(ratio, results.get(Row(name, "", ratio, text).key, {})) for ratio in sorted(RATIOS)]
+                points = [(100 * ratio, one["perplexity"][read]) for ratio, one in found if "perplexity" in one]
+                label = f"{name}{'' if text == 'GSM8K' else ', calibrated on MATH'}"
+                if points:
+                    axes.plot(*zip(*points, strict=True), color=colour, ls=line, marker="o", ms=4, label=label)
+        axes.axhline(results["dense"]["perplexity"][read], color="black", lw=0.8, ls=":")
+        axes.set_yscale("log")
+        axes.set_xlim(0, 60)
+        axes.set_xticks([100 * ratio for ratio in sorted(RATIOS)])
+        axes.set_title(f"read: {read}", fontsize=9, loc="left")
+        axes.set_xlabel("per cent of the parameters of heads and channels")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("perplexity by token")
+    panels[-1].legend(fontsize=6, frameon=False)
+    save(made, OUTPUT / "perplexity")
+
+
+if __name__ == "__main__":
+    main()

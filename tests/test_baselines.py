@@ -1,0 +1,886 @@
+"""Baseline pruners in float64: scores and compensations against literal references, budgets, layer by layer, resume."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import random
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+from lmeval_prune import InputError, Plan, map_model
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.cli import main
+from lmeval_prune.interventions.base import change_input
+from lmeval_prune.pruners import layer_store
+from lmeval_prune.pruners.allocation import (
+    Pot,
+    channel_cost,
+    counts_of,
+    head_cost,
+    pots_of,
+    removed_by,
+    standardised_by_layer,
+)
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
+from lmeval_prune.pruners.flap import Flap
+from lmeval_prune.pruners.layer_store import Done, LayerStore
+from lmeval_prune.pruners.llm_pruner import LlmPruner, gradients, structure_sums
+from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments, weight_of
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.random_scores import RandomScores
+from lmeval_prune.pruners.schedule import settled, stages
+from lmeval_prune.pruners.sequential import Replay
+from lmeval_prune.pruners.slimgpt import SlimGpt, eliminated
+from lmeval_prune.pruners.wanda_sp import WandaSp
+from lmeval_prune.surgery.cut import cut
+from tests.kills import killing_after
+from tests.test_pruners import text_of
+from tests.tiny_models import output, tiny, tokens
+
+BASELINES = ("flap", "wanda_sp", "slimgpt", "llm_pruner", "magnitude", "random", "norm_entropy")
+FAMILIES = ("llama", "qwen2", "phi3", "gpt2", "gpt_neox", "gemma3_text")  # groups, biases, fused, transposed, tied
+CONFIDENT = ("confidence", "heads")
+
+
+def plan_by(name: str, model_map: ModelMap, text: CalibrationText | None, given: Any = None, **wanted: Any) -> Plan:
+    options = PruneOptions(**{"ratio": 0.3, "budget": "parameters", **wanted})
+    (plan,) = stages(make_pruner(name, given or {}), model_map, options, text)
+    return plan
+
+
+def whole(rows: int = 6, length: int = 11, batch: int = 4, seed: int = 1) -> CalibrationText:
+    """Windows without padding; enough tokens for every column."""
+    return CalibrationText.of("whole", tokens(rows, length, seed), batch)
+
+
+def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Tensor]:
+    """What projections read, token after token, kept whole."""
+    named = {f"{x.label}.o_proj": x.o_proj for x in model_map.attention}
+    named |= {f"{x.label}.down": x.down for x in model_map.feed_forward}
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in named}
+    real = torch.ones(0)
+
+    def keep(name: str, x: torch.Tensor) -> torch.Tensor:
+        found[name].append(x.flatten(0, -2)[real.flatten().bool()].clone())
+        return x
+
+    with ExitStack() as stack:
+        for name, module in named.items():
+            change_input(module, partial(keep, name), stack)
+        for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
+            pass
+    return {name: torch.cat(one) for name, one in found.items()}
+
+
+# --------------------------------------------------------------------------- moments
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bart"])
+def test_moments_are_those_of_two_passes(family: str) -> None:
+    """Of padded text; far from zero, where one pass over squares would lose digits."""
+    model_map = map_model(tiny(family))
+    inputs = inputs_of(model_map, text_of())
+    for name, one in input_moments(model_map, text_of()).items():
+        mean = inputs[name].sum(0) / len(inputs[name])
+        variance = (inputs[name] - mean).square().sum(0) / len(inputs[name])
+        torch.testing.assert_close(one.mean, mean, rtol=0, atol=1e-13)
+        torch.testing.assert_close(one.variance, variance, rtol=1e-11, atol=1e-15)
+        torch.testing.assert_close(one.mean_square, inputs[name].square().mean(0), rtol=1e-11, atol=1e-15)
+    x = torch.randn(50, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e6
+    far = Moments(3, pairs=True)
+    for part in x.split([1, 0, 20, 29]):
+        far.add(part)
+    torch.testing.assert_close(far.variance, x.var(0, correction=0), rtol=1e-8, atol=0)
+    torch.testing.assert_close(far.second, x.T @ x / 50)
+    reference = ReferenceFluctuation(3)
+    for part in x.split(10):
+        reference.add(part)
+    torch.testing.assert_close(reference.variance, far.variance)
+    torch.testing.assert_close(reference.mean_square, x.square().mean(0))
+    assert (reference.fluctuation > 2 * reference.variance).all()
+
+
+@pytest.mark.parametrize("name", ["flap", "flap reference", "wanda_sp", "slimgpt", "llm_pruner", "llm_pruner mix"])
+def test_scores_do_not_depend_on_batch_size(name: str) -> None:
+    given = {"reference": {"reference": True}, "mix": {"importance": "mix"}}.get(name.partition(" ")[2], {})
+    model_map, found = map_model(tiny("llama")), []
+    for batch in (1, 2, 6):
+        scored = make_pruner(name.partition(" ")[0], given).scores(model_map, whole(batch=batch), True, True)
+        found.append([*scored.heads.values(), *scored.channels.values()])
+    for other in found[1:]:
+        for one, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(one, expected, rtol=1e-8, atol=1e-12)
+
+
+# --------------------------------------------------------------------------- scores
+
+
+def test_flap_scores_are_variance_times_squared_norms() -> None:
+    model_map, text = map_model(tiny("llama")), text_of()
+    inputs = inputs_of(model_map, text)
+    layer, block = model_map.attention[1], model_map.feed_forward[0]
+    for metric in ("wifv", "ifv", "wifn"):
+        scored = Flap(metric=metric).scores(model_map, text, True, True)
+        for weight, x, found in (
+            (layer.o_proj.weight.data, inputs["L1.o_proj"], scored.heads["L1"].flatten()),
+            (block.down.weight.data, inputs["L0.down"], scored.channels["L0"]),
+        ):
+            variance = x.var(0, correction=0)
+            expected = {
+                "wifv": variance * (weight**2).sum(0),
+                "ifv": variance,
+                "wifn": weight.abs().mean(0) * x.square().mean(0).sqrt(),
+            }[metric]
+            torch.testing.assert_close(found, expected)
+
+
+def test_flap_as_its_reference_computes_it() -> None:
+    """1/(N−1) · Σ k/(k+1) · Σ_t (x − m_k)², m_k the mean of windows 0 … k; attention's scores squared."""
+    model_map, text = map_model(tiny("llama")), whole(batch=4)
+    x = inputs_of(model_map, text)["L0.o_proj"].view(6, 11, -1)
+    fluctuation = torch.zeros(x.shape[-1], dtype=torch.float64)
+    for k in range(1, 6):
+        fluctuation += k / (k + 1) * (x[k] - x[: k + 1].flatten(0, 1).mean(0)).square().sum(0) / 5
+    weight = model_map.attention[0].o_proj.weight.data
+    expected = (fluctuation * weight.square().sum(0)).square()
+    found = Flap(reference=True).scores(model_map, text, True, True)
+    torch.testing.assert_close(found.heads["L0"].flatten(), expected)
+    plan = plan_by("flap", model_map, text, {"reference": True})
+    counted = plan.made["parameters"]
+    assert plan.heads and plan.channels and 0 < counted["removed"] < counted["removable"]
+
+
+def test_wanda_sp_sees_layers_that_are_pruned_already() -> None:
+    """Layer 1's scores are those of a model whose first layer has lost its heads and channels."""
+    model, text = tiny("llama", num_key_value_heads=4), whole()
+    model_map = map_model(model)
+    plan = plan_by("wanda_sp", model_map, text)
+    first = Plan([x for x in plan.heads if x.startswith("L0")], {"L0": plan.channels["L0"]})
+    with first.applied_to(model):
+        x = inputs_of(model_map, text)
+    weight = weight_of(model_map.attention[1].o_proj)
+    scores = (weight.abs().mean(0) * x["L1.o_proj"].square().mean(0).sqrt()).view(4, -1).sum(1)
+    gone = {int(name.partition("H")[2]) for name in plan.heads if name.startswith("L1")}
+    assert gone == {*scores.argsort()[: len(gone)].tolist()}
+    weight = weight_of(model_map.feed_forward[1].down)
+    scores = weight.abs().mean(0) * x["L1.down"].square().mean(0).sqrt()
+    lost = plan.channel_numbers("L1")
+    assert {*lost} == {*scores.argsort()[: len(lost)].tolist()} and len(lost) in (14, 15)
+
+
+def loss(model: Any, text: CalibrationText) -> float:
+    """Mean next-token loss."""
+    total, count = 0.0, 0
+    for ids, real in text.batches:
+        with torch.no_grad():
+            logits = model(ids, attention_mask=real).logits.log_softmax(-1)
+        for row, mask in zip(range(len(ids)), real.bool(), strict=True):
+            for place in range(1, ids.shape[1]):
+                if mask[place] and mask[place - 1]:
+                    total -= float(logits[row, place - 1, ids[row, place]])
+                    count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "qwen2"])
+def test_taylor_scores_are_finite_differences(family: str) -> None:
+    """The signed sum over a group's or channel's weights is the slope of the loss as they are scaled together."""
+    model, text = tiny(family), text_of(rows=4)
+    model_map = map_model(model)
+    modules = [m for x in model_map.attention for m in (x.o_proj, *(x.rows(p, 0).module for p in "qkv"))]
+    modules += [m for x in model_map.feed_forward for m in (x.down, *x.parts.values())]
+    first, _ = gradients(model_map, text, modules)
+    terms = {module: weight_of(module) * one for module, one in first.items()}
+    scored = structure_sums(model_map, terms.__getitem__, True, True, size=lambda x: x)
+    layer, block = model_map.attention[1], model_map.feed_forward[0]
+    share = layer.heads // layer.kv_heads
+
+    def scaled(by: float, group: int | None, channel: int) -> float:
+        smaller = copy.deepcopy(model)
+        mapped = map_model(smaller)
+        if group is None:
+            own = mapped.feed_forward[0]
+            weight_of(own.down)[:, channel] *= by
+            rows = [own.rows(part, channel) for part in own.parts]
+        else:
+            own = mapped.attention[1]
+            heads = range(group * share, (group + 1) * share)
+            for head in heads:
+                weight_of(own.o_proj)[:, own.columns(head)] *= by
+            rows = [*(own.rows("q", head) for head in heads), own.rows("k", group), own.rows("v", group)]
+        for one in rows:
+            weight_of(one.module)[one.start : one.stop] *= by
+        return loss(smaller, text)
+
+    step = 2e-3  # norms compute in float32
+    for group in range(layer.kv_heads):
+        slope = (scaled(1 + step, group, 0) - scaled(1 - step, group, 0)) / (2 * step)
+        found = float(scored.heads["L1"][group * share : (group + 1) * share].sum())
+        assert found == pytest.approx(slope, rel=1e-3, abs=2e-4)
+    for channel in (0, 17):
+        slope = (scaled(1 + step, None, channel) - scaled(1 - step, None, channel)) / (2 * step)
+        assert float(scored.channels["L0"][channel]) == pytest.approx(slope, rel=1e-3, abs=2e-4)
+    assert block.channels and all(not p.requires_grad or p.grad is None for p in model.parameters())
+
+
+def test_taylor_scores_by_their_formulas() -> None:
+    """Σ|S|, Σ|½W²Ĥ|, Σ|S − ½W²Ĥ| and |ΣS| of rows and columns, of one channel written out."""
+    model, text = tiny("llama"), whole(rows=3)
+    model_map = map_model(model)
+    block = model_map.feed_forward[1]
+    lines = [(block.gate, 0), (block.up, 0), (block.down, 1)]
+    grads: list[dict[Any, torch.Tensor]] = []
+    for ids in text.batches[0][0]:
+        model.zero_grad()
+        model(ids[None], labels=ids[None]).loss.backward()
+        grads.append({module: module.weight.grad.clone() for module, _ in lines})
+    model.zero_grad()
+    expected = dict.fromkeys(("first", "second", "mix", "vectorize"), 0.0)
+    for module, axis in lines:
+        weight = module.weight.data.select(axis, 5)
+        first = weight * sum(one[module].select(axis, 5) for one in grads) / 3
+        second = weight**2 * sum(one[module].select(axis, 5) ** 2 for one in grads) / 3
+        expected["first"] += float(first.abs().sum())
+        expected["second"] += float(second.abs().sum()) / 2
+        expected["mix"] += float((first - second / 2).abs().sum())
+        expected["vectorize"] += float(first.sum().abs())
+    for importance, value in expected.items():
+        found = LlmPruner(importance).scores(model_map, text, False, True).channels["L1"][5]
+        assert float(found) == pytest.approx(value, rel=1e-5)  # transformers' loss is in float32
+
+
+# --------------------------------------------------------------------------- compensation
+
+
+def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Correlated columns."""
+    draw = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(columns, columns, dtype=torch.float64, generator=draw)
+    return torch.randn(rows, columns, dtype=torch.float64, generator=draw) @ mixed
+
+
+@pytest.mark.parametrize("units", ["heads", "channels"])
+@pytest.mark.parametrize("error", ["exact", "diagonal"])
+def test_slimgpt_kept_weights_are_one_least_squares_solve(units: str, error: str) -> None:
+    """Whatever the order in which the greedy loop removed columns; and its summed errors are the residual."""
+    x, weight = drawn(60, 12), drawn(5, 12, seed=1)
+    second = x.T @ x / len(x)
+    members = [tuple(range(h, h + 3)) for h in range(0, 12, 3)] if units == "heads" else [(c,) for c in range(12)]
+    pruner = SlimGpt(error, step=1)
+    chosen = pruner.select(weight.clone(), Moments(12), second, members, 2)
+    assert len({*chosen}) == 2
+    updated, inverse, errors = weight.clone(), torch.linalg.inv(second), []
+    for unit in chosen:
+        updated, inverse, cost = eliminated(updated, inverse, list(members[unit]))
+        errors.append(cost)
+    gone = [column for unit in chosen for column in members[unit]]
+    kept = [column for column in range(12) if column not in gone]
+    solved = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
+    torch.testing.assert_close(updated[:, kept], solved, rtol=1e-8, atol=1e-9)
+    found = least_squares_for(weight, second, gone)
+    torch.testing.assert_close(found[:, kept], solved, rtol=1e-8, atol=1e-9)
+    assert not found[:, gone].any()
+    residual = (x @ weight.T - x[:, kept] @ solved.T).square().sum(1).mean()
+    assert sum(errors) == pytest.approx(float(residual), rel=1e-9)
+
+
+def test_slimgpt_takes_the_unit_that_costs_least_each_time() -> None:
+    """Against solving for every unit that is left; the first choices alone would be others."""
+    differs = 0
+    for seed in range(6):
+        x, weight = drawn(60, 12, seed), drawn(5, 12, seed=seed + 50)
+        second, members = x.T @ x / len(x), [tuple(range(h, h + 2)) for h in range(0, 12, 2)]
+        left, gone = list(range(6)), list[int]()
+        for _ in range(3):
+            costs = {}
+            for unit in left:
+                columns = [c for u in (*gone, unit) for c in members[u]]
+                apart = weight - least_squares_for(weight, second, columns)
+                costs[unit] = float((apart @ second @ apart.T).trace())
+            gone.append(min(costs, key=costs.__getitem__))
+            left.remove(gone[-1])
+        assert SlimGpt().select(weight, Moments(12), second, members, 3) == gone
+        differs += {*SlimGpt(greedy=False).select(weight, Moments(12), second, members, 3)} != {*gone}
+    assert differs
+
+
+def test_slimgpt_solves_on_what_layers_before_left() -> None:
+    """The second layer's new weights are those of least squares on inputs behind the pruned and updated first one."""
+    model, text = tiny("llama", num_key_value_heads=4), whole(rows=16, length=20)
+    model_map = map_model(model)
+    plan = plan_by("slimgpt", model_map, text, allocation="uniform", damping=0.0)
+    first = {name: one for name, one in plan.compensation.items() if name.startswith("L0")}
+    before = Plan([x for x in plan.heads if x.startswith("L0")], {"L0": plan.channels["L0"]}, compensation=first)
+    with before.applied_to(model):
+        x = inputs_of(model_map, text)["L1.o_proj"]
+    layer = model_map.attention[1]
+    gone = [c for name in plan.heads if name.startswith("L1") for c in range(32)[layer.columns(int(name[3:]))]]
+    kept = [column for column in range(32) if column not in gone]
+    weight = layer.o_proj.weight.data
+    solved = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
+    assert gone and len(kept) < 32
+    torch.testing.assert_close(plan.compensation["L1.o_proj.weight"][:, kept], solved, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["least_squares", "bias"])
+def test_wanda_sp_makes_up_for_what_the_down_projection_reads_by_then(kind: str) -> None:
+    """Behind the heads of its layer that have gone, and what made up for them; what goes is chosen before."""
+    model, text = tiny("llama"), whole(rows=16, length=20)
+    model_map = map_model(model)
+    plan = plan_by("wanda_sp", model_map, text, compensation=kind, damping=0.0, ratio=0.4)
+    plain = plan_by("wanda_sp", model_map, text, ratio=0.4)
+    assert plan.channels["L0"] == plain.channels["L0"]
+    own = {name: one for name, one in plan.compensation.items() if name.startswith("L0.o_proj")}
+    heads = [name for name in plan.heads if name.startswith("L0")]
+    assert heads and own
+    with Plan(heads, compensation=own).applied_to(model):
+        x = inputs_of(model_map, text)["L0.down"]
+    gone, weight = plan.channel_numbers("L0"), weight_of(model_map.feed_forward[0].down)
+    kept = [column for column in range(48) if column not in gone]
+    if kind == "bias":
+        expected = weight[:, gone] @ x.mean(0)[gone]
+        torch.testing.assert_close(plan.compensation["L0.down.bias"], expected, rtol=1e-9, atol=1e-12)
+    else:
+        solved = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
+        torch.testing.assert_close(plan.compensation["L0.down.weight"][:, kept], solved, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "t5"])
+@pytest.mark.parametrize("name", ["flap", "random"])
+def test_a_bias_keeps_the_mean_of_what_a_module_gives(name: str, family: str) -> None:
+    """On calibration text, of each projection given what it read in the unpruned model; existing biases stay."""
+    model, text = tiny(family), text_of()
+    model_map = map_model(model)
+    plan = plan_by(name, model_map, text, compensation="bias", allow_empty_layer=family == "t5")
+    inputs = inputs_of(model_map, text)
+    lost = {layer.label: heads for layer, heads in plan.heads_by_layer(model_map)}
+    names = set()
+    for layer in model_map.attention:
+        if layer.label in lost:
+            columns = [c for head in lost[layer.label] for c in range(64)[layer.columns(head)]]
+            names.add((f"{layer.label}.o_proj", layer.o_proj, tuple(columns)))
+    for block, numbers in plan.channels_by_layer(model_map):
+        names.add((f"{block.label}.down", block.down, tuple(numbers)))
+    assert {f"{one}.bias" for one, *_ in names} == {*plan.compensation} != set()
+    for one, module, columns in names:
+        dense = module(inputs[one]).mean(0)
+        masked = inputs[one].clone()
+        masked[:, columns] = 0
+        pruned = module(masked).mean(0)
+        torch.testing.assert_close(pruned + plan.compensation[f"{one}.bias"], dense, rtol=0, atol=1e-11)
+        assert (pruned - dense).abs().max() > 1e-6
+
+
+def test_any_method_can_be_made_up_for() -> None:
+    """By least squares what comes out is nearer to what it was than by a bias, and that nearer than by nothing."""
+    model, text = tiny("llama"), whole(rows=12, length=16)
+    model_map, dense, apart = map_model(model), output(model, text.batches[0][0]), {}
+    for kind in ("none", "bias", "least_squares"):
+        plan = plan_by("random", model_map, text, parts="channels", compensation=kind)
+        with plan.applied_to(model):
+            apart[kind] = float((output(model, text.batches[0][0]) - dense).square().mean())
+    assert apart["least_squares"] < apart["bias"] < apart["none"]
+    assert bias_for(torch.eye(2), torch.tensor([3.0, 4.0]).double(), [1]).tolist() == [0.0, 4.0]
+
+
+def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_that_is_said() -> None:
+    """Fewer tokens than columns; and what nothing helps is one line."""
+    x = drawn(4, 12)
+    second = x.T @ x / 4
+    found, damping = damped(second, 0.0)
+    assert damping > 0 and torch.linalg.cholesky_ex(found)[1] == 0
+    assert damped(second, 0.01)[1] == 0.01
+    for broken in (torch.zeros(3, 3).double(), torch.full((3, 3), torch.nan).double()):
+        with pytest.raises(InputError, match="not positive definite, however it is damped"):
+            damped(broken, 0.01)
+    said: list[str] = []
+    options = PruneOptions(0.3, damping=0.0)
+    (plan,) = stages(SlimGpt(), map_model(tiny("llama")), options, whole(rows=1, length=8), progress=said.append)
+    assert plan.made["damping"] and any("damping of L0.o_proj raised to" in line for line in said)
+
+
+# --------------------------------------------------------------------------- allocation
+
+
+def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
+    model_map = map_model(tiny("llama"))
+    scored = Flap().scores(model_map, text_of(), True, True)
+    for scores in (scored.heads, scored.channels):
+        for one in standardised_by_layer(scores).values():
+            assert float(one.mean()) == pytest.approx(0, abs=1e-12)
+            assert float(one.std(correction=0)) == pytest.approx(1, rel=1e-12)
+    without = standardised_by_layer({"L0": torch.tensor([1.0, 2.0, 3.0, 99.0])}, {"L0": {3}})["L0"][:3]
+    assert float(without.mean()) == pytest.approx(0) and float(without.std(correction=0)) == pytest.approx(1)
+    assert standardised_by_layer({"L0": torch.ones(3)})["L0"].tolist() == [0, 0, 0]
+
+
+def random_pots(draw: random.Random) -> list[Pot]:
+    """Layers of other sizes each, some without channels."""
+    found = []
+    for number in range(draw.randint(3, 12)):
+        for kind, most, cost in (("heads", 12, draw.randint(500, 3000)), ("channels", 200, draw.randint(20, 60))):
+            if kind == "channels" and draw.random() < 0.2:
+                continue
+            size = draw.randint(4, most)
+            scores = torch.tensor(sorted(draw.random() for _ in range(size)), dtype=torch.float64)
+            found.append(Pot(f"L{number}", kind, [(place,) for place in range(size)], scores, cost))
+    return found
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "global", "standardised", "log"])
+def test_budgets_are_hit_within_one_unit(allocation: str) -> None:
+    for seed in range(60):
+        draw = random.Random(seed)
+        pots, ratio = random_pots(draw), draw.uniform(0.05, 0.35 if allocation == "log" else 0.6)
+        counts = counts_of(pots, ratio, allocation, 0.3125)
+        wanted = ratio * sum(pot.size * pot.cost for pot in pots)
+        removed = sum(count * pot.cost for pot, count in zip(pots, counts, strict=True))
+        assert abs(removed - wanted) <= max(pot.cost for pot in pots), seed
+        assert all(0 <= count < pot.size for pot, count in zip(pots, counts, strict=True))
+
+
+def test_uniform_carries_what_rounding_leaves() -> None:
+    """Of three groups a layer, a fifth: each layer alone would round to one, or to none."""
+    pots = [Pot(f"L{n}", "heads", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
+    counts = counts_of(pots, 0.2, "uniform")
+    assert sum(counts) == 6 and max(counts) == 1
+    running = [sum(counts[: n + 1]) - 0.6 * (n + 1) for n in range(10)]
+    assert max(map(abs, running)) <= 0.5 + 1e-9
+
+
+def test_log_takes_more_and_more_and_its_mean_is_the_ratio() -> None:
+    """The 20% of the paper: 0.0625 in the first of 32 layers, 0.25 in the last."""
+    pots = [Pot(f"L{n}", "channels", [(c,) for c in range(10000)], torch.zeros(10000), 1.0) for n in range(32)]
+    shares = [count / 10000 for count in counts_of(pots, 0.2, "log", 0.3125)]
+    expected = [0.0625 + (shares[-1] - 0.0625) * math.log(n + 1) / math.log(32) for n in range(32)]
+    assert shares == pytest.approx(expected, abs=2e-4) and shares[-1] == pytest.approx(0.25, abs=1e-3)
+    assert sum(shares) / 32 == pytest.approx(0.2, abs=1e-4)
+
+
+def test_global_compares_heads_with_heads_and_standardised_all_with_all() -> None:
+    pots = [
+        Pot("L0", "heads", [(0,), (1,)], torch.tensor([0.1, 0.9]).double(), 10.0),
+        Pot("L0", "channels", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 0.2, 1.0),
+        Pot("L1", "heads", [(1,), (0,)], torch.tensor([0.5, 0.6]).double(), 10.0),
+        Pot("L1", "channels", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 2, 1.0),
+    ]
+    assert counts_of(pots, 0.25, "global") == [1, 5, 0, 0]
+    assert counts_of(pots, 0.25, "standardised") == [1, 4, 0, 0]  # 0.1, then 0.2 to 0.5; then the head of 0.5
+    assert removed_by(pots, [1, 4, 0, 0], ({}, {})) == ({"L0": {0}}, {"L0": {0, 1, 2, 3}})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("unit", ["head", "group"])
+def test_costs_are_the_parameters_that_surgery_removes(family: str, unit: str) -> None:
+    """Of live shapes: biases, fused and transposed projections."""
+    model = tiny(family)
+    model_map = map_model(model)
+    layer = model_map.attention[0]
+    share = layer.heads // layer.kv_heads
+    before = sum(x.numel() for x in model.parameters())
+    heads = f"L0H0-{share - 1}" if unit == "group" else "L0H0"
+    if unit == "group" or share == 1:
+        after = sum(x.numel() for x in cut(model, Plan(heads)).model.parameters())
+        assert before - after == head_cost(layer, unit)
+    after = sum(x.numel() for x in cut(model, Plan((), {"L1": "3-5"})).model.parameters())
+    assert before - after == 3 * channel_cost(model_map.feed_forward[1])
+
+
+def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
+    model = tiny("gpt_bigcode")
+    model_map = map_model(model)
+    plan = plan_by("magnitude", model_map, None, ratio=0.5)
+    fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
+    assert plan.heads and fewer == plan.made["parameters"]["removed"]
+
+
+@pytest.mark.parametrize("unit", ["group", "balanced"])
+def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
+    """Several steps, too; single heads have no share of the parameters, since keys and values go with the last."""
+    model = tiny("llama", num_hidden_layers=4)
+    model_map = map_model(model)
+    options = PruneOptions(0.5, budget="parameters", unit=unit, steps=2, parts="heads")
+    *_, plan = stages(make_pruner("random", {}), model_map, options)
+    fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
+    assert fewer == plan.made["parameters"]["removed"] > 0
+
+
+@pytest.mark.parametrize("unit", ["group", "balanced"])
+def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    empty = {"L1": {0, 1, 2, 3}}
+    scores = {layer.label: torch.arange(4.0) for layer in model_map.attention}
+    pots = pots_of(model_map, PruneOptions(0.6, unit=unit), scores, None, empty)
+    assert [pot.size for pot in pots] == [2, 2, 2, 2]
+    options = PruneOptions(0.5, budget="parameters", unit=unit, steps=3, parts="heads", allow_empty_layer=True)
+    *_, plan = stages(make_pruner("random", {"seed": 3}), model_map, options)
+    assert len(plan.heads) == 8 and plan.made["parameters"]["removed"] * 2 == plan.made["parameters"]["removable"]
+
+
+def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
+    """`--method flap --budget heads`: by how far they are from their layer's mean; what was compared is in the plan."""
+    model, text = tiny("llama", num_hidden_layers=4), text_of()
+    with torch.no_grad():
+        for layer, block in zip((m := map_model(model)).attention, m.feed_forward, strict=True):
+            layer.o_proj.weight *= 1 + 5 * layer.index  # raw scores of later layers are all higher
+            block.down.weight *= 1 + 5 * layer.index
+    model_map = map_model(model)
+    plan = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3)
+    assert plan.made["head_allocation"] == plan.made["ffn_allocation"] == "standardised"
+    scored = Flap().scores(model_map, text, True, True)
+    every = [
+        (float(x), (label, number))
+        for label, one in standardised_by_layer(scored.channels).items()
+        for number, x in enumerate(one)
+    ]
+    lowest = {name for _, name in sorted(every)[: int(0.3 * len(every))]}
+    assert lowest == {(label, number) for label in plan.channels for number in plan.channel_numbers(label)}
+    assert len({name[:2] for name in plan.heads}) > 2
+    raw = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3, allocation="global")
+    assert raw.heads != plan.heads and raw.made["head_allocation"] == "global"
+
+
+def test_layers_that_are_spared_do_not_count() -> None:
+    model_map, text = map_model(tiny("llama", num_hidden_layers=5)), text_of()
+    every = plan_by("flap", model_map, text).made["parameters"]["removable"]
+    for name in ("flap", "wanda_sp", "llm_pruner"):
+        plan = plan_by(name, model_map, text, skip_first=1, skip_last=2)
+        assert {x[:2] for x in plan.heads} | {*plan.channels} <= {"L1", "L2"}
+        counted = plan.made["parameters"]
+        assert counted["removable"] == every * 2 / 5
+        assert abs(counted["removed"] - 0.3 * counted["removable"]) <= head_cost(model_map.attention[0], "group")
+
+
+# --------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [*BASELINES, CONFIDENT])
+def test_every_plan_is_its_surgery(name: Any, family: str) -> None:
+    """Tried out and cut it computes the same; what it says of parameters is what is gone."""
+    method, parts = (name, "both") if isinstance(name, str) else name
+    model, text = tiny(family), text_of()
+    model_map = map_model(model)
+    before = copy.deepcopy(model.state_dict())
+    plan = plan_by(method, model_map, text, parts=parts, ratio=0.4)
+    again = plan_by(method, model_map, text, parts=parts, ratio=0.4)
+    assert again == plan and again.identity(model_map) == plan.identity(model_map)
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+    assert bool(plan.heads) or method == "flap"
+    assert bool(plan.channels) == (parts == "both")
+    smaller = cut(model, plan).model
+    with plan.applied_to(model):
+        expected = output(model, tokens())
+    torch.testing.assert_close(output(smaller, tokens()), expected, rtol=0, atol=1e-9)
+    assert (expected - output(model, tokens())).abs().max() > 1e-6
+    added = sum(
+        one.numel() for key, one in plan.compensation.items() if key.endswith("bias") and _lacks_bias(model_map, key)
+    )
+    fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in smaller.parameters())
+    assert fewer + added == plan.made["parameters"]["removed"]
+    assert plan.made["calibration"]["sha256"] and plan.made["options"]["budget"] == "parameters"
+
+
+def _lacks_bias(model_map: ModelMap, name: str) -> bool:
+    label, _, part = name.removesuffix(".bias").rpartition(".")
+    blocks = {"o_proj": {x.label: x.o_proj for x in model_map.attention}}
+    blocks["down"] = {x.label: x.down for x in model_map.feed_forward}
+    return getattr(blocks[part][label], "bias", None) is None
+
+
+@pytest.mark.parametrize("name", ["flap", "llm_pruner", "norm_entropy"])
+def test_stages_spend_more_and_more(name: str) -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    options = PruneOptions(0.5, budget="parameters", steps=3)
+    plans = list(stages(make_pruner(name, {}), model_map, options, whole()))
+    spent = [plan.made["parameters"]["removed"] / plan.made["parameters"]["removable"] for plan in plans]
+    assert spent == pytest.approx([1 / 6, 1 / 3, 1 / 2], abs=0.05)
+    for one, other in pairwise(plans):
+        assert {*one.heads} <= {*other.heads}
+        assert all({*one.channel_numbers(x)} <= {*other.channel_numbers(x)} for x in one.channels)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gptj", "bert", "gpt_neo"])
+def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
+    """Behind stubs of the layers before it, in padded text and with masks of several kinds; nothing stays."""
+    model, text = (
+        tiny(family, num_layers=4, attention_types=[[["global", "local"], 2]], window_size=4)
+        if (family == "gpt_neo")
+        else tiny(family, **({} if family in ("gpt2", "gptj") else {"num_hidden_layers": 4})),
+        text_of(),
+    )
+    model_map = map_model(model)
+    dense, expected = output(model, tokens()), inputs_of(model_map, text)
+    replay = Replay(model_map, text)
+    for number, layer in enumerate(model_map.attention):
+        moments = Moments(32 if layer.o_proj is None else expected[f"{layer.label}.o_proj"].shape[-1], pairs=True)
+        replay.through(number, {layer.o_proj: moments})
+        x = expected[f"{layer.label}.o_proj"]
+        torch.testing.assert_close(moments.second, x.T @ x / len(x), rtol=1e-9, atol=1e-12)
+        replay.through(number, {}, keep=True)
+    assert torch.equal(output(model, tokens()), dense)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_hidden_states_of_the_text_are_kept_once() -> None:
+    model_map, text = map_model(tiny("llama", num_hidden_layers=3)), whole(batch=2)
+    replay = Replay(model_map, text)
+    replay.through(0, {}, keep=True)
+    kept, first = replay.kept, [*replay.kept]
+    replay.through(1, {}, keep=True)
+    assert replay.kept is kept and len(kept) == 3
+    assert all(one is not other for one, other in zip(kept, first, strict=True))
+
+
+def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
+    assert whole(batch=1).about() == whole(batch=4).about() != whole(batch=4, seed=2).about()
+
+
+# --------------------------------------------------------------------------- killed, and on
+
+
+def _killed(work: Path, count: int) -> None:
+    """Runs in a child: makes a plan, and is killed at the count-th layer that is kept."""
+    layer_store.write_bytes = killing_after(count)(layer_store.write_bytes)
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    list(stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work))
+
+
+def test_a_killed_calibration_goes_on_to_the_same_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    (expected,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole())
+    for count in (0, 2):
+        work = tmp_path / str(count)
+        child = os.fork()
+        if not child:
+            _killed(work, count)
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        assert len(list(work.glob("L*.safetensors"))) == count
+        said: list[str] = []
+        (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), progress=said.append, work=work)
+        assert plan == expected and plan.tensors == expected.tensors
+        assert sum(line.startswith("layer") for line in said) == 4 - count
+        monkeypatch.setattr(SlimGpt, "select", None)  # all is known
+        (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work)
+        assert plan == expected
+        monkeypatch.undo()
+
+
+def test_what_is_kept_of_another_plan_is_not_taken(tmp_path: Path) -> None:
+    store = LayerStore(tmp_path / "work", {"ratio": 0.2})
+    done = Done({1}, {2, 3}, {"L0.down.weight": torch.eye(2)}, {"L0.down": 0.1})
+    store.save("L0", done)
+    found = LayerStore(tmp_path / "work", {"ratio": 0.2}).load("L0")
+    assert found is not None and (found.heads, found.channels, found.damping) == ({1}, {2, 3}, {"L0.down": 0.1})
+    assert torch.equal(found.tensors["L0.down.weight"], torch.eye(2))
+    assert LayerStore(tmp_path / "work", {"ratio": 0.3}).load("L0") is None
+    assert not (tmp_path / "work").exists()
+
+
+# --------------------------------------------------------------------------- the command, and mistakes
+
+
+@pytest.mark.parametrize("name", ["flap", "wanda_sp", "slimgpt", "llm_pruner"])
+def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+    words = ["prune", "--pretrained", str(tiny_folder), "--method", name, "--ratio", "0.3", "--text",
+             str(tmp_path / "text.txt"), "--windows", "8", "--tokens", "32", "--output", str(tmp_path / "plan.json")]  # fmt: skip
+    assert main(words) == 0
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.channels and plan.made["method"] == name and (plan.heads or name == "flap")
+    assert bool(plan.compensation) == (name in ("flap", "slimgpt"))
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".txt"}
+    assert main([*words[:3], *words[3:-1], str(tmp_path / "none.json"), "--compensation", "none"]) == 0
+    assert not Plan.load(tmp_path / "none.json").compensation
+
+
+def test_scores_of_an_artefact_make_the_same_plan(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of columns, as `flap` standardises them; a method that goes layer by layer refuses them."""
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+    given = ["--pretrained", str(tiny_folder), "--text", str(tmp_path / "text.txt"), "--windows", "4", "--tokens", "32"]
+    for method in ("flap", "slimgpt"):
+        words = ["importance", *given, "--method", method, "--channels", "--output", str(tmp_path / f"{method}.json")]
+        assert main(words) == 0
+    prune = ["prune", *given, "--ratio", "0.4", "--output"]
+    assert main([*prune, str(tmp_path / "a.json"), "--method", "flap"]) == 0
+    assert main([*prune, str(tmp_path / "b.json"), "--scores", str(tmp_path / "flap.json")]) == 0
+    one, other = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
+    assert one == other and one.tensors
+    assert main([*prune, str(tmp_path / "c.json"), "--scores", str(tmp_path / "slimgpt.json")]) == 2
+    assert "leave out --scores" in capsys.readouterr().err
+
+
+def test_scores_at_hand_are_not_mixed_with_other_settings(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Another method or text is refused; each text is filed under what it was read for, and means are measured."""
+    for name in ("Ann", "Bob"):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(f"{name} has {n} apples, {n + 1} more." for n in range(60)))
+    (tmp_path / "empty.txt").write_text("")
+    model = ["--pretrained", str(tiny_folder)]
+    drawn = ["--windows", "4", "--tokens", "32", "--text"]
+    first, second = ([*drawn, str(tmp_path / f"{name}.txt")] for name in ("Ann", "Bob"))
+
+    def made(*words: str) -> dict[str, Any]:
+        assert main(["prune", *model, *words, "--output", str(tmp_path / "plan.json")]) == 0
+        return dict(Plan.load(tmp_path / "plan.json").made)
+
+    flap, drawn_by_chance = str(tmp_path / "flap.json"), str(tmp_path / "random.json")
+    assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
+    assert main(["importance", *model, "--method", "random", "--channels", "--output", drawn_by_chance]) == 0
+    about = made("--scores", flap, *second, "--ratio", "0.4", "--method", "flap", "--options", "metric=wifv")
+    assert (about["calibration"]["text"], about["compensation_calibration"]["text"]) == ("file Ann.txt", "file Bob.txt")
+    assert "ffn_calibration" not in about
+    only = ["--method", "flap", "--parts", "channels", "--ratio", "0.3", "--output", str(tmp_path / "only.json")]
+    assert main(["prune", *model, *first, *only]) == 0
+    assert made("--scores", str(tmp_path / "only.json"), *second, "--ratio", "0.4")["ffn_calibration"]
+    capsys.readouterr()
+    for words, message in (
+        (["--scores", flap, "--method", "magnitude"], "has scores of flap with its own options"),
+        (["--scores", flap, "--method", "flip"], "did you mean 'flap'"),
+        (["--scores", flap, "--options", "metric=ifv"], "has scores of flap with its own options"),
+        (["--scores", flap, "--options", "metrc=ifv"], "no option 'metrc'"),
+        (["--scores", drawn_by_chance, *first], "no text is read; leave out --task and --text"),
+        (["--method", "flap", "--text", str(tmp_path / "none.txt")], f"error: no such file: {tmp_path / 'none.txt'}"),
+        (["--method", "flap", "--text", str(tmp_path / "empty.txt")], "(file empty.txt) is empty; give another"),
+    ):
+        assert main(["prune", *model, "--ratio", "0.4", *words, "--output", str(tmp_path / "no.json")]) == 2, words
+        shown = capsys.readouterr().err
+        assert message in shown and shown.count("\n") == 1
+    assert main(["cut", *model, "--plan", flap, "--output", str(tmp_path / "cut")]) == 2
+    assert "removes nothing; make a plan with" in capsys.readouterr().err and not (tmp_path / "cut").exists()
+
+
+def test_what_falls_short_is_said(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fewer channels than asked for, fewer windows; and the option of the command that takes a plan of another model."""
+    (tmp_path / "text.txt").write_text("Ann has apples. " * 30)
+    plan = str(tmp_path / "plan.json")
+    words = ["prune", "--pretrained", str(tiny_folder), "--method", "flap", "--budget", "heads", "--ffn_ratio", "0.3"]
+    given = ["--text", str(tmp_path / "text.txt"), "--tokens", "32", "--output", plan]
+    assert main([*words, "--ffn_multiple", "16", *given]) == 0
+    assert "% of the channels: whole units leave less than --ffn_ratio 0.3" in capsys.readouterr().out
+    assert "gives 15 of 64 windows of 32 tokens" in caplog.text
+    tiny("llama", seed=1).save_pretrained(tmp_path / "other")
+    assert main(["cut", "--pretrained", str(tmp_path / "other"), "--plan", plan, "--output", str(tmp_path / "x")]) == 2
+    shown = capsys.readouterr().err
+    assert "--allow_other_model" in shown and "=true" not in shown
+
+
+class _Quantised:
+    """A model map whose model says that it is quantised."""
+
+    def __new__(cls) -> Any:
+        model: Any = tiny("llama")
+        model.is_quantized = True
+        return map_model(model)
+
+
+def masked() -> Any:
+    """A tiny masked language model: it has logits, of tokens that see those after them."""
+    bare = tiny("bert")
+    return AutoModelForMaskedLM.from_config(bare.config).double().eval()
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda m: plan_by("flap", m, None), "flap is measured on a text; give --task"),
+        (lambda m: plan_by("random", m, None, compensation="bias"), "compensation=bias needs a text"),
+        (lambda m: plan_by("flap", m, text_of(), ratio=0.97), "would take all heads or channels of a layer"),
+        (lambda m: plan_by("wanda_sp", m, text_of(), ratio=0.8), "would take all heads of a layer"),
+        (lambda m: plan_by("slimgpt", m, text_of(), ratio=0.8), "allocation=log would empty the last layer"),
+        (
+            lambda m: plan_by("slimgpt", m, text_of(), allocation="global"),
+            "one layer at a time; use allocation uniform",
+        ),
+        (lambda m: plan_by("slimgpt", m, text_of(), unit="balanced"), "use unit head or group"),
+        (lambda m: plan_by("slimgpt", m, text_of(), steps=2), "once; leave out --steps"),
+        (lambda m: plan_by("slimgpt", m, text_of(), budget="heads"), "slimgpt counts parameters"),
+        (lambda m: plan_by("random", m, None, unit="head"), "give --unit group, or --budget heads"),
+        (lambda m: plan_by("slimgpt", m, text_of(), unit="head"), "give --unit group, or --budget heads"),
+        (lambda m: plan_by("random", m, None, ratio=0.001), "nothing would be removed"),
+        (lambda m: plan_by("slimgpt", m, text_of(), ratio=0.001), "nothing would be removed"),
+        (lambda m: plan_by("flap", m, whole(), steps=2, compensation="least_squares"), "give --steps 1, or --comp"),
+        (lambda m: plan_by("llm_pruner", m, whole(), steps=2, compensation="least_squares"), "give --steps 1, or"),
+        (lambda m: plan_by("llm_pruner", map_model(masked()), text_of()), "causal language model; this bert"),
+        (lambda m: plan_by("flap", m, text_of(), ffn_ratio=0.2), "leave out ffn_ratio and ffn_multiple"),
+        (lambda m: plan_by("flap", m, text_of(), skip_first=1, skip_last=1), "no layer is left: skip_first=1"),
+        (lambda m: plan_by("random", m, None, budget="heads", skip_first=1), "skip_first is for --budget parameters"),
+        (lambda m: plan_by("random", m, None, budget="heads", allocation="log"), "'log' is not known; use global or"),
+        (lambda m: plan_by("confidence", m, text_of()), "scores heads only"),
+        (lambda m: plan_by("flap", _Quantised(), text_of()), "flap reads weights, which a quantised model lacks"),
+        (lambda m: plan_by("llm_pruner", _Quantised(), text_of()), "needs gradients, which a quantised model lacks"),
+        (lambda m: plan_by("random", _Quantised(), text_of(), compensation="bias"), "which a quantised model lacks"),
+        (lambda m: plan_by("slimgpt", map_model(tiny("bart")), text_of()), "encoder-decoders such as this bart"),
+        (
+            lambda m: plan_by("random", map_model(tiny("t5")), text_of(), compensation="least_squares"),
+            "such as this t5",
+        ),
+        (lambda m: plan_by("llm_pruner", map_model(tiny("bert")), text_of()), "causal language model; this bert"),
+        (lambda m: plan_by("flap", map_model(tiny("mixtral")), text_of(), parts="channels"), "no dense feed-forward"),
+        (lambda m: plan_by("llm_pruner", m, CalibrationText.of("t", tokens(2, 1))), "no token with one before it"),
+        (lambda m: list(stages(SlimGpt(), m, PruneOptions(0.2), text_of(), RandomScores())), "leave out ffn_method"),
+        (lambda m: Flap("wif"), "metric='wif' is not known; use wifv, ifv, wifn"),
+        (lambda m: SlimGpt("none"), "use exact or diagonal"),
+        (lambda m: SlimGpt(step=0), "step must be at least 1"),
+        (lambda m: LlmPruner("third"), "importance='third' is not known"),
+        (lambda m: PruneOptions(0.2, damping=-1), "damping must be at least 0"),
+        (lambda m: PruneOptions(0.2, log_start=2), "log_start must be from 0 to 1"),
+        (lambda m: PruneOptions(0.2, compensation="least"), "use none, bias or least_squares"),
+        (lambda m: PruneOptions(0.2, skip_first=-1), "at least 0"),
+    ],
+)
+def test_mistakes_are_one_line(action: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        action(map_model(tiny("llama")))
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
+    model_map = map_model(tiny("llama"))
+    plan_by("slimgpt", model_map, whole()).save(tmp_path / "plan.json", model_map)
+    with (
+        pytest.raises(InputError, match="other weights"),
+        Plan.load(tmp_path / "plan.json").applied_to(tiny("llama", seed=1)),
+    ):
+        pass
+
+
+def test_units_are_groups_where_they_can_be_cut() -> None:
+    for family, budget, unit in (
+        ("llama", "parameters", "group"),
+        ("llama", "heads", "head"),
+        ("bloom", "parameters", "head"),
+        ("gpt_bigcode", "parameters", "head"),
+        ("olmo2", "parameters", "head"),
+    ):
+        options = settled(PruneOptions(0.2, budget=budget), RandomScores(), map_model(tiny(family)))
+        assert options.unit == unit
+    pots = pots_of(map_model(tiny("llama")), PruneOptions(0.2, unit="balanced"),
+                   {x: torch.zeros(4) for x in ("L0", "L1")}, None)  # fmt: skip
+    assert [(pot.cost, pot.size) for pot in pots] == [(2 * 2 * 8 * 32, 2)] * 2
+
+
+def test_a_sequential_score_is_that_of_the_dense_model() -> None:
+    """What `importance` shows: nothing has gone yet."""
+    model_map, text = map_model(tiny("llama")), whole()
+    x = inputs_of(model_map, text)["L1.down"]
+    weight = weight_of(model_map.feed_forward[1].down)
+    found = WandaSp().channel_scores(model_map, text)["L1"]
+    torch.testing.assert_close(found, weight.abs().mean(0) * x.square().mean(0).sqrt())

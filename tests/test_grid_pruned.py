@@ -1,0 +1,94 @@
+"""Plans as preparations of a grid: made as a part of a cell, tried out or cut, and measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmeval_prune import InputError, Plan, map_model
+from lmeval_prune.cli import main
+from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.preparations import preparation
+from lmeval_prune.grid.run import run
+from tests.test_grid import _shared_manager, described  # noqa: F401 - a fixture of every test here
+from tests.tiny_models import tiny
+
+
+def grid_of(tiny_folder: Path, text: Path, **changes: Any) -> Grid:
+    calibrated = {"text": str(text), "windows": 8, "tokens": 32, "ratio": 0.3}
+    variants = {
+        "dense": {},
+        "{method}": {"prepare": {"prune": {"method": {"each": ["slimgpt"]}, **calibrated}}},
+        "cut": {"prepare": {"prune": {"method": "slimgpt", "cut": True, **calibrated}}},
+    }
+    given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], measure=True, limit=3)
+    return Grid.of({**given, **changes})
+
+
+def test_methods_are_prepared_evaluated_and_compared(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A plan tried out and the checkpoint cut by it give the same answers; only the checkpoint measures as smaller."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+    grid, folder = grid_of(tiny_folder, text), tmp_path / "grid"
+    summary = run(grid, str(folder))
+    assert summary.failed == [] and summary.cells == summary.new == 3
+    plans = {path.parent.name: Plan.load(path) for path in folder.glob("prepared/*/plan.json")}
+    assert sorted(plan.made["method"] for plan in plans.values()) == ["slimgpt", "slimgpt"]
+    assert not [path for path in (folder / "prepared").iterdir() if path.name.startswith(".")]
+    answers, parameters = {}, {}
+    for entry in GridFolder(folder).read()["cells"]:
+        (samples,) = (folder / "cells" / entry["key"]).glob("samples_*.jsonl")
+        answers[entry["variant"]] = [json.loads(line)["filtered_resps"] for line in samples.read_text().splitlines()]
+        costs = GridFolder(folder).measure(entry["costs"])
+        assert costs is not None
+        parameters[entry["variant"]] = costs["parameters"]
+    close = [
+        abs(one[0] - other[0])
+        for rows in zip(answers["slimgpt"], answers["cut"], strict=True)
+        for one, other in zip(*rows, strict=True)
+    ]
+    assert max(close) < 1e-6 and answers["slimgpt"] != answers["dense"]
+    assert parameters["cut"] < parameters["dense"] == parameters["slimgpt"]
+    capsys.readouterr()
+    assert main(["grid", "compare", str(folder)]) == 0
+    assert "slimgpt" in (folder / "compare" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "flapp", "ratio": 0.2}, "did you mean 'flap'"),
+        ({"method": "flap", "ratio": 1.2}, "at least 0 and below 1"),
+        ({"method": "flap"}, "prune needs ratio"),
+        ({"method": "flap", "ratio": 0.2, "options": {"metrc": "ifv"}}, "no option 'metrc'"),
+        ({"method": "flap", "ratio": 0.2, "more": {"units": "head"}}, "prune.more has no 'units'"),
+        ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "prune.more.steps='many' is not a whole number"),
+        ({"method": "flap", "ratio": 0.2, "more": "unit"}, "is no dictionary of settings"),
+        ({"method": "flap", "ratio": 0.2, "task": "a", "text": "b"}, "not both"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_made(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        preparation("prune", given)
+
+
+def test_a_plan_that_removes_nothing_is_no_variant(tmp_path: Path) -> None:
+    lm = SimpleNamespace(model_map=map_model(tiny("llama")), tokenizer=None)
+    with pytest.raises(InputError, match="nothing would be removed"):
+        preparation("prune", {"method": "magnitude", "ratio": 0.001}).make(lm, tmp_path)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_another_text_of_the_same_name_is_another_plan(tmp_path: Path) -> None:
+    text, found = tmp_path / "text.txt", []
+    for content in ("one", "two"):
+        text.write_text(content)
+        found.append(preparation("prune", {"method": "flap", "ratio": 0.2, "text": str(text)}).settings())
+    assert found[0] != found[1]

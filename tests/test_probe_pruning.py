@@ -1,0 +1,206 @@
+"""Probe Pruning against its formulas, written out as plans; its history, and what is chosen while a text is generated."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from lmeval_prune import InputError, Plan, TokenFilter, map_model
+from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions.plan import ranges_of
+from lmeval_prune.interventions.probe_pruning import ProbePruning
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.moments import weight_of
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.surgery.cut import cut
+from tests.test_baselines import inputs_of
+from tests.tiny_models import output, tiny, tokens
+
+
+def lowest(scores: torch.Tensor, weight: torch.Tensor, width: int, ratio: float) -> list[int]:
+    """‖(s_j · W_ij²)_{i, j∈unit}‖ of each unit, element by element; the lowest."""
+    norms = []
+    for start in range(0, len(scores), width):
+        squares = [
+            (scores[j] * weight[i, j] ** 2) ** 2 for j in range(start, start + width) for i in range(len(weight))
+        ]
+        norms.append(float(sum(squares)) ** 0.5)
+    return sorted(sorted(range(len(norms)), key=norms.__getitem__)[: int(ratio * len(norms))])
+
+
+def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
+    """The plan that the plain criterion gives for a text: Σ_t of what each projection reads, layer after layer."""
+    model_map, text = map_model(model), CalibrationText.of("text", ids)
+    plan = Plan()
+    for layer, block in zip(model_map.attention, model_map.feed_forward, strict=True):
+        for part, module, width in (("o_proj", layer.o_proj, layer.head_dim), ("down", block.down, 1)):
+            with plan.applied_to(model):
+                x = inputs_of(model_map, text)[f"{layer.label}.{part}"]
+            gone = lowest(x.square().sum(0), weight_of(module), width, ratio)
+            heads = [f"{layer.label}H{head}" for head in gone] if part == "o_proj" else []
+            found = Plan(heads, {layer.label: ranges_of(gone)} if part == "down" else {})
+            plan = plan.joined(found) or found
+    return plan
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_a_full_probe_without_history_is_the_plain_criterion(family: str) -> None:
+    """Each text by itself; and of a run's first batch, whose texts are the same."""
+    model = tiny(family)
+    ids = tokens(3, 9)
+    for state in ("request", "run"):
+        one = ProbePruning(0.5, positions=1.0, samples=1.0, state=state, skip_first=0)
+        for text in ids:
+            given = text[None].repeat(2, 1) if state == "run" else text[None]
+            with one.applied_to(model):
+                found = output(model, given)[:1]
+            plan = plain(model, text[None], 0.5)
+            with plan.applied_to(model):
+                torch.testing.assert_close(found, output(model, text[None]), rtol=0, atol=1e-9)
+    assert not torch.equal(found, output(model, ids[2:]))
+
+
+def test_ratio_0_is_the_dense_model() -> None:
+    model = tiny("llama")
+    dense = output(model, tokens())
+    with ProbePruning(0.0, skip_first=0).applied_to(model):
+        assert torch.equal(output(model, tokens()), dense)
+    assert ProbePruning(0.0).tokenwise and not ProbePruning(0.1).tokenwise
+
+
+def test_a_probe_is_the_attention_among_the_largest_tokens() -> None:
+    """Of the first layer: the tokens whose embeddings are largest, with their own places, and none of the others."""
+    model, ids = tiny("llama"), tokens(1, 12)
+    layer = map_model(model).attention[0]
+    residual = model.model.embed_tokens(ids)
+    places = residual[0].norm(dim=-1).topk(4).indices.sort().values  # a third, rounded up
+    seen: list[torch.Tensor] = []
+    handle = layer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    with torch.no_grad():
+        model(ids[:, places], position_ids=places[None])
+    handle.remove()
+    expected = lowest(seen[0].square().sum(0), layer.o_proj.weight.data, layer.head_dim, 0.5)
+    with ProbePruning(0.5, positions=1 / 3, skip_first=0).applied_to(model), torch.no_grad():
+        handle = layer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+        model(ids)
+        handle.remove()
+    gone = [head for head in range(4) if not seen[1][:, layer.columns(head)].any()]
+    assert gone == expected and len(gone) == 2
+
+
+def test_a_run_fuses_what_earlier_batches_read() -> None:
+    """f = (p² + h²)/(p + h), place by place; h moves by a hundredth, in kept columns only."""
+    model, first, second = tiny("llama"), tokens(3, 8), tokens(3, 8, seed=5)
+    model_map = map_model(model)
+    layer = model_map.attention[0]
+    x = [inputs_of(model_map, CalibrationText.of("t", ids))["L0.o_proj"].view(3, 8, -1) for ids in (first, second)]
+    h, p = (one.square().mean(0) for one in x)
+    with ProbePruning(0.5, positions=1.0, samples=1.0, state="run", skip_first=0).applied_to(model):
+        (applied,) = interventions_on(model)
+        assert isinstance(applied, ProbePruning) and applied.chooser is not None and applied.needs_order
+        output(model, first)
+        known = applied.chooser.history["L0.o_proj"].clone()
+        gone = lowest(h.sum(0), layer.o_proj.weight.data, layer.head_dim, 0.5)
+        lost = torch.zeros(32, dtype=torch.bool)
+        for head in gone:
+            lost[layer.columns(head)] = True
+        assert known[:, lost].isnan().all()
+        torch.testing.assert_close(known[:, ~lost], h[:, ~lost])
+        output(model, second)
+        fused = torch.where(lost, p, (p.square() + h.square()) / (p + h))
+        again = lowest(fused.sum(0), layer.o_proj.weight.data, layer.head_dim, 0.5)
+        kept = ~lost.clone()
+        for head in again:
+            kept[layer.columns(head)] = False
+        after = applied.chooser.history["L0.o_proj"]
+        torch.testing.assert_close(after[:, kept], 0.99 * h[:, kept] + 0.01 * p[:, kept])
+        with applied.uncounted():
+            output(model, first)
+        torch.testing.assert_close(applied.chooser.history["L0.o_proj"], after, equal_nan=True)
+        report = applied.report(model_map)
+        assert report["probe_pruning_batches"] == {"3": 2}
+        assert report["probe_pruning_depends_on"] == "batch size and order"
+
+
+def test_a_history_is_by_a_texts_own_places() -> None:
+    """What stands before a text to fill its row changes neither what is remembered nor what is chosen."""
+    model, first, second = tiny("llama"), tokens(3, 8), tokens(3, 8, seed=5)
+    filled = torch.cat([torch.zeros(3, 4, dtype=torch.long), second], 1)
+    real = torch.ones_like(filled)
+    real[:, :4] = 0
+    found = []
+    for ids, mask in ((second, torch.ones_like(second)), (filled, real)):
+        with (
+            ProbePruning(0.5, samples=1.0, state="run", skip_first=0, smoothing=0.5).applied_to(model),
+            torch.no_grad(),
+        ):
+            (applied,) = interventions_on(model)
+            assert isinstance(applied, ProbePruning) and applied.chooser is not None
+            output(model, first)
+            places = (mask.cumsum(1) - 1).clamp(min=0)
+            found.append(model(ids, attention_mask=mask, position_ids=places).logits[:, -8:])
+            history = applied.chooser.history
+        found.append(torch.cat([one[:8].flatten() for _, one in sorted(history.items())]))
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(found[3], found[1], rtol=0, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["none", "least_squares"])
+def test_over_a_plan_it_is_what_it_is_on_the_cut_model(kind: str) -> None:
+    """What is gone is not counted, and new weights are what scores are of; what goes is said."""
+    model, text = tiny("llama", num_hidden_layers=4), CalibrationText.of("t", tokens(16, 20, seed=1))
+    options = PruneOptions(0.4, budget="parameters", compensation=kind)
+    (plan,) = stages(make_pruner("random", {}), map_model(model), options, text)
+    assert plan.heads and plan.channels
+    found = []
+    for one, before in ((model, plan), (cut(model, plan).model, None)):
+        with before.applied_to(one) if before else nullcontext():
+            dense = output(one, tokens())
+            with ProbePruning(0.5, skip_first=0).applied_to(one):
+                found.append(output(one, tokens()))
+                assert (found[-1] - dense).abs().max() > 1e-6
+                report = interventions_on(one)[-1].report(map_model(one))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
+    left = map_model(cut(model, plan).model)
+    gone = sum(int(0.5 * layer.heads) for layer in left.attention) / left.total_heads
+    assert report["probe_pruning_left_out"]["heads"] == gone > 0
+
+
+def test_what_was_chosen_at_the_prompt_stays_while_a_text_is_generated() -> None:
+    """Token by token it is the plan that the prompt alone gives."""
+    model, prompts = tiny("llama"), tokens(2, 7)
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    one = ProbePruning(0.5, positions=1.0, skip_first=0)
+    with one.applied_to(model):
+        found = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+    for row, prompt in enumerate(prompts):
+        with plain(model, prompt[None], 0.5).applied_to(model):
+            alone = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings)
+        assert torch.equal(found[row], alone[0])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompts, past_key_values=cache)
+        with one.applied_to(model), pytest.raises(InputError, match="filled without it"):
+            model(prompts[:, :1], past_key_values=cache)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    model = tiny("llama")
+    one = ProbePruning(0.3, skip_first=0)
+    with one.applied_to(model), pytest.raises(InputError, match="cannot be applied twice"), one.applied_to(model):
+        pass
+    with (
+        one.applied_to(model),
+        pytest.raises(InputError, match="runs attention twice"),
+        TokenFilter(0.2).applied_to(model),
+    ):
+        pass
+    for family, message in (("bert", "for causal models"), ("t5", "for causal models"), ("bloom", "attention through")):
+        with pytest.raises(InputError, match=message), one.applied_to(tiny(family)):
+            pass

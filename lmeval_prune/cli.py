@@ -36,10 +36,12 @@ COMMANDS = {
     "grid run": "lmeval_prune.grid.commands:run",
     "grid compare": "lmeval_prune.grid.commands:compare",
     "athena train": "lmeval_prune.athena.commands:train",
+    "distill": "lmeval_prune.distillation.commands:distill",
+    "report distillation": "lmeval_prune.distillation.commands:report",
 }
 
 # run lm-eval, which is to know us, with the bridge or without
-WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune")
+WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,157 @@
+"""ATHENA as a host of distillation: the heads of its encoder are pruned, its judgements on the gold graph compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import AutoTokenizer
+
+from lmeval_prune.artefacts import digest
+from lmeval_prune.athena import checkpoint
+from lmeval_prune.athena.batches import Collator
+from lmeval_prune.athena.data import question_key
+from lmeval_prune.athena.data import Material as AthenaMaterial
+from lmeval_prune.athena.options import TrainOptions
+from lmeval_prune.athena.solving import answers
+from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
+from lmeval_prune.distillation.host import Host, Material
+from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.tasks.data import load
+
+_OF_TEXTS = {"task": None, "chat": False, "answer": "{}", "answer_field": None}
+
+
+class AthenaHost(Host):
+    """See the base class. Data, test and validation split are those that the host was trained with."""
+
+    metric, greater = "eval_accuracy", True
+
+    def __init__(self, options: DistillOptions) -> None:
+        super().__init__(options)
+        self.about = checkpoint.describe(options.pretrained)
+        for name, default in _OF_TEXTS.items():
+            if getattr(options, name) != default:
+                raise InputError(f"{name} is for language models, and {options.pretrained} is an ATHENA; leave it out")
+        self.constants: list[str] = list(self.about["settings"]["constants"])
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The encoder's."""
+        return self._tokenizer(self.options.pretrained)
+
+    def _tokenizer(self, folder: str) -> Any:
+        try:
+            found = AutoTokenizer.from_pretrained(Path(folder) / checkpoint.ENCODER)
+        except (*UNREADABLE, KeyError) as error:
+            raise InputError(f"the tokenizer in {folder} cannot be read ({first_line(error)})") from error
+        if found.mask_token is None:
+            raise InputError(f"the encoder in {folder} has no mask token, which takes the place of numbers")
+        return found
+
+    def skeleton(self, folder: str) -> Any:
+        """The encoder's; see the base class."""
+        return skeleton_of(str(Path(folder) / checkpoint.ENCODER))
+
+    def identity(self, folder: str) -> str:
+        """Of encoder and head; see the base class."""
+        return digest([checkpoint.describe(folder)["head_sha256"], super().identity(f"{folder}/{checkpoint.ENCODER}")])
+
+    def check_teacher(self, folder: str) -> None:
+        """Tokens and constants; see the base class."""
+        other = checkpoint.describe(folder)["settings"]["constants"]
+        if self._tokenizer(folder).get_vocab() != self.tokenizer.get_vocab() or other != self.constants:
+            raise InputError(
+                f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; name a "
+                f"teacher with the same ones"
+            )
+
+    def read(self, folder: str) -> nn.Module:
+        """See the base class."""
+        return checkpoint.read(folder)
+
+    def write(
+        self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
+    ) -> None:
+        """See the base class."""
+        checkpoint.write(model, folder, manifest, beside)
+
+    def part(self, model: Any) -> Any:
+        """The encoder."""
+        return model.encoder
+
+    def with_part(self, model: Any, part: Any) -> Any:
+        """With another encoder."""
+        model.encoder = part
+        return model
+
+    def part_folder(self, folder: Path) -> Path:
+        """The encoder's."""
+        return folder / checkpoint.ENCODER
+
+    def material(self) -> Material:
+        """See the base class."""
+        own, asked = self.about.get("options"), self.options
+        if own is None:
+            raise InputError(f"{asked.pretrained} does not say what it was trained on; train it anew")
+        given = {"test": asked.test, "train": asked.train, "validation": asked.validation, "limit": asked.limit}
+        known = {**own, "train": tuple(own["train"]), "output": asked.output, "patience": 0}
+        given = {name: value for name, value in given.items() if value not in (None, ())}
+        wanted = TrainOptions(**{**known, **given, "data_dir": asked.data_dir})
+        found = AthenaMaterial.of(wanted)
+        self._check_unseen(wanted)
+        length, constants = self.about["settings"]["max_length"], self.constants
+        made = [one.example(self.tokenizer, length, constants) for one in found.train]
+        train = [example for example in made if example]
+        judged = [one.example(self.tokenizer, length, constants) for one in found.validation]
+        about = {
+            "train": len(train),
+            "validation": len(found.validation),
+            "ungrounded": found.ungrounded,
+            "repeated": found.repeated,
+            "splits": {"data": wanted.data, "test": wanted.test, "train": list(wanted.train)},
+        }
+        validation = [example for example in judged if example]
+        return Material(train, validation, [len(example.problem.ids) for example in train], about, found.validation)
+
+    def _check_unseen(self, wanted: TrainOptions) -> None:
+        """Refuse a test that the host was trained on."""
+        test = {question_key(row) for row in load(wanted.data, wanted.test, wanted.data_dir)}
+        seen = len(test & set(self.about.get("trained_on", ())))
+        if seen:
+            raise InputError(
+                f"{self.options.pretrained} was trained on {seen} of the {len(test)} questions of the test split "
+                f"{wanted.test}; name the test that it was trained for, or another host"
+            )
+
+    def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """See the base class."""
+        return Collator(len(self.constants), self.tokenizer.pad_token_id)(examples)
+
+    def items(self, inputs: Mapping[str, Any]) -> int:
+        """Candidates and kept thoughts."""
+        return len(inputs["labels"])
+
+    def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """See the base class."""
+        logits = torch.cat([outputs.reason, outputs.answer])
+        return binary_cross_entropy_with_logits(logits, inputs["labels"].to(logits.dtype), reduction="sum")
+
+    def response_loss(self, taught: Any, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Of candidates one by one, and of the choice among each problem's kept thoughts; see the base class."""
+        temperature = self.options.temperature
+        reasons = judgement_divergence(taught.reason, outputs.reason, temperature)
+        return reasons + choice_divergence(taught.answer, outputs.answer, outputs.kept_problem, temperature)
+
+    def validated(self, model: Any, material: Material) -> dict[str, float]:
+        """The share of problems that it solves."""
+        texts = answers(model, [one.problem for one in material.problems])
+        right = [one.is_solved_by(text) for one, text in zip(material.problems, texts, strict=True)]
+        return {self.metric: sum(right) / len(right)}

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator
-from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.data import Material as AthenaMaterial
+from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
@@ -69,8 +69,8 @@ class AthenaHost(Host):
         other = checkpoint.describe(folder)["settings"]["constants"]
         if self._tokenizer(folder).get_vocab() != self.tokenizer.get_vocab() or other != self.constants:
             raise InputError(
-                f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; name a "
-                f"teacher with the same ones"
+                f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; name "
+                f"a teacher with the same ones"
             )
 
     def read(self, folder: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What distillation must know of a kind of model: how it is read, fed, judged and written. The rest is common to all."""
+"""What distillation must know of a kind of model: how it is read, fed, judged and written. The rest is common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal language models as hosts of distillation: they learn the answers of a task's training problems, token by token."""
+"""Causal language models as hosts of distillation: they learn the answers of a task's training problems."""
 
 from __future__ import annotations
 

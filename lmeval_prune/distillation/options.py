@@ -18,7 +18,7 @@ class DistillOptions:
         output: folder of the pruned, distilled model; an interrupted distillation goes on beside it
         teacher: teaches the first stage instead of the unpruned model; it must have the same vocabulary
         task: (language models) task whose training problems are learned, e.g. prune_asdiv_a_equation
-        train: splits to train on (default: of an ATHENA those it was trained on; else the task's own, or the other folds)
+        train: splits to train on (default: of an ATHENA its own; else the task's own, or the other folds)
         test: split that is kept for the test; nothing of it is looked at (default: the host's own, or the task's)
         validation: share of the training problems that chooses the best epoch; 0 takes the last one (default: the
             host's own, or 0.1)

@@ -119,7 +119,9 @@ def check(host: Host) -> None:
     if options.looks_at_maps:
         check_maps(bare)
         if options.teacher and map_model(host.skeleton(options.teacher)).signature() != model_map.signature():
-            raise InputError(f"feature compares head by head, and the teacher {options.teacher} has others; give --feature false")  # fmt: skip
+            raise InputError(
+                f"feature compares head by head, and the teacher {options.teacher} has others; give --feature false"
+            )
 
 
 def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str) -> None:
@@ -144,8 +146,8 @@ def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str) ->
         after = (sum(map(len, heads.values())), share_of(of_channels.at(stage), channels))
         if after[0] <= before[0] and after[1] <= before[1]:
             raise InputError(
-                f"stage {stage} of {wanted.steps} has nothing left to remove: {after[0]} of {model_map.total_heads} heads "
-                f"are gone by then; give fewer stages, a larger ratio, or another unit"
+                f"stage {stage} of {wanted.steps} has nothing left to remove: {after[0]} of {model_map.total_heads} "
+                f"heads are gone by then; give fewer stages, a larger ratio, or another unit"
             )
         before = after
 
@@ -208,7 +210,10 @@ def _go_on(host: Host, settings: dict[str, Any], target: Path, work: Path) -> No
         write_text(begun, json.dumps(settings, indent=1) + "\n")
         shown = {name: value for name, value in material.about.items() if isinstance(value, int)}
         print(f"problems: {', '.join(f'{name} {value}' for name, value in shown.items())}", flush=True)
-    parent, note = options.pretrained, {"model": options.pretrained, "options": settings, "material": material.about, "stages": []}  # fmt: skip
+    parent, note = (
+        options.pretrained,
+        {"model": options.pretrained, "options": settings, "material": material.about, "stages": []},
+    )
     for stage in range(1, options.stages + 1):
         folder = target if stage == options.stages else work / f"stage{stage}"
         if not (folder / NOTE).is_file():
@@ -285,7 +290,9 @@ def _cut(host: Host, model: Any, stage: int, material: Material) -> Cut:
     if not wanted.ratio and not wanted.ffn_ratio:
         return cut(part, Plan())
     heads, channels = _pruners(options, stage)
-    step = due(wanted, stage, map_model(host.skeleton(options.pretrained)), model_map, wanted.allocation or heads.allocation)  # fmt: skip
+    step = due(
+        wanted, stage, map_model(host.skeleton(options.pretrained)), model_map, wanted.allocation or heads.allocation
+    )
     plan = Plan()
     if step.ratio or step.ffn_ratio:
         *_, plan = stages(heads, model_map, step, host.calibration(material), channels)

@@ -228,12 +228,16 @@ class Progress(TrainerCallback):
             row["seconds"] = took
             terms = ", ".join(f"{name} {row[name]:.4f}" for name in TERMS if name in row)
             print(
-                f"stage {self.stage} of {self.stages}, epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {terms}; "
-                f"at most about {minutes:.1f} min left in all stages",
+                f"stage {self.stage} of {self.stages}, epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {terms}"
+                f"; at most about {minutes:.1f} min left in all stages",
                 flush=True,
             )
         elif "eval_loss" in row:
-            shown = [f"{name.removeprefix('eval_')} {row[name]:.4f}" for name in ("eval_accuracy", "eval_task", "eval_loss") if name in row]  # fmt: skip
+            shown = [
+                f"{name.removeprefix('eval_')} {row[name]:.4f}"
+                for name in ("eval_accuracy", "eval_task", "eval_loss")
+                if name in row
+            ]
             print(f"  validation: {', '.join(shown)}", flush=True)
 
 

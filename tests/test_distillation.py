@@ -1,0 +1,603 @@
+"""Recursive distillation: stages, heads, going on after a kill, equal losses however batches are put together, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune.athena import checkpoint, training
+from lmeval_prune.athena.options import TrainOptions
+from lmeval_prune.athena.training import ByLength
+from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.cli import main
+from lmeval_prune.distillation import language_host, recursion
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.recursion import distill, due, host_of, note_of
+from lmeval_prune.distillation.trainer import DistillTrainer
+from lmeval_prune.pruners.options import PruneOptions
+from tests.athena_hosts import data_folder, encoder_folder
+from tests.conftest import ROOT
+from tests.tiny_models import tiny
+
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
+    """A host, trained for one epoch on 20 problems; 4 for validation, 6 for the test."""
+    folder = tmp_path_factory.mktemp("dense")
+    options = TrainOptions(
+        output=str(folder / "host"),
+        encoder=str(encoder_folder(folder / "encoder", dtype=torch.float32)),
+        data_dir=str(data_folder(folder / "data")),
+        validation=0.2,
+        epochs=1,
+        batch=8,
+        seed=1,
+    )
+    training.train(options)
+    return options
+
+
+@pytest.fixture(scope="module")
+def own_tasks() -> Iterator[None]:
+    """Tasks are looked up among ours alone, which takes no time."""
+    from lm_eval.tasks import TaskManager
+
+    from lmeval_prune.plugin import registration
+
+    registration.register()
+
+    def found(name: str | None, data_dir: str | None) -> Any:
+        manager = TaskManager(include_path=str(ROOT / "tasks"), include_defaults=False, metadata={"data_dir": data_dir})
+        return manager.load([name])["tasks"][name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_host, "task_named", found)
+        yield
+
+
+@pytest.fixture
+def athena(dense: TrainOptions, tmp_path: Path) -> DistillOptions:
+    """Two stages of two epochs; two of eight heads go in each."""
+    return DistillOptions(
+        pretrained=dense.output,
+        output=str(tmp_path / "student"),
+        data_dir=dense.data_dir,
+        ratio=0.5,
+        stages=2,
+        epochs=2,
+        calibration=6,
+        rate=1e-3,
+    )
+
+
+@pytest.fixture
+def language(dense: TrainOptions, tiny_folder: Path, tmp_path: Path, own_tasks: None) -> DistillOptions:
+    """The same of a language model with grouped queries, and without validation."""
+    return DistillOptions(
+        pretrained=str(tiny_folder),
+        output=str(tmp_path / "student"),
+        data_dir=dense.data_dir,
+        task="prune_asdiv_a_equation",
+        test="fold0",
+        limit=8,
+        validation=0.25,
+        answer="\\boxed{{}}",
+        ratio=0.5,
+        unit="balanced",
+        stages=1,
+        epochs=1,
+        batch=3,
+        calibration=4,
+        rate=1e-3,
+    )
+
+
+def losses(folder: str) -> list[list[tuple[str, float]]]:
+    names = ("loss", "task", "response", "feature", "eval_loss", "eval_task", "eval_accuracy")
+    stages = note_of(Path(folder))["stages"]
+    return [[(name, row[name]) for row in stage["log"] for name in names if name in row] for stage in stages]
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    if (Path(folder) / "athena.json").is_file():
+        return checkpoint.read(folder).state_dict()
+    return load_pretrained(folder).state_dict()
+
+
+def assert_same(one: str, other: str, tolerance: float = 1e-6) -> None:
+    for stage, again in zip(losses(one), losses(other), strict=True):
+        assert [name for name, _ in stage] == [name for name, _ in again]
+        assert [value for _, value in stage] == pytest.approx([value for _, value in again], abs=tolerance)
+    expected, got = weights(one), weights(other)
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
+
+
+class Killed(BaseException):
+    """Ends the work where it stands, as a kill would."""
+
+
+def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    """Let a function end everything when it is called for the n-th time."""
+    original, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def stop(*args: Any, **named: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return original(*args, **named)
+
+    patch.setattr(owner, name, stop)
+
+
+# ---------------------------------------------------------------- stages
+
+
+def test_two_stages_of_athena(athena: DistillOptions, dense: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    note = distill(athena)
+    said = capsys.readouterr().out
+    assert "stage 2 of 2, epoch 2.00 of 2" in said
+    assert "min left in all stages" in said
+    first, second = note["stages"]
+    assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
+    left = {label: len(heads) for label, heads in second["heads"].items()}
+    assert sum(left.values()) == 4
+    for label, heads in second["heads"].items():
+        assert set(heads) < set(range(4)) or left[label] == 4
+        assert set(heads) <= set(first["heads"][label])
+    assert note["material"]["splits"] == {"data": "asdiv_a", "test": "fold0", "train": []}
+    model = checkpoint.read(athena.output)
+    assert [layer.heads for layer in map_model(model.encoder).attention] == list(left.values())
+    assert second["parameters"] == sum(x.numel() for x in model.parameters())
+    manifest = read_manifest(f"{athena.output}/encoder")
+    assert manifest is not None
+    assert [stage["removed"]["heads"] for stage in manifest["stages"]] == [2, 2]
+    for stage in note["stages"]:
+        rows = [row for row in stage["log"] if "loss" in row]
+        assert len(rows) == 2
+        for row in rows:
+            assert row["loss"] == pytest.approx(0.5 * row["task"] + 0.5 * (row["response"] + row["feature"]))
+    assert {"distillation.json", "distillation.png", "distillation.svg"} <= {
+        path.name for path in Path(athena.output).iterdir()
+    }
+    assert not Path(f"{athena.output}.distilling").exists()
+
+
+def test_a_distilled_host_is_asked_by_lm_eval(athena: DistillOptions) -> None:
+    from lmeval_prune.models.athena import AthenaLM
+
+    distill(replace(athena, epochs=0))
+    lm = AthenaLM(athena.output)
+    info = lm.get_model_info()["pruning"]
+    assert info["checkpoint"]["removed"]["heads"] == 4
+    assert info["checkpoint"]["stages"] == 2
+
+
+def test_a_language_model(language: DistillOptions) -> None:
+    note = distill(replace(language, stages=2, ffn_ratio=0.25, ffn_method="random"))
+    assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
+    model = load_pretrained(language.output)
+    assert sum(layer.heads for layer in map_model(model).attention) == 4
+    assert sum(block.channels for block in map_model(model).feed_forward) == 72
+    assert model.lm_head.weight.shape[0] == model.config.vocab_size
+    manifest = read_manifest(language.output)
+    assert manifest is not None
+    assert len(manifest["stages"]) == 2
+    logged = {name for stage in losses(language.output) for name, _ in stage}
+    assert logged == {"loss", "task", "response", "feature", "eval_loss", "eval_task"}
+
+
+def test_answers_are_learned_and_nothing_else(language: DistillOptions) -> None:
+    host = host_of(language)
+    material = host.material()
+    assert (len(material.train), len(material.validation)) == (6, 2)
+    text = material.train[0]
+    decode = host.tokenizer.decode  # type: ignore[attr-defined]
+    assert decode(text.ids[: text.start]).endswith("Do not compute it.")
+    answer = decode(text.ids[text.start :])
+    assert answer.startswith(" \\boxed{")
+    assert answer.endswith("}</s>")
+    inputs = host.collate(material.train[:3])
+    counted = sum(len(one.ids) - one.start for one in material.train[:3])
+    assert host.items(inputs) == counted
+    in_chat = host_of(replace(language, chat=True))
+    asked = in_chat.material().train[0]
+    prompt = in_chat.tokenizer.decode(asked.ids[: asked.start])  # type: ignore[attr-defined]
+    assert prompt.startswith("u: ")
+    assert prompt.endswith("a:")
+
+
+def trainer_of(options: DistillOptions, folder: Path, kept: list[list[int]] | None = None, **changes: Any) -> Any:
+    """A trainer whose student is the teacher itself, in float64."""
+    host = host_of(options)
+    student, teacher = (host.read(options.pretrained).double() for _ in range(2))
+    layers = map_model(host.part(student)).attention
+    kept = kept or [list(range(layer.heads)) for layer in layers]
+    return DistillTrainer(host, student, teacher, kept, host.material(), folder)
+
+
+@pytest.mark.parametrize("kind", ["athena", "language"])
+def test_nothing_removed_is_no_distillation_loss_and_no_gradient(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    from lmeval_prune.interventions.attention_call import eager_attention
+
+    options = replace(request.getfixturevalue(kind), task_weight=0.0, distill_weight=1.0)
+    trainer = trainer_of(options, tmp_path / "work")
+    trainer.model.train()
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout_prob", None), float):
+            module.dropout_prob = 0.0
+    inputs = trainer.host.collate(trainer.material.train[:4])
+    counts = trainer.counts([inputs])
+    part = trainer.host.part
+    with eager_attention(part(trainer.student)), eager_attention(part(trainer.teacher)):
+        _, parts = trainer.losses(trainer.model, inputs, counts)
+        assert set(parts) == {"task", "response", "feature"}
+        assert float(parts["response"]) == pytest.approx(0, abs=1e-12)
+        assert float(parts["feature"]) == pytest.approx(0, abs=1e-12)
+        assert float(parts["task"]) > 0
+        trainer.total(parts).backward()
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.grad is None or float(parameter.grad.abs().max()) < 1e-8, name
+
+
+def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Path) -> None:
+    """Token by token, of a student with other weights."""
+    from lmeval_prune.interventions.attention_call import eager_attention
+
+    options = replace(language, temperature=3.0, distill_weight=0.7, task_weight=0.2)
+    trainer = trainer_of(options, tmp_path / "work")
+    with torch.no_grad():
+        for parameter in trainer.student.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).double()
+    inputs = trainer.host.collate(trainer.material.train[:3])
+    with eager_attention(trainer.student), eager_attention(trainer.teacher), torch.no_grad():
+        trainer.model.eval()
+        loss = float(trainer.compute_loss(trainer.model, dict(inputs)))
+        outputs = [
+            model(inputs["input_ids"], attention_mask=inputs["attention_mask"], output_attentions=True)
+            for model in (trainer.teacher, trainer.student)
+        ]
+    task = response = items = 0.0
+    for row in range(3):
+        for place in range(1, inputs["labels"].shape[1]):
+            label = int(inputs["labels"][row, place])
+            if label < 0:
+                continue
+            p, q = ((x.logits[row, place - 1] / 3.0).softmax(-1) for x in outputs)
+            response += float((p * (p / q).log()).sum())
+            task -= float(outputs[1].logits[row, place - 1].softmax(-1)[label].log())
+            items += 1
+    feature = 0.0
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    for expected, got in zip(outputs[0].attentions, outputs[1].attentions, strict=True):
+        squares = [(expected[i, :, :n, :n] - got[i, :, :n, :n]).square().flatten() for i, n in enumerate(lengths)]
+        feature += float(torch.cat(squares).mean()) / len(outputs[0].attentions)
+    expected_loss = 0.7 * (9 * response / items + feature) + 0.2 * task / items
+    assert loss == pytest.approx(expected_loss, rel=1e-9)
+
+
+def test_heads_are_compared_with_those_that_they_were(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start of each stage: the query weights of each student's head are those of its teacher's."""
+    seen: list[int] = []
+
+    def compared(host: Any, model: Any, teacher: Any, heads: Any, *others: Any) -> Any:
+        layers = zip(map_model(host.part(model)).attention, map_model(host.part(teacher)).attention, strict=True)
+        for (student_layer, teacher_layer), kept in zip(layers, heads, strict=True):
+            assert len(kept) == student_layer.heads
+            for place, head in enumerate(kept):
+                own, theirs = student_layer.rows("q", place), teacher_layer.rows("q", head)
+                assert torch.equal(
+                    own.module.weight[own.start : own.stop], theirs.module.weight[theirs.start : theirs.stop]
+                )
+                seen.append(head)
+        with torch.no_grad():  # as if it had been trained, so that stages differ
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape))
+        return {"best_epoch": 0, "log": []}
+
+    monkeypatch.setattr(recursion, "train", compared)
+    note = distill(athena)
+    assert len(seen) == 6 + 4
+    base = map_model(checkpoint.read(athena.pretrained).encoder).attention
+    last = map_model(checkpoint.read(athena.output).encoder).attention
+    for layer, original in zip(last, base, strict=True):
+        for place, head in enumerate(note["stages"][1]["heads"][layer.label]):  # by the numbers of the unpruned model
+            own, theirs = layer.rows("q", place), original.rows("q", head)
+            far = own.module.weight[own.start : own.stop] - theirs.module.weight[theirs.start : theirs.stop]
+            assert float(far.abs().max()) < 0.1
+
+
+def test_the_stages_remove_what_the_schedule_says() -> None:
+    base = map_model(tiny("bert", num_attention_heads=8, num_hidden_layers=3))
+    wanted = PruneOptions(0.5, steps=3)
+    for allocation, left, expected in (("global", 24, 4), ("global", 20, 4), ("uniform", 24, 3)):
+        assert due(wanted, 1 if left == 24 else 2, base, _left(base, left), allocation).ratio * left == pytest.approx(
+            expected
+        )
+
+
+def _left(base: Any, heads: int) -> Any:
+    class Left:
+        total_heads = heads
+
+        def channels(self) -> dict[str, int]:
+            return dict(base.channels())
+
+    return Left()
+
+
+# ---------------------------------------------------------------- going on
+
+
+@pytest.fixture(scope="module")
+def whole(dense: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
+    """Without interruption."""
+    options = DistillOptions(
+        pretrained=dense.output,
+        output=str(tmp_path_factory.mktemp("whole") / "student"),
+        data_dir=dense.data_dir,
+        ratio=0.5,
+        stages=2,
+        epochs=2,
+        calibration=6,
+        rate=1e-3,
+        save_steps=2,
+    )
+    distill(options)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (recursion, "cut", 1),
+        (recursion, "cut", 2),
+        (DistillTrainer, "training_step", 1),
+        (DistillTrainer, "training_step", 4),
+        (DistillTrainer, "training_step", 10),
+        (DistillTrainer, "_save_rng_state", 2),
+        (DistillTrainer, "evaluation_loop", 2),
+        (DistillTrainer, "_load_best_model", 2),
+        (recursion, "write_artefact", 1),
+        (recursion, "write_artefact", 2),
+    ],
+)
+def test_what_was_killed_goes_on_and_ends_the_same(
+    whole: DistillOptions, tmp_path: Path, owner: Any, name: str, call: int
+) -> None:
+    again = replace(whole, output=str(tmp_path / "student"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, owner, name, call)
+        with pytest.raises(Killed):
+            distill(again)
+    assert not (tmp_path / "student").exists()
+    stage = tmp_path / "student.distilling" / "stage1"
+    before = (stage / "distillation.json").read_bytes() if stage.is_dir() else b""
+    distill(again)
+    assert_same(whole.output, again.output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["student"]
+    if before:
+        assert json.loads(before)["stages"] == note_of(Path(again.output))["stages"][:1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", range(1, 13))
+def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, call: int) -> None:
+    test_what_was_killed_goes_on_and_ends_the_same(whole, tmp_path, DistillTrainer, "training_step", call)
+
+
+def test_killed_by_the_system_in_the_middle_of_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
+    import multiprocessing
+
+    from tests.kills import killing_after
+
+    again = replace(whole, output=str(tmp_path / "student"))
+
+    def child() -> None:
+        DistillTrainer.training_step = killing_after(9)(DistillTrainer.training_step)  # type: ignore[method-assign]
+        distill(again)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == -9
+    distill(again)
+    assert_same(whole.output, again.output)
+
+
+def test_a_language_model_goes_on_too(language: DistillOptions, tmp_path: Path) -> None:
+    options = replace(language, epochs=2, output=str(tmp_path / "one"))
+    distill(options)
+    again = replace(options, output=str(tmp_path / "two"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, DistillTrainer, "training_step", 4)
+        with pytest.raises(Killed):
+            distill(again)
+    distill(again)
+    assert_same(options.output, again.output)
+
+
+def test_patience_ends_a_stage_and_survives_a_kill(athena: DistillOptions, tmp_path: Path) -> None:
+    still = replace(athena, stages=1, epochs=6, patience=1, rate=1e-12, output=str(tmp_path / "one"))
+    distill(still)
+    (log,) = losses(still.output)
+    assert sum(name == "loss" for name, _ in log) == 2  # nothing is learned, and the second epoch is no better
+    again = replace(still, output=str(tmp_path / "two"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, DistillTrainer, "training_step", 5)
+        with pytest.raises(Killed):
+            distill(again)
+    distill(again)
+    assert_same(still.output, again.output)
+
+
+def test_done_is_done_and_other_options_are_refused(whole: DistillOptions) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, recursion, "check", 1)
+        distill(whole)
+    with pytest.raises(InputError, match=r"was made with other options \(epochs=2\)"):
+        distill(replace(whole, epochs=3))
+
+
+def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) -> None:
+    work = tmp_path / "student.distilling"
+    work.mkdir()
+    with FileLock(work / ".lock"), pytest.raises(InputError, match="another process makes"):
+        distill(athena)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def plain_descent(patch: pytest.MonkeyPatch) -> None:
+    """Problems in order, and steps that are their gradients: Adam would turn rounding into steps."""
+    patch.setattr(ByLength, "__iter__", lambda self: iter(range(len(self))))
+    patch.setattr(DistillTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
+
+
+@pytest.mark.parametrize("kind", ["athena", "language"])
+def test_accumulated_batches_are_one_large_batch(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, dense: TrainOptions
+) -> None:
+    options = replace(request.getfixturevalue(kind), stages=1, epochs=1, rate=0.05, clip=1e9, decay=0.0)
+    if kind == "athena":
+        options = replace(options, pretrained=still_host(dense, tmp_path), validation=0.0)
+    found = []
+    for batch, accumulate in ((2, 3), (6, 1)):
+        one = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
+        with pytest.MonkeyPatch.context() as patch:
+            plain_descent(patch)
+            distill(one)
+        found.append(one.output)
+    assert_same(found[0], found[1], 1e-6 if kind == "athena" else 1e-9)
+
+
+def still_host(dense: TrainOptions, folder: Path) -> str:
+    """The host without dropout."""
+    model = checkpoint.read(dense.output)
+    model.encoder.config.update(STILL)
+    model.settings = replace(model.settings, dropout=0.0)
+    checkpoint.write(model, folder / "still")
+    return str(folder / "still")
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratio": 0.5, "stages": 9}, "stage 1 of 9 has nothing left to remove"),
+        ({"ratio": 0.9, "stages": 8}, "stage 7 of 8 has nothing left to remove: 6 of 8 heads"),
+        ({"train": ("fold0",), "test": "fold0"}, "the training split fold0 is the test split"),
+        ({"train": ("all",)}, "hold 6 of the 6 questions of the test split fold0"),
+        ({"test": "fold1"}, "was trained on 6 of the 6 questions of the test split fold1"),
+        ({"task": "prune_gsm8k"}, "task is for language models"),
+        ({"unit": "balanced"}, "unit=balanced does not suit this bert model"),
+        ({"method": "norm_entropi"}, "did you mean 'norm_entropy'"),
+        ({"method": "confidence", "ffn_ratio": 0.5}, "confidence scores heads only"),
+        ({"trainer": {"epochs": 3}}, "has no 'epochs'"),
+        ({"trainer": {"seed": 3}}, "seed follows from the other options"),
+        ({"response": False, "feature": False, "task_weight": 0.0}, "nothing would be learned"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"ratio": 1.0}, "a ratio must be at least 0 and below 1"),
+    ],
+)
+def test_mistakes_are_one_line_before_any_weights_are_read(
+    athena: DistillOptions, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(checkpoint, "read", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match=message) as raised:
+        distill(replace(athena, **changes))
+    assert "\n" not in str(raised.value)
+    assert not Path(athena.output).exists()
+
+
+def test_mistakes_with_language_models(
+    language: DistillOptions, dense: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_host, "load_pretrained", lambda *_: pytest.fail("weights were read"))
+    other = tmp_path / "other"
+    shutil.copytree(language.pretrained, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    for changes, message in (
+        ({"teacher": str(other)}, "has another vocabulary"),
+        ({"unit": "head"}, "use group or balanced"),
+        ({"test": "fold0", "train": ("all",)}, "questions of the test split fold0"),
+        ({"answer": "none"}, "answer must have {}"),
+        ({"answer_field": "working"}, "have no text in answer_field=working"),
+        ({"max_length": 5}, "too few to train and validate"),
+        ({"pretrained": dense.encoder}, "neither a causal language model nor an ATHENA"),
+        ({"pretrained": str(tmp_path / "nowhere")}, "nowhere"),
+    ):
+        with pytest.raises(InputError, match=message):
+            distill(replace(language, **changes))
+
+
+def test_a_language_model_needs_a_task(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="name the task"):
+        distill(DistillOptions(str(tiny_folder), str(tmp_path / "student"), unit="balanced", ratio=0.5, stages=1))
+
+
+def test_attention_maps_that_cannot_be_had(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    original = LlamaForCausalLM.forward
+
+    def without(self: Any, *args: Any, **named: Any) -> Any:
+        found = original(self, *args, **named)
+        found.attentions = None
+        return found
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", without)
+    with pytest.raises(InputError, match="feature needs attention maps"):
+        distill(language)
+    distill(replace(language, feature=False))
+
+
+def test_what_stands_at_the_output_is_left(athena: DistillOptions, dense: TrainOptions) -> None:
+    Path(athena.output).mkdir()
+    (Path(athena.output) / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="is no distilled model"):
+        distill(athena)
+    assert (Path(athena.output) / "notes.txt").read_text() == "mine"
+    with pytest.raises(InputError, match="is no distilled model"):
+        distill(replace(athena, output=athena.pretrained))
+
+
+def test_a_host_without_a_mask_token(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    shutil.copytree(dense.output, tmp_path / "host")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = tmp_path / "host" / "encoder" / name
+        if path.is_file():
+            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "mask_token"}))
+    with pytest.raises(InputError, match="has no mask token"):
+        distill(replace(athena, pretrained=str(tmp_path / "host")))
+
+
+def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"distill:\n  pretrained: {athena.pretrained}\n  output: {athena.output}\n  data_dir: {athena.data_dir}\n"
+        f"  stages: 1\n  epochs: 0\n  ratio: 0.25\n  options: {{alpha: 1.0}}\n"
+    )
+    assert main(["distill", "--config", str(recipe)]) == 0
+    assert "2 heads, 0 channels removed" in capsys.readouterr().out
+    assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
+    assert "was made with other options" in capsys.readouterr().err

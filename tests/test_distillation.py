@@ -57,7 +57,7 @@ def own_tasks() -> Iterator[None]:
 
     registration.register()
 
-    def found(name: str | None, data_dir: str | None) -> Any:
+    def found(name: str, data_dir: str | None) -> Any:
         manager = TaskManager(include_path=str(ROOT / "tasks"), include_defaults=False, metadata={"data_dir": data_dir})
         return manager.load([name])["tasks"][name]
 
@@ -503,7 +503,7 @@ def still_host(dense: TrainOptions, folder: Path) -> str:
     ("changes", "message"),
     [
         ({"ratio": 0.5, "stages": 9}, "stage 1 of 9 has nothing left to remove"),
-        ({"ratio": 0.9, "stages": 8}, "stage 7 of 8 has nothing left to remove: 6 of 8 heads"),
+        ({"ratio": 0.9, "stages": 7}, "stage 7 of 7 has nothing left to remove: 6 of 8 heads"),
         ({"train": ("fold0",), "test": "fold0"}, "the training split fold0 is the test split"),
         ({"train": ("all",)}, "hold 6 of the 6 questions of the test split fold0"),
         ({"test": "fold1"}, "was trained on 6 of the 6 questions of the test split fold1"),

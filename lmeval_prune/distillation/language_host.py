@@ -20,6 +20,7 @@ from lmeval_prune.checkpoints.pruned import load_pretrained, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
 from lmeval_prune.distillation.host import Host, Material
 from lmeval_prune.distillation.losses import answer_divergence
+from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.tasks.data import DATA, load
@@ -39,6 +40,12 @@ class LanguageHost(Host):
     """See the base class."""
 
     metric, greater = "eval_task", False
+
+    def __init__(self, options: DistillOptions) -> None:
+        super().__init__(options)
+        if options.task is None:
+            raise InputError("name the task whose training problems are learned: task, e.g. prune_asdiv_a_equation")
+        self.task = options.task
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -92,7 +99,7 @@ class LanguageHost(Host):
     def material(self) -> Material:
         """See the base class."""
         asked = self.options
-        task = task_named(asked.task, asked.data_dir)
+        task = task_named(self.task, asked.data_dir)
         rows, test, names = self._splits(task)
         first = rows[0] if rows else {}
         field = "question" if "question" in first else None
@@ -215,7 +222,7 @@ def _of_answers(outputs: Any, labels: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def task_named(name: str | None, data_dir: str | None) -> Any:
+def task_named(name: str, data_dir: str | None) -> Any:
     """A task of lm-eval's.
 
     Raises:
@@ -223,8 +230,6 @@ def task_named(name: str | None, data_dir: str | None) -> Any:
     """
     from lm_eval.tasks import TaskManager
 
-    if name is None:
-        raise InputError("name the task whose training problems are learned: task, e.g. prune_asdiv_a_equation")
     try:
         metadata = {"data_dir": data_dir} if data_dir else {}
         return TaskManager(metadata=metadata).load([name])["tasks"][name]

@@ -19,7 +19,7 @@ from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.training import ByLength
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
-from lmeval_prune.distillation import language_host, recursion
+from lmeval_prune.distillation import curves, language_host, recursion
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, due, host_of, note_of
 from lmeval_prune.distillation.trainer import DistillTrainer
@@ -63,6 +63,15 @@ def own_tasks() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_host, "task_named", found)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_pictures() -> Iterator[None]:
+    """They take as long as the rest; one test draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recursion, "draw", lambda *_: None)
+        patch.setattr(training, "draw", lambda *_: None)
         yield
 
 
@@ -144,7 +153,10 @@ def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> No
 # ---------------------------------------------------------------- stages
 
 
-def test_two_stages_of_athena(athena: DistillOptions, dense: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_stages_of_athena(
+    athena: DistillOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recursion, "draw", curves.draw)
     note = distill(athena)
     said = capsys.readouterr().out
     assert "stage 2 of 2, epoch 2.00 of 2" in said
@@ -365,15 +377,11 @@ def whole(dense: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> Dist
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        (recursion, "cut", 1),
         (recursion, "cut", 2),
-        (DistillTrainer, "training_step", 1),
         (DistillTrainer, "training_step", 4),
         (DistillTrainer, "training_step", 10),
         (DistillTrainer, "_save_rng_state", 2),
-        (DistillTrainer, "evaluation_loop", 2),
-        (DistillTrainer, "_load_best_model", 2),
-        (recursion, "write_artefact", 1),
+        (DistillTrainer, "_load_best_model", 1),
         (recursion, "write_artefact", 2),
     ],
 )
@@ -396,9 +404,18 @@ def test_what_was_killed_goes_on_and_ends_the_same(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("call", range(1, 13))
-def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, call: int) -> None:
-    test_what_was_killed_goes_on_and_ends_the_same(whole, tmp_path, DistillTrainer, "training_step", call)
+@pytest.mark.parametrize("owner", [DistillTrainer, recursion], ids=["trainer", "recursion"])
+def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, owner: Any) -> None:
+    names = (
+        {"training_step": 12, "evaluation_loop": 6, "_save_checkpoint": 6, "_save_rng_state": 6, "_load_best_model": 2}
+        if owner is DistillTrainer
+        else {"cut": 2, "write_artefact": 2, "write_text": 1, "train": 2}
+    )
+    for name, calls in names.items():
+        for call in range(1, calls + 1):
+            folder = tmp_path / f"{name}{call}"
+            folder.mkdir()
+            test_what_was_killed_goes_on_and_ends_the_same(whole, folder, owner, name, call)
 
 
 def test_killed_by_the_system_in_the_middle_of_a_stage(whole: DistillOptions, tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ from lmeval_prune.distillation.options import DistillOptions
 def distill(**options: Any) -> int:
     """Prune a model stage by stage, each stage taught by the one before it."""
     wanted = DistillOptions(**options)
+    from transformers.utils.logging import disable_progress_bar
+
     from lmeval_prune.distillation import recursion
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    disable_progress_bar()
     try:
         note = recursion.distill(wanted)
     except KeyboardInterrupt:

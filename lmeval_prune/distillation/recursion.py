@@ -266,7 +266,8 @@ def _run_stage(
 
         def beside(half: Path) -> None:
             write_artefact(half / NOTE, SCHEMA, VERSION, content)
-            draw(content["stages"], half / "distillation")
+            if stage == options.stages:
+                draw(content["stages"], half / "distillation")
 
         host.write(student, manifest, folder, beside)
         shutil.rmtree(smaller, ignore_errors=True)

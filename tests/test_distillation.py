@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -618,3 +619,32 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     assert "2 heads, 0 channels removed" in capsys.readouterr().out
     assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
     assert "was made with other options" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_two_processes_are_one(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+    from dataclasses import asdict
+
+    options = replace(
+        athena, pretrained=still_host(dense, tmp_path), validation=0.0, batch=2, rate=0.05, clip=1e9, decay=0.0
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "import pytest\n"
+        "from lmeval_prune.distillation.options import DistillOptions\n"
+        "from lmeval_prune.distillation.recursion import distill\n"
+        "from tests.test_distillation import plain_descent\n"
+        "plain_descent(pytest.MonkeyPatch())\n"
+        "distill(DistillOptions(**json.loads(sys.argv[1])))\n"
+    )
+    for processes, accumulate in ((1, 2), (2, 1)):
+        one = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+             str(script), json.dumps(asdict(one))],
+            check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300,
+        )  # fmt: skip
+    assert_same(str(tmp_path / "of1"), str(tmp_path / "of2"), 1e-5)

@@ -65,12 +65,17 @@ def distill(options: DistillOptions) -> dict[str, Any]:
             raise InputError(f"{target} exists and is no distilled model; name another output")
         check(host)
         with ExitStack() as stack:
-            if PartialState().is_main_process:
+            if this_process().is_main_process:
                 stack.enter_context(_alone(work, target))
             _go_on(host, settings, target, work)
-    if PartialState().is_main_process:
+    if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)
     return note_of(target)
+
+
+def this_process() -> Any:
+    """Which of several processes this one is, and what lets them wait for each other."""
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def host_of(options: DistillOptions) -> Host:
@@ -156,8 +161,12 @@ def _pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
     """What scores heads, and channels; what draws, draws anew in each stage."""
     heads = make_pruner(options.method, options.options)
     channels = make_pruner(options.ffn_method, options.ffn_options) if options.ffn_method else heads
-    found = [replace(x, seed=1000 * stage + x.seed) if hasattr(x, "seed") else x for x in (heads, channels)]
-    return found[0], found[1]
+    return _of_stage(heads, stage), _of_stage(channels, stage)
+
+
+def _of_stage(pruner: Any, stage: int) -> Pruner:
+    found: Pruner = replace(pruner, seed=1000 * stage + pruner.seed) if hasattr(pruner, "seed") else pruner
+    return found
 
 
 def _settings(host: Host) -> dict[str, Any]:
@@ -200,7 +209,7 @@ def _alone(work: Path, target: Path) -> Iterator[None]:
 
 
 def _go_on(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
-    options, process = host.options, PartialState()
+    options, process = host.options, this_process()
     begun = work / "options.json"
     if begun.is_file():
         _refuse_other(settings, json.loads(begun.read_text(encoding="utf-8")), work)
@@ -225,7 +234,7 @@ def _run_stage(
     host: Host, material: Material, stage: int, parent: str, work: Path, folder: Path, note: dict[str, Any]
 ) -> None:
     """Remove, train, and write what came of it; what of this is done already is read."""
-    options, process = host.options, PartialState()
+    options, process = host.options, this_process()
     smaller, training = work / f"stage{stage}.cut", work / f"stage{stage}.training"
     if process.is_main_process and not smaller.is_dir():
         print(f"stage {stage} of {options.stages}: scoring and cutting", flush=True)

@@ -52,7 +52,8 @@ class Student(nn.Module):
 
     def gradient_checkpointing_enable(self, **settings: Any) -> None:
         """Of the transformers model."""
-        self.part.gradient_checkpointing_enable(**settings)
+        part: Any = self.part
+        part.gradient_checkpointing_enable(**settings)
 
 
 class DistillTrainer(Trainer):
@@ -274,6 +275,7 @@ def arguments(options: DistillOptions, work: Path, validates: bool, host: Host) 
             "per_device_eval_batch_size": 16,
             "save_total_limit": 2,
             "dataloader_pin_memory": torch.cuda.is_available(),
+            "use_cpu": not torch.accelerator.is_available(),
             "disable_tqdm": not sys.stderr.isatty(),
             "report_to": [],
             **options.trainer,

@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def overview() -> str:
     """All commands, each with what it does."""
-    lines = [f"  {name:15}{summary(resolve_name(target)).rstrip('.')}" for name, target in COMMANDS.items()]
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{summary(resolve_name(target)).rstrip('.')}" for name, target in COMMANDS.items()]
     return "\n".join(["usage: lmeval-prune COMMAND [options]; COMMAND --help shows its options", "", *lines])
 
 

@@ -183,7 +183,9 @@ class LanguageHost(Host):
                 target = task.doc_to_choice(row)[target]
             target = target[0] if isinstance(target, list) and target else target
         answer = ("" if asked.chat else task.get_config("target_delimiter")) + asked.answer.replace("{}", str(target))
-        question = self.tokenizer(self._prompt(task, row), add_special_tokens=not asked.chat)["input_ids"]
+        prompt, begin = self._prompt(task, row), self.tokenizer.bos_token
+        special = not (begin and prompt.startswith(begin))  # as lm-eval has it
+        question = self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
         ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return Text([*question, *ids, self.tokenizer.eos_token_id], len(question))
 

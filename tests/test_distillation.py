@@ -21,8 +21,9 @@ from lmeval_prune.athena.training import ByLength
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import curves, language_host, recursion
+from lmeval_prune.distillation.host import note_of
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.recursion import distill, due, host_of, note_of
+from lmeval_prune.distillation.recursion import distill, due, host_of
 from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.pruners.options import PruneOptions
 from tests.athena_hosts import data_folder, encoder_folder
@@ -571,6 +572,32 @@ def test_mistakes_with_language_models(
 def test_a_language_model_needs_a_task(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="name the task"):
         distill(DistillOptions(str(tiny_folder), str(tmp_path / "student"), unit="balanced", ratio=0.5, stages=1))
+
+
+def test_what_a_language_model_was_tuned_on_is_no_test(language: DistillOptions, tmp_path: Path) -> None:
+    """Fine-tuning is distillation of nothing by nobody."""
+    tuned = replace(language, ratio=0.0, distill_weight=0.0, task_weight=1.0, output=str(tmp_path / "tuned"))
+    (stage,) = distill(tuned)["stages"]
+    assert {name for row in stage["log"] for name in row} >= {"loss", "task"}
+    assert not {"response", "feature"} & {name for row in stage["log"] for name in row}
+    assert stage["removed"]["heads"] == 0
+    distill(replace(language, pretrained=tuned.output, epochs=0))
+    with pytest.raises(InputError, match=r"was trained on \d of the 6 questions of the test split fold1"):
+        distill(replace(language, pretrained=tuned.output, test="fold1", output=str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("kind", ["athena", "language"])
+def test_transformers_own_switches(kind: str, request: pytest.FixtureRequest) -> None:
+    """Recomputed activations change nothing; bfloat16 changes little."""
+    options = replace(request.getfixturevalue(kind), stages=1, epochs=1, ratio=0.25 if kind == "athena" else 0.5)
+    found = []
+    for trainer in ({}, {"gradient_checkpointing": True}, {"bf16": True}):
+        one = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
+        distill(one)
+        found.append([value for name, value in losses(one.output)[0] if name in ("task", "response", "feature")])
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=0.1, abs=0.05)
+    assert (found[2] != found[0]) == (kind == "athena")  # the other one is of float64, which stays
 
 
 def test_attention_maps_that_cannot_be_had(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator
 from lmeval_prune.athena.data import Material as AthenaMaterial
-from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
-from lmeval_prune.distillation.host import Host, Material
+from lmeval_prune.distillation.host import Host, Material, check_unseen
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
@@ -106,7 +105,8 @@ class AthenaHost(Host):
         given = {name: value for name, value in given.items() if value not in (None, ())}
         wanted = TrainOptions(**{**known, **given, "data_dir": asked.data_dir})
         found = AthenaMaterial.of(wanted)
-        self._check_unseen(wanted)
+        test = load(wanted.data, wanted.test, wanted.data_dir)
+        check_unseen(asked.pretrained, self.about.get("trained_on", ()), test, wanted.test)
         length, constants = self.about["settings"]["max_length"], self.constants
         made = [one.example(self.tokenizer, length, constants) for one in found.train]
         train = [example for example in made if example]
@@ -120,16 +120,6 @@ class AthenaHost(Host):
         }
         validation = [example for example in judged if example]
         return Material(train, validation, [len(example.problem.ids) for example in train], about, found.validation)
-
-    def _check_unseen(self, wanted: TrainOptions) -> None:
-        """Refuse a test that the host was trained on."""
-        test = {question_key(row) for row in load(wanted.data, wanted.test, wanted.data_dir)}
-        seen = len(test & set(self.about.get("trained_on", ())))
-        if seen:
-            raise InputError(
-                f"{self.options.pretrained} was trained on {seen} of the {len(test)} questions of the test split "
-                f"{wanted.test}; name the test that it was trained for, or another host"
-            )
 
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
         """See the base class."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.artefacts import read_artefact
+from lmeval_prune.athena.data import question_key
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.pruners.calibration import CalibrationText
+
+SCHEMA, VERSION = "lmeval-prune/distillation", 1
+NOTE = "distillation.json"  # beside the weights of what was distilled
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,36 @@ class Host(ABC):
         made = [self.collate(chosen[start : start + 8]) for start in range(0, len(chosen), 8)]
         batches = tuple((one["input_ids"], one["attention_mask"]) for one in made)
         return CalibrationText(f"{len(chosen)} training problems", batches)
+
+
+def note_of(folder: str | Path) -> dict[str, Any]:
+    """What the `distillation.json` of a folder says.
+
+    Raises:
+        InputError: there is none.
+    """
+    return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION)[0]
+
+
+def check_unseen(pretrained: str, known: Iterable[str], test: Iterable[Mapping[str, Any]], name: str) -> None:
+    """Refuse a test that a model was trained on.
+
+    Args:
+        pretrained: the model.
+        known: questions that it was trained on, by `question_key`.
+        test: rows of the test.
+        name: of the test.
+
+    Raises:
+        InputError: it was.
+    """
+    asked = {question_key(row) for row in test}
+    seen = len(asked & set(known))
+    if seen:
+        raise InputError(
+            f"{pretrained} was trained on {seen} of the {len(asked)} questions of the test split {name}; name the test "
+            f"that it was trained for, or another model"
+        )
 
 
 def check_maps(bare: Any) -> None:

@@ -18,7 +18,7 @@ from lmeval_prune.athena.data import other_folds, question_key, without_test
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import load_pretrained, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
-from lmeval_prune.distillation.host import Host, Material
+from lmeval_prune.distillation.host import NOTE, Host, Material, check_unseen, note_of
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
@@ -106,6 +106,9 @@ class LanguageHost(Host):
         if field is None:  # of another's task: what is asked is the question
             rows, test = ([{**row, "question": self._prompt(task, row)} for row in some] for some in (rows, test))
         own, repeated = without_test(rows, test, names, asked.test or "test")
+        if (Path(asked.pretrained) / NOTE).is_file():
+            known = note_of(asked.pretrained)["material"]["trained_on"]
+            check_unseen(asked.pretrained, known, test, asked.test or "test")
         random.Random(asked.seed).shuffle(own)
         own = own[: asked.limit]
         made = [self._text(task, row) for row in own]

@@ -20,12 +20,12 @@ from filelock import FileLock, Timeout
 from transformers import set_seed
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.artefacts import read_artefact, write_artefact, write_text
+from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.athena.training import last_whole
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.curves import draw
-from lmeval_prune.distillation.host import Host, Material, check_maps
+from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, Material, check_maps, note_of
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.trainer import check_arguments, train
 from lmeval_prune.errors import InputError
@@ -36,8 +36,6 @@ from lmeval_prune.pruners.schedule import check_prunable, stages
 from lmeval_prune.pruners.selection import Removed, select_heads, share_of
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
-SCHEMA, VERSION = "lmeval-prune/distillation", 1
-NOTE = "distillation.json"
 _OF_THE_FILE = ("schema", "schema_version", "created_by", "files")
 
 
@@ -91,15 +89,6 @@ def host_of(options: DistillOptions) -> Host:
     from lmeval_prune.distillation.language_host import LanguageHost
 
     return LanguageHost(options)
-
-
-def note_of(folder: Path) -> dict[str, Any]:
-    """What `distillation.json` says.
-
-    Raises:
-        InputError: there is none.
-    """
-    return read_artefact(folder / NOTE, SCHEMA, VERSION)[0]
 
 
 def check(host: Host) -> None:

@@ -279,6 +279,7 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
         for parameter in trainer.student.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).double()
     inputs = trainer.host.collate(trainer.material.train[:3])
+    assert len(inputs["logits_to_keep"]) < inputs["labels"].shape[1] / 2
     with eager_attention(trainer.student), eager_attention(trainer.teacher), torch.no_grad():
         trainer.model.eval()
         loss = float(trainer.compute_loss(trainer.model, dict(inputs)))
@@ -303,6 +304,9 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
         feature += float(torch.cat(squares).mean()) / len(outputs[0].attentions)
     expected_loss = 0.7 * (9 * response / items + feature) + 0.2 * task / items
     assert loss == pytest.approx(expected_loss, rel=1e-9)
+    del inputs["logits_to_keep"]  # of a family that computes all of them
+    with eager_attention(trainer.student), eager_attention(trainer.teacher), torch.no_grad():
+        assert float(trainer.compute_loss(trainer.model, dict(inputs))) == pytest.approx(loss, rel=1e-9)
 
 
 def test_heads_are_compared_with_those_that_they_were(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@
 A row is one model on one fold by one seed. Rows stand in the order of their importance; each is stored under --work
 when it is done and never made again, and a row that was killed goes on where it was: the same command can be given
 again and again. `--rows 1` makes the next one. Recipes: configs/athena/minilm.yaml and configs/distillation/.
-Nothing of a fold's test is looked at before its row is tested, by lm_eval. Speed: processor time of solving the
-same test problems, in turn with the dense host, medians; FLOPs: of reading and judging the gold graph of the same
-problems (language models: of a prompt of 128 tokens); memory: what a process of its own needs at most above what it
-has before the model is read. Writes `results/distillation.json`, and tables and pictures under
-`docs/results/distillation/`.
+Nothing of a fold's test is looked at before its row is tested, by lm_eval. Speed, FLOPs and memory are those of
+reading the same test problems and judging their gold graphs, for a search does as much work as it keeps thoughts
+(language models: a prompt of 128 tokens; speed with 16 more). Speed: processor time, in turn with the dense host,
+medians. Memory: what a process of its own needs at most above what it has before the model is read. Writes
+`results/distillation.json`, and tables and pictures under `docs/results/distillation/`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lmeval_prune.distillation.options import DistillOptions
 ROOT = RESULTS.parent.parent
 OUTPUT = ROOT / "docs/results/distillation"
 TASK = "prune_asdiv_a_equation"
-SPEED_PROBLEMS, ROUNDS = 96, 3
+JUDGED, ROUNDS = 96, 7  # problems whose gold graphs are judged, and how often
 OURS, DENSE = "ours", "dense"
 
 # what differs from "ours", which follows the recipe
@@ -199,40 +199,38 @@ def _tested_language(folder: Path, fold: int, kept: Path) -> None:
     write_text(kept, json.dumps(samples, indent=0) + "\n")
 
 
-def _problems(fold: int) -> list[Any]:
+def judged(model: Any, fold: int) -> dict[str, Any]:
+    """Test problems with their gold graphs: what a model judges, whatever it would have searched through."""
+    from lmeval_prune.athena.batches import Collator
     from lmeval_prune.athena.data import Grounded
     from lmeval_prune.tasks import data
 
-    found = (Grounded.of(row) for row in data.load("asdiv_a", f"fold{fold}"))
-    return [one for one in found if one][:SPEED_PROBLEMS]
+    problems = [one for row in data.load("asdiv_a", f"fold{fold}") if (one := Grounded.of(row))][:JUDGED]
+    made = [one.example(model.tokenizer, model.settings.max_length, model.settings.constants) for one in problems]
+    batch = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)([one for one in made if one])
+    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def athena_costs(folder: Path, dense: Path, fold: int) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from lmeval_prune.athena import checkpoint
-    from lmeval_prune.athena.batches import Collator
-    from lmeval_prune.athena.solving import answers
     from lmeval_prune.interventions.attention_call import eager_attention
 
     models = {"dense": checkpoint.read(dense), "own": checkpoint.read(folder)}
-    problems, own = _problems(fold), models["own"]
-    made = [one.example(own.tokenizer, own.settings.max_length, own.settings.constants) for one in problems]
-    batch = Collator(len(own.settings.constants), own.tokenizer.pad_token_id)([one for one in made if one])
-    del batch["labels"]
-    with eager_attention(own.encoder), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        own(**batch)
-    runs: dict[str, Callable[[], Any]] = {
-        name: lambda model=model: answers(model, [one.problem for one in problems]) for name, model in models.items()
-    }
+    own, batch = models["own"], judged(models["own"], fold)
+    with torch.no_grad():
+        with eager_attention(own.encoder), FlopCounterMode(display=False) as counter:
+            own(**batch)
+        seconds = _in_turn({name: lambda model=model: model(**batch) for name, model in models.items()})
     found = {
         "parameters": sum(parameter.numel() for parameter in own.parameters()),
         "flops": int(counter.get_total_flops()),
-        "seconds": _in_turn(runs),
+        "seconds": seconds,
     }
-    del models, own, runs
+    del models, own
     gc.collect()
-    return {**found, "memory": _memory_of(_solve, str(folder), fold)}
+    return {**found, "memory": _memory_of(_judge, str(folder), fold)}
 
 
 def _in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -252,16 +250,18 @@ def _memory_of(function: Callable[..., int], *arguments: Any) -> int:
         return pool.submit(function, *arguments).result()
 
 
-def _solve(folder: str, fold: int) -> int:
+def _judge(folder: str, fold: int) -> int:
     from lmeval_prune.athena import checkpoint
-    from lmeval_prune.athena.solving import answers
     from lmeval_prune.profiling.speed import highest_memory
+    from lmeval_prune.tasks import data
 
     torch.set_num_threads(1)
-    problems = [one.problem for one in _problems(fold)]
     checkpoint.describe(folder)
+    data.load("asdiv_a", f"fold{fold}")
     before = psutil.Process().memory_info().rss
-    answers(checkpoint.read(folder), problems)
+    model = checkpoint.read(folder)
+    with torch.no_grad():
+        model(**judged(model, fold))
     return highest_memory() - before
 
 

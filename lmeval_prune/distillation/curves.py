@@ -43,7 +43,7 @@ def draw(stages: Sequence[dict[str, Any]], stem: Path) -> None:
         axes.axvspan(begun, end, color="#f2f2f2" if stage["stage"] % 2 else "white", zorder=-1, lw=0)
         removed = stage["removed"]
         axes.annotate(
-            f"−{removed['heads']} heads", (begun, 1.0), xycoords=("data", "axes fraction"), fontsize=7, va="bottom"
+            f" −{removed['heads']} heads", (begun, 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top"
         )
         begun = end
     axes.set_xlabel("epoch, over all stages")

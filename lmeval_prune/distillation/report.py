@@ -200,7 +200,7 @@ def _p(value: float) -> str:
 def _legend(found: Results) -> str:
     units = len({_unit(row) for row in found.rows})
     return (
-        f"{len(found.rows)} rows on {units} pairs of a split and a seed. Accuracy in %, in brackets the difference to "
+        f"{len(found.rows)} rows; pairs of a split and a seed: {units}. Accuracy in %, in brackets the difference to "
         f"the dense host of the same splits and seeds. p: sign-flip tests of these differences, over questions (the "
         f"mean over seeds of each) and over splits and seeds; Holm: the former, corrected for the rows of its table. "
         f"Parameters, FLOPs, memory: by how much smaller; speed: by how much faster than the dense host timed beside "

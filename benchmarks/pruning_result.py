@@ -51,7 +51,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "magnitude": ("magnitude", {}),
     "confidence": ("confidence", {}),
 }
-WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=2, clock="processor")
+SEEDS = {f"random, seed {seed}": ("random", {"seed": seed}) for seed in range(1, 5)}  # random is seed 0
+WORK = Workload(prompt=128, new=8, batches=(1, 4), rounds=6, clock="processor")
 PROMPT = 128  # tokens whose arithmetic is counted
 OUTPUT = RESULTS.parent.parent / "docs/results/pruning"
 
@@ -66,6 +67,9 @@ def rows() -> Iterator[tuple[str, str, float, bool]]:
         for unit in UNITS if not channels else ("group",):
             for ratio in RATIOS:
                 yield method, unit, ratio, channels
+    for method in SEEDS:
+        for unit in UNITS:
+            yield method, unit, RATIOS[-1], False
 
 
 def key_of(method: str, unit: str, ratio: float, channels: bool) -> str:
@@ -102,7 +106,7 @@ def main() -> None:
         key = key_of(method, unit, ratio, channels)
         if key in known:
             continue
-        name, given = METHODS[method]
+        name, given = {**METHODS, **SEEDS}[method]
         pruner = make_pruner(name, given)
         if (method, channels) not in scores:
             heads = scores.get((method, False), ({},))[0] or pruner.head_scores(model_map, text)

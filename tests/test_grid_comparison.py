@@ -454,7 +454,7 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
     folder.begin("Large", None, cells)
     program = (
         "import sys\nfrom lmeval_prune.grid.report import write\nfrom lmeval_prune.profiling.speed import highest_memory\n"
-        "print(write(sys.argv[1]))\nprint(highest_memory())"
+        "print(write(sys.argv[1])[0])\nprint(highest_memory())"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "g")]
     *_, written, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -541,4 +541,20 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
     page.select_option("#cost", "flops_per_token")
     assert "FLOPs a token" in page.inner_html("#plot")
     assert errors == [] and all(url.startswith("file:") for url in asked), (errors, asked)
+    page.close()
+
+
+def test_figures_are_better_or_worse_not_right(browser: Any, tmp_path: Path) -> None:
+    values: dict[str, dict[str, Any]] = {
+        name: {"t": [question("t", i, float(i + more), f"{name} {i}") for i in range(6)]}
+        for name, more in (("dense", 1), ("worse", 0))
+    }
+    path = made(tmp_path / "g", values, "dense")
+    assert main(["grid", "compare", str(path)]) == 0
+    page = browser.new_page()
+    page.goto((path / "compare" / "page.html").as_uri())
+    page.wait_for_selector("body[data-ready=true]")
+    labels = [button.inner_text() for button in page.query_selector_all("#counts button")]
+    assert labels == ["answers differ: 6", "A better: 6", "B better: 0", "all: 6"]
+    assert page.query_selector_all(".answer.right") == []
     page.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,21 @@ def test_the_peak_of_memory_is_the_models_own(tmp_path: Path) -> None:
     del ballast
     assert 0 < small < 100
     assert 100 < peak_memory(str(tmp_path / "large"), work) - small < 500  # of embeddings, the rows that are read
+
+
+def killed(folder: str, work: Workload, threads: int) -> float:
+    """Stand in for what runs out of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the processor's memory")
+def test_a_killed_measurement_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmeval_prune.profiling.speed._peak", killed)
+    with pytest.raises(
+        InputError, match="the memory of somewhere was killed, probably for want of memory; give smaller"
+    ):
+        peak_memory("somewhere", Workload(16, 2, (1,), 1))
 
 
 @pytest.fixture

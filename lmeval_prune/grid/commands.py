@@ -98,7 +98,10 @@ def compare(
     """
     from lmeval_prune.grid.report import write, write_lm_eval
 
-    print(write(folder, baseline, output, seed))
+    page, notes = write(folder, baseline, output, seed)
+    for note in notes:
+        print(f"note: {note}")
+    print(page)
     if lm_eval:
         print(write_lm_eval(folder, lm_eval))
     return 0

@@ -21,7 +21,7 @@ from lmeval_prune.reporting.tables import bold, csv, markdown
 LEFT = ["variant"]
 
 
-def write(path: str, baseline: str | None = None, output: str | None = None, seed: int = 0) -> Path:
+def write(path: str, baseline: str | None = None, output: str | None = None, seed: int = 0) -> tuple[Path, list[str]]:
     """Compare a grid and write everything.
 
     Args:
@@ -31,7 +31,7 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
         seed: of bootstrap and tests.
 
     Returns:
-        The page.
+        The page, and what a reader must know besides, a line each.
 
     Raises:
         InputError: as of `compare`, or the output is a file.
@@ -68,7 +68,7 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
     )
     write_text(target / "report.md", text)
     write_page(found, GridFolder(path), target / "page.html")
-    return target / "page.html"
+    return target / "page.html", found.notes
 
 
 def _where(measured: dict[str, Any]) -> str:

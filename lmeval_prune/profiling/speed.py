@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,15 +81,25 @@ def measure(
 
 
 def peak_memory(folder: str, work: Workload) -> float:
-    """MiB that a process needs at most for the largest batch, above what it has before the model is loaded."""
+    """MiB that a process needs at most for the largest batch, above what it has before the model is loaded.
+
+    Raises:
+        InputError: that process was killed.
+    """
     if torch.cuda.is_available():
         model = load_pretrained(folder).cuda()
         torch.cuda.reset_peak_memory_stats()
         _timed(model, work, max(work.batches), work.new)
         return torch.cuda.max_memory_allocated() / 2**20
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(_peak, folder, work, torch.get_num_threads()).result()
+    try:
+        with ProcessPoolExecutor(1, context) as pool:
+            return pool.submit(_peak, folder, work, torch.get_num_threads()).result()
+    except BrokenProcessPool:
+        raise InputError(
+            f"the process that measures the memory of {folder} was killed, probably for want of memory; "
+            "give smaller batches or a shorter prompt"
+        ) from None
 
 
 def _peak(folder: str, work: Workload, threads: int) -> float:

@@ -444,8 +444,16 @@ def test_killed_by_the_system_in_the_middle_of_a_stage(whole: DistillOptions, tm
 
 
 def test_a_language_model_goes_on_too(language: DistillOptions, tmp_path: Path) -> None:
-    options = replace(language, epochs=2, output=str(tmp_path / "one"))
+    """Also where the output head is the embedding."""
+    tied = tmp_path / "tied"
+    shutil.copytree(language.pretrained, tied)
+    vocabulary = json.loads((tied / "config.json").read_text())["vocab_size"]
+    model = tiny("llama", vocab_size=vocabulary, max_position_embeddings=512, tie_word_embeddings=True)
+    model.save_pretrained(tied)
+    options = replace(language, pretrained=str(tied), epochs=2, output=str(tmp_path / "one"))
     distill(options)
+    written = load_pretrained(options.output)
+    assert written.lm_head.weight is written.model.embed_tokens.weight
     again = replace(options, output=str(tmp_path / "two"))
     with pytest.MonkeyPatch.context() as patch:
         killed_at(patch, DistillTrainer, "training_step", 4)

@@ -46,9 +46,19 @@ class Student(nn.Module):
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
         """Each tensor once, so that tied ones can be written."""
-        once = {name for name, _ in [*self.named_parameters(), *self.named_buffers()]}
+        firsts = self._firsts()
         found = super().state_dict(*args, **settings)
-        return {name: tensor for name, tensor in found.items() if name.removeprefix("module.") in once}
+        return {name: tensor for name, tensor in found.items() if firsts.get(name, name) == name}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **settings: Any) -> Any:
+        """Tied tensors under all their names."""
+        found = {name: state_dict[first] for name, first in self._firsts().items() if first in state_dict}
+        return super().load_state_dict({**state_dict, **found}, *args, **settings)
+
+    def _firsts(self) -> dict[str, str]:
+        """Of each tensor's name the first one that it has."""
+        named, firsts = super().state_dict(keep_vars=True), dict[int, str]()
+        return {name: firsts.setdefault(id(tensor), name) for name, tensor in named.items()}
 
     def gradient_checkpointing_enable(self, **settings: Any) -> None:
         """Of the transformers model."""

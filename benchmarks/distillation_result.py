@@ -1,6 +1,6 @@
 """The second paper's tables, measured: recursive distillation of ATHENA and of SmolLM2, a row at a time.
 
-    python benchmarks/distillation_result.py [--rows 1000] [--match REGEX] [--work out/distillation] [--list] [--report]
+    python benchmarks/distillation_result.py [--rows 1000] [--match REGEX] [--list] [--report]
 
 A row is one model on one fold by one seed. Rows stand in the order of their importance; each is stored under --work
 when it is done and never made again, and a row that was killed goes on where it was: the same command can be given
@@ -105,11 +105,12 @@ def recipe(name: str, section: str) -> dict[str, Any]:
     return found
 
 
-def made(row: Row, work: Path) -> tuple[Path, Path]:
+def made(row: Row, work: Path, hosts: Path) -> tuple[Path, Path]:
     """The model of a row, and its dense host; made if they are not there."""
     dense = work / "models" / Row(row.host, DENSE, 0.0, row.fold, row.seed).folder
-    if not (dense / "config.json").exists() and not (dense / "athena.json").exists():
-        _train_dense(row, dense)
+    if row.host == "athena" and not row.seed:  # the same that athena_host.py trains
+        dense = hosts / f"dense_fold{row.fold}"
+    _train_dense(row, dense)
     if row.kind == DENSE:
         return dense, dense
     folder = work / "models" / row.folder
@@ -127,6 +128,7 @@ def made(row: Row, work: Path) -> tuple[Path, Path]:
 
 
 def _train_dense(row: Row, folder: Path) -> None:
+    """Train it, or see that it was trained by the same recipe."""
     if row.host == "athena":
         from lmeval_prune.athena import training
         from lmeval_prune.athena.options import TrainOptions
@@ -330,6 +332,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1000, help="so many at most")
     parser.add_argument("--match", default="", help="only rows whose name has this regular expression")
     parser.add_argument("--work", default="out/distillation")
+    parser.add_argument("--hosts", default="out/athena", help="folder of the dense hosts of athena_host.py")
     parser.add_argument("--list", action="store_true", help="show rows and whether they are done")
     parser.add_argument("--report", action="store_true", help="measure nothing, write what is known")
     options = parser.parse_args()
@@ -346,7 +349,7 @@ def main() -> None:
         for row in [row for row in wanted if row.key not in done][: options.rows]:
             begun, about = time.time(), environment()
             print(f"--- {row.key}", flush=True)
-            folder, dense = made(row, work)
+            folder, dense = made(row, work, Path(options.hosts))
             found = {**measured(row, folder, dense, work), "environment": about, "load": os.getloadavg()[0]}
             write_text(work / "rows" / f"{row.folder}.json", json.dumps(found) + "\n")
             minutes = (time.time() - begun) / 60

@@ -335,7 +335,8 @@ def train(
         The losses, and the best epoch.
 
     Raises:
-        InputError: attention maps are to be compared, and there are none; or there is nothing to be patient about.
+        InputError: attention maps are to be compared, and there are none; there is nothing to be patient about; or one
+            process has several GPUs.
     """
     options = host.options
     callbacks: list[TrainerCallback] = [Progress(stage, options.stages)]
@@ -344,6 +345,10 @@ def train(
             raise InputError("patience needs a validation split; give validation")
         callbacks.append(EarlyStoppingCallback(options.patience))
     trainer = DistillTrainer(host, model, teacher, heads, material, work, callbacks)
+    if trainer.args.n_gpu > 1:
+        raise InputError(
+            "several GPUs take a process each: `accelerate launch -m lmeval_prune distill …`, or set CUDA_VISIBLE_DEVICES"
+        )
     with ExitStack() as stack:
         if options.looks_at_maps:
             stack.enter_context(eager_attention(host.part(model)))

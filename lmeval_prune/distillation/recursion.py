@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -223,7 +224,7 @@ def _run_stage(
     host: Host, material: Material, stage: int, parent: str, work: Path, folder: Path, note: dict[str, Any]
 ) -> None:
     """Remove, train, and write what came of it; what of this is done already is read."""
-    options, process = host.options, this_process()
+    options, process, begun = host.options, this_process(), time.monotonic()
     smaller, training = work / f"stage{stage}.cut", work / f"stage{stage}.training"
     if process.is_main_process and not smaller.is_dir():
         print(f"stage {stage} of {options.stages}: scoring and cutting", flush=True)
@@ -242,7 +243,7 @@ def _run_stage(
         taught_by = options.teacher if stage == 1 and options.teacher else parent
         teacher = host.read(taught_by) if options.taught else None
         set_seed(options.seed + stage)
-        learned = train(host, student, teacher, kept, material, training, stage, last_whole)
+        learned = train(host, student, teacher, kept, material, training, stage, time.monotonic() - begun, last_whole)
     process.wait_for_everyone()
     if process.is_main_process:
         before = note["stages"][-1]["heads"] if note["stages"] else {}

@@ -218,10 +218,11 @@ class Progress(TrainerCallback):
     Args:
         stage: number of this one, from 1.
         stages: how many there are.
+        prepared: seconds that scoring, cutting and reading took.
     """
 
-    def __init__(self, stage: int, stages: int) -> None:
-        self.stage, self.stages = stage, stages
+    def __init__(self, stage: int, stages: int, prepared: float) -> None:
+        self.stage, self.stages, self.prepared = stage, stages, prepared
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock."""
@@ -235,7 +236,8 @@ class Progress(TrainerCallback):
         if "loss" in row and "task" in row:
             left = state.max_steps - row["step"] + (self.stages - self.stage) * state.max_steps
             took = round(time.monotonic() - self.begun, 1)
-            minutes = took / max(1, state.global_step - self.before) * left / 60
+            rest = took / max(1, state.global_step - self.before) * left
+            minutes = (rest + (self.stages - self.stage) * self.prepared) / 60
             row["seconds"] = took
             terms = ", ".join(f"{name} {row[name]:.4f}" for name in TERMS if name in row)
             print(
@@ -321,6 +323,7 @@ def train(
     material: Material,
     work: Path,
     stage: int,
+    prepared: float,
     begin_from: Callable[[Path], str | None],
 ) -> dict[str, Any]:
     """Train a student; one that was interrupted goes on.
@@ -329,6 +332,7 @@ def train(
         host, model, teacher, heads, material: see `DistillTrainer`.
         work: folder of the trainer's checkpoints.
         stage: number of this one, from 1.
+        prepared: seconds that scoring, cutting and reading took.
         begin_from: finds the checkpoint to go on from.
 
     Returns:
@@ -339,7 +343,7 @@ def train(
             process has several GPUs.
     """
     options = host.options
-    callbacks: list[TrainerCallback] = [Progress(stage, options.stages)]
+    callbacks: list[TrainerCallback] = [Progress(stage, options.stages, prepared)]
     if options.patience:
         if not material.validation:
             raise InputError("patience needs a validation split; give validation")
@@ -347,7 +351,8 @@ def train(
     trainer = DistillTrainer(host, model, teacher, heads, material, work, callbacks)
     if trainer.args.n_gpu > 1:
         raise InputError(
-            "several GPUs take a process each: `accelerate launch -m lmeval_prune distill …`, or set CUDA_VISIBLE_DEVICES"
+            "several GPUs take a process each: use `accelerate launch -m lmeval_prune distill`, or set "
+            "CUDA_VISIBLE_DEVICES to one"
         )
     with ExitStack() as stack:
         if options.looks_at_maps:

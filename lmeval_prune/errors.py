@@ -22,6 +22,14 @@ def first_line(error: BaseException, length: int = 150) -> str:
     return f"{type(error).__name__}: {lines[0][:length]}" if lines else type(error).__name__
 
 
+def yaml_fault(error: Exception) -> str:
+    """What is wrong with a YAML file, and where."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if not problem or mark is None:
+        return str(error).splitlines()[0]
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name that was probably meant; None if none is near."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)

@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, nearest, yaml_fault
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 LISTS = {int: "whole numbers separated by commas", float: "numbers separated by commas"}
@@ -170,7 +170,7 @@ def _section(path: Path, known: Sequence[str]) -> dict[str, Any]:
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path} is not valid YAML: {yaml_fault(error)}") from None
     name = known[0]
     for other in recipe if isinstance(recipe, dict) else ():
         if other not in known:

@@ -591,7 +591,16 @@ def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
         ({"variants": {"v": {"batch_size": 3}}}, "batch_size is no axis"),
         ({"variants": {"v": {"pretrained": "./nothing"}}}, "there is no such folder"),
         ({"variants": {}}, "has `variants:` and `tasks:`"),
-        ({"tasks": ["prune_tinny"]}, "there is no task prune_tinny"),
+        ({"tasks": ["prune_tinny"]}, "there is no task prune_tinny; did you mean 'prune_tiny'"),
+        (
+            {"tasks": [{"task": "prune_tiny", "metric": "accc"}]},
+            "prune_tiny_choice has no metric 'accc'; did you mean 'acc",
+        ),
+        ({"tasks": [{"task": "prune_tiny_choice", "metric": "acc,nine"}]}, "no filter 'nine'; did you mean 'none'"),
+        (
+            {"tasks": [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_tokens": 9}}]},
+            "gen_kwargs: there is no setting 'max_gen_tokens'; did you mean 'max_gen_toks'",
+        ),
         ({"tasks": [{"task": "prune_tiny", "limits": 3}]}, "no setting 'limits'; did you mean 'limit'"),
         ({"tasks": ["prune_tiny", "prune_tiny"]}, "two tasks are called 'prune_tiny'"),
         ({"baseline": "dens"}, "no baseline 'dens' in the grid; did you mean 'dense'"),

@@ -19,7 +19,7 @@ from scipy import stats
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
 from lmeval_prune.cli import main
-from lmeval_prune.grid.comparison import POOLED, _once, compare
+from lmeval_prune.grid.comparison import POOLED, Row, _fronts, _once, compare
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.outcomes import write_tables
@@ -216,15 +216,15 @@ def test_lower_may_be_better(tmp_path: Path) -> None:
     def rows(value: float) -> list[dict[str, Any]]:
         return [question("words", i, value + i % 3, metric="perplexity") for i in range(20)]
 
-    values = {name: {"words": rows(v), "t": [1.0] * 9, "u": [0.0] * 9} for name, v in (("dense", 1.0), ("worst", 9.0))}
+    values = {name: {"words": rows(v), "t": [1.0] * 9, "u": [0.0] * 9} for name, v in (("dense", 1.0), ("bad", 9.0))}
     path = made(tmp_path / "g", values)
     found = compare(path)
-    row = found.rows["worst", "words"]
+    row = found.rows["bad", "words"]
     assert (row.difference, row.better, row.worse, row.lower_is_better) == (8.0, 0, 20, True)
-    assert found.rows["worst", POOLED].questions == 18 and found.rows["worst", POOLED].difference == 0
+    assert found.rows["bad", POOLED].questions == 18 and found.rows["bad", POOLED].difference == 0
     assert found.notes == ["all tasks: without words, where lower is better"]
     only = {name: {"words": own["words"]} for name, own in values.items()}
-    assert compare(made(tmp_path / "h", only)).fronts["parameters"] == ["dense"]
+    assert compare(made(tmp_path / "h", only)).fronts["flops_per_token"] == ["dense"]  # bad has more of both
     assert main(["grid", "compare", str(path)]) == 0
     report = (path / "compare" / "report.md").read_text()
     assert "perplexity,none (lower is better)" in report and "- all tasks: without words" in report
@@ -397,7 +397,30 @@ def test_a_mistyped_task_in_selected_on_is_refused(tmp_path: Path, capsys: pytes
     text = "model: {pretrained: m}\nvariants:\n  a: {selected_on: [t, gsm8k, gsm8kk]}\ntasks: [t]\n"
     grid.write_text(text)
     assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o")]) == 2
-    assert "variant 'a': `selected_on:` names no task: 'gsm8kk'; did you mean 'gsm8k'?" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "variant 'a': `selected_on:` names no task: 'gsm8kk'; did you mean 'gsm8k'?" in said.err
+    assert "note: a was selected on gsm8k, which this grid does not ask" in said.out
+
+
+def test_a_fault_in_yaml_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("title: x\nmodel: {pretrained: m\nvariants:\n  dense: {}\n")
+    assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o")]) == 2
+    assert "is not valid YAML: line 3, column 9: expected ',' or '}'" in capsys.readouterr().err
+
+
+def test_too_few_questions_detect_no_difference(tmp_path: Path) -> None:
+    values = {"dense": {"t": [1.0, 1.0, 1.0, 1.0]}, "other": {"t": [0.0, 1.0, 1.0, 1.0]}}
+    path = made(tmp_path / "g", values)
+    assert compare(path).rows["other", "t"].detectable is None
+    write(str(path))
+    assert "none |" in (path / "compare" / "report.md").read_text()
+
+
+def test_a_cost_that_is_the_same_for_all_has_no_front() -> None:
+    rows = {(name, "t"): Row(name, "t", 4, mean, 0.0, 1.0) for name, mean in (("a", 0.5), ("b", 0.75))}
+    costs = {"a": {"parameters": 5, "flops_per_token": 1}, "b": {"parameters": 5, "flops_per_token": 2}}
+    assert _fronts(rows, costs, "t") == {"flops_per_token": ["a", "b"]}
 
 
 @pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])

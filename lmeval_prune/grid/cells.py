@@ -32,7 +32,7 @@ from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, first_line, nearest
 from lmeval_prune.grid.configuration import Asked, Grid, Variant
 from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.grid.sources import code_digest
@@ -48,6 +48,7 @@ _ELSEWHERE = {
     *("training_split", "validation_split", "test_split", "fewshot_split"),
 }
 # model_args that name a file or folder, as far as their value is not one of a router's own words
+_LM_EVALS_OWN = ("max_gen_toks", "max_tokens", "max_completion_tokens", "until")  # settings of generation
 _PATHS = {"tokenizer", "peft", "delta", "router", "router_store"}
 
 
@@ -355,6 +356,7 @@ def _task_identity(manager: TaskManager, asked: Asked, grid: Grid) -> dict[str, 
     draws = samples = False
     for name, task in sorted(loaded.items()):
         _override(task, asked)
+        _check_asked(name, task, asked)
         config = task.dump_config()
         shots = task.get_config("num_fewshot") or 0
         if task.get_config("output_type") == "generate_until" and generation.samples(config["generation_kwargs"]):
@@ -402,7 +404,7 @@ def load(manager: TaskManager, name: str) -> dict[str, Any]:
         InputError: there is none, or its data cannot be loaded.
     """
     if name not in manager.all_tasks and not Path(name).is_file():
-        raise InputError(f"there is no task {name}; `lm_eval ls tasks` lists them")
+        raise InputError(f"there is no task {name}{nearest(name, manager.all_tasks)}; `lm_eval ls tasks` lists them")
     try:
         loaded: dict[str, Any] = manager.load([name])["tasks"]
     except InputError:
@@ -421,6 +423,25 @@ def _override(task: Any, asked: Asked) -> None:
         task.set_config(key="num_fewshot", value=asked.num_fewshot)
     elif own is None:
         task.set_config(key="num_fewshot", value=0)
+
+
+def _check_asked(name: str, task: Any, asked: Asked) -> None:
+    """Refuse a metric that the task has not, and settings of generation that nobody knows.
+
+    Raises:
+        InputError: naming it.
+    """
+    metric, _, filter_ = (asked.metric or "").partition(",")
+    metrics = list(task.aggregation())
+    if metric and metric not in metrics:
+        raise InputError(f"{name} has no metric {metric!r}{nearest(metric, metrics)}; it has {', '.join(metrics)}")
+    filters = [one.name for one in getattr(task, "_filters", ())]
+    if filter_ and filters and filter_ not in filters:
+        raise InputError(f"{name} has no filter {filter_!r}{nearest(filter_, filters)}; it has {', '.join(filters)}")
+    known = [*_LM_EVALS_OWN, *GenerationConfig().to_dict()]
+    for setting in asked.gen_kwargs:
+        if setting not in known:
+            raise InputError(f"gen_kwargs: there is no setting {setting!r}{nearest(setting, known)}; leave it out")
 
 
 def _digest_of(docs: list[Any]) -> str:

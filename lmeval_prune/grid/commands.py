@@ -81,6 +81,7 @@ def _check_selected(grid: Grid) -> None:
     for variant, name in others:
         if name not in known:
             raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{nearest(name, known)}")
+        print(f"note: {variant} was selected on {name}, which this grid does not ask; its questions stay unknown")
 
 
 @first("folder")

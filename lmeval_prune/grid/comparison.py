@@ -40,7 +40,7 @@ class Row:
         better, worse: questions on which the variant, or the baseline, alone is right (or has the better figure).
         test: `McNemar` or `sign flips`.
         p, p_holm: as it is, and corrected for all tests of the table.
-        detectable: the smallest difference that would have been seen four times in five.
+        detectable: the smallest difference that would have been seen four times in five; None if no difference would.
         chosen_on: so many of the questions are among those that the variant was chosen on.
         lower_is_better: of the metric.
     """
@@ -264,7 +264,8 @@ def _rows(
             row.difference = float(differences[:, i].mean())
             row.difference_low, row.difference_high = float(from_[i]), float(to[i])
             row.better, row.worse, row.test = int(better[i]), int(worse[i]), test
-            row.p, row.detectable = float(ps[i]), float(least[i])
+            row.p = float(ps[i])
+            row.detectable = None if is_binary and least[i] > 1 else float(least[i])  # no share of questions is above 1
         yield row
 
 
@@ -302,13 +303,14 @@ def _costs(folder: GridFolder, cells: dict[tuple[str, str], dict[str, Any]], var
 
 
 def _fronts(rows: dict[tuple[str, str], Row], costs: dict[str, dict[str, Any]], task: str) -> dict[str, list[str]]:
-    """By figure, the variants that no other beats."""
+    """By figure in which variants differ, those that no other beats."""
     names = [name for name, place in rows if place == task]
     gains = np.array([rows[name, task].mean * (-1 if rows[name, task].lower_is_better else 1) for name in names])
     found = {}
     for figure, (_, less) in COSTS.items():
         values = np.array([costs[name].get(figure, np.nan) for name in names], dtype=float)
-        if not np.isnan(values).all():
+        known = values[~np.isnan(values)]
+        if len(known) and (known != known[0]).any():  # a cost that is the same for all has no front
             front = pareto(values if less else -values, gains)
             found[figure] = [name for name, is_on in zip(names, front, strict=True) if is_on]
     return found

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, nearest, yaml_fault
 from lmeval_prune.settings import typed, types_of
 
 SEED = 1234
@@ -114,7 +114,7 @@ class Grid:
             content = yaml.load(Path(path).read_text(encoding="utf-8"), _Once)
             return cls.of(content)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
+            raise InputError(f"{path} is not valid YAML: {yaml_fault(error)}") from None
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 

@@ -58,6 +58,8 @@ class GridFolder:
             InputError: there is no grid.
         """
         if not self._about.is_file():
+            if self.path.is_file():
+                raise InputError(f"{self.path} is a file; name the folder of a grid")
             raise InputError(
                 f"{self.path} holds no grid; `lmeval-prune grid run GRID.yaml --output {self.path}` makes one"
             )

@@ -62,6 +62,7 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
         found=found,
         tables={task: _table(found, task) for task in found.tasks},
         tests=len(tests),
+        on_trial=_on_trial(found),
         marked=any(row.chosen_on for row in found.rows.values()),
         costs=_costs(found, costs) if costs else "",
         where=", ".join(sorted({_where(one) for one in found.costs.values() if one})),
@@ -69,6 +70,13 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
     write_text(target / "report.md", text)
     write_page(found, GridFolder(path), target / "page.html")
     return target / "page.html", found.notes
+
+
+def _on_trial(found: Comparison) -> list[str]:
+    """Variants that hooks try out, so that nothing of them is smaller yet."""
+    tried = {name for (name, _), cell in found.cells.items() if {"heads", "mask", "plan"} & set(cell["model_args"])}
+    tried |= {name for (name, _), cell in found.cells.items() if cell["prepare"]}
+    return [name for name in found.variants if name in tried]
 
 
 def _where(measured: dict[str, Any]) -> str:
@@ -86,7 +94,7 @@ def _shown(row: Row) -> dict[str, str]:
     shown = {"variant": name, "questions": str(row.questions), "mean": f"{100 * row.mean:.1f}"}
     if row.difference is None:
         return {**shown, **dict.fromkeys(("difference", "+ / −", "p", "p Holm", "detectable"), "")}
-    assert row.difference_low is not None and row.difference_high is not None and row.detectable is not None
+    assert row.difference_low is not None and row.difference_high is not None
     between = f"{_signed(row.difference)} ({_signed(row.difference_low)} … {_signed(row.difference_high)})"
     is_clear = row.p_holm is not None and row.p_holm < 0.05
     return {
@@ -95,7 +103,7 @@ def _shown(row: Row) -> dict[str, str]:
         "+ / −": f"{row.better} / {row.worse}",
         "p": _chance(row.p),
         "p Holm": bold(_chance(row.p_holm), is_clear),
-        "detectable": f"{100 * row.detectable:.1f}",
+        "detectable": "none" if row.detectable is None else f"{100 * row.detectable:.1f}",
     }
 
 

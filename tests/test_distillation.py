@@ -24,7 +24,8 @@ from lmeval_prune.distillation import curves, language_host, recursion
 from lmeval_prune.distillation.host import note_of
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, due, host_of
-from lmeval_prune.distillation.trainer import DistillTrainer
+from lmeval_prune.distillation.trainer import DistillTrainer, attend_without_dropout
+from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.pruners.options import PruneOptions
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import ROOT
@@ -245,8 +246,6 @@ def trainer_of(options: DistillOptions, folder: Path, kept: list[list[int]] | No
 def test_nothing_removed_is_no_distillation_loss_and_no_gradient(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    from lmeval_prune.interventions.attention_call import eager_attention
-
     options = replace(request.getfixturevalue(kind), task_weight=0.0, distill_weight=1.0)
     trainer = trainer_of(options, tmp_path / "work")
     trainer.model.train()
@@ -269,10 +268,47 @@ def test_nothing_removed_is_no_distillation_loss_and_no_gradient(
         assert parameter.grad is None or float(parameter.grad.abs().max()) < 1e-8, name
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "gpt_bigcode", "gptj", "llama", "opt", "bloom", "phi"])
+def test_maps_are_compared_before_dropout(family: str) -> None:
+    """Families give them out after it; other dropout of attention modules stays."""
+    drops = {name: 0.5 for name in tiny(family).config.to_dict() if "att" in name and "drop" in name}
+    model = tiny(family, **drops)
+    ids = torch.arange(3, 17).reshape(2, 7)
+
+    def dropped() -> bool:
+        with torch.no_grad(), eager_attention(model):
+            rows = model(input_ids=ids, output_attentions=True).attentions[0].sum(-1)
+        return not torch.allclose(rows, torch.ones_like(rows))
+
+    def others() -> list[float]:
+        inner = [named for layer in map_model(model).attention for named in layer.module.named_modules()]
+        return [x.p for name, x in inner if isinstance(x, torch.nn.Dropout) and ("resid" in name or "output" in name)]
+
+    before = others()
+    assert len(drops) == 1
+    assert dropped() is False
+    model.train()
+    assert dropped()
+    attend_without_dropout(map_model(model))
+    assert dropped() is False
+    assert others() == before
+
+
+def test_dropout_is_no_distance(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    """Of a student that is its teacher, with the dropout of attention alone."""
+    model = checkpoint.read(dense.output)
+    model.encoder.config.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5})
+    checkpoint.write(model, tmp_path / "dropping")
+    trainer = trainer_of(replace(athena, pretrained=str(tmp_path / "dropping")), tmp_path / "work")
+    trainer.model.train()
+    inputs = trainer.host.collate(trainer.material.train[:4])
+    with eager_attention(trainer.student.encoder), eager_attention(trainer.teacher.encoder), torch.no_grad():
+        _, parts = trainer.losses(trainer.model, inputs, trainer.counts([inputs]))
+    assert float(parts["feature"]) == pytest.approx(0, abs=1e-12)
+
+
 def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Path) -> None:
     """Token by token, of a student with other weights."""
-    from lmeval_prune.interventions.attention_call import eager_attention
-
     options = replace(language, temperature=3.0, distill_weight=0.7, task_weight=0.2)
     trainer = trainer_of(options, tmp_path / "work")
     with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from lmeval_prune.architectures import map_model
+from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.athena.training import ByLength
 from lmeval_prune.distillation.host import Host, Material, check_found
 from lmeval_prune.distillation.losses import attention_distance
@@ -23,6 +23,7 @@ from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.interventions.attention_call import eager_attention
 
 TERMS = ("response", "feature", "task")
+_OTHER_DROPOUT = ("resid", "hidden", "output")  # in attention modules, but not of their maps
 
 
 class Student(nn.Module):
@@ -107,6 +108,8 @@ class DistillTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         if teacher is not None:
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+            if self.options.looks_at_maps:
+                attend_without_dropout(model_map)
 
     # ------------------------------------------------------------------ the loss
 
@@ -210,6 +213,23 @@ class DistillTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> ByLength:
         return ByLength(self.material.lengths, self.args.per_device_train_batch_size, self.args.seed)
+
+
+def attend_without_dropout(model_map: ModelMap) -> None:
+    """Turn off the dropout of attention maps; that of residual streams stays.
+
+    Families give out their maps after it, so that the feature term would compare what was drawn.
+    """
+    for layer in model_map.attention:
+        for path, module in layer.module.named_modules():
+            if any(other in path for other in _OTHER_DROPOUT):
+                continue
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for name, value in vars(module).items():
+                of_maps = "drop" in name and not any(other in name for other in _OTHER_DROPOUT)
+                if of_maps and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
 class Progress(TrainerCallback):

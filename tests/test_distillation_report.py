@@ -41,6 +41,7 @@ def row(kind: str, ratio: float, split: int, right: str, seed: int = 0) -> dict[
         "parameters": int(1000 * (1 - 0.2 * ratio)),
         "flops": int(5000 * (1 - 0.1 * ratio)),
         "memory": 100,
+        "removed": {"heads": round(72 * ratio), "kv_heads": 0, "channels": 3},
         "seconds": {"dense": 2.0, "own": 2.0 - ratio},
         "stages": [],
     }
@@ -85,10 +86,10 @@ def test_tests_are_paired_and_exact(content: dict[str, Any]) -> None:
     variant = found.variant(HOST, "ours", 0.3)
     assert variant is not None
     # of ten questions three and one are lost, none is won: all of 2⁴ signs, two as extreme
-    assert variant.differences.sum() == -4
-    over_questions, over_runs = variant.test()
+    assert np.concatenate(variant.differences()).sum() == -4
+    over_questions, over_splits = variant.test()
     assert over_questions == pytest.approx(2 / 16, abs=0.01)
-    assert over_runs == pytest.approx(0.5)
+    assert over_splits == pytest.approx(0.5)
     table = table_1(found, HOST)
     assert float(cell(table, "30", "Holm")) == pytest.approx(min(1, 2 * over_questions), abs=0.01)
 
@@ -98,8 +99,54 @@ def test_seeds_of_one_question_are_one_difference(content: dict[str, Any]) -> No
     content["rows"]["ours again"] = row("ours", 0.25, 0, "011111", seed=1)
     variant = Results(content).variant(HOST, "ours", 0.25)
     assert variant is not None
-    assert variant.differences.tolist() == [-0.5, 0, 0, -0.5, 0, 0, 0, 0, 0, 0]
-    assert len(variant.by_unit) == 3
+    first, second = variant.differences()
+    assert first.tolist() == [-0.5, 0, 0, -0.5, 0, 0]
+    assert second.tolist() == [0, 0, 0, 0]
+
+
+def test_seeds_of_one_split_are_one_unit_of_the_test_over_splits(content: dict[str, Any]) -> None:
+    """Three seeds of one split are no three independent differences: there is nothing to test."""
+    content["rows"] = {}
+    for seed in range(3):
+        content["rows"][f"dense {seed}"] = row("dense", 0.0, 0, "111111", seed)
+        content["rows"][f"ours {seed}"] = row("ours", 0.25, 0, "011111", seed)
+    variant = Results(content).variant(HOST, "ours", 0.25)
+    assert variant is not None
+    assert np.isnan(variant.test()[1])
+
+
+def test_a_table_compares_on_the_same_splits(content: dict[str, Any]) -> None:
+    """Ours on a further, easier split does not count beside what was not measured there."""
+    content["questions"]["fold2"] = [{"id": f"2-{i}", "complexity": "low"} for i in range(4)]
+    content["rows"]["dense more"] = row("dense", 0.0, 2, "1111")
+    content["rows"]["ours more"] = row("ours", 0.25, 2, "1111")
+    found = Results(content)
+    for table in (table_1(found, HOST), table_3a(found, HOST), table_4(found, HOST)):
+        assert table is not None
+        assert table.attrs["units"] == {("fold0", 0), ("fold1", 0)}
+        ours = table.loc[table[table.columns[0]].isin(["25", "0.5", "ours"]), "accuracy"].iloc[0]
+        assert ours == f"{100 * np.mean([4 / 6, 3 / 4]):.1f} (−8.3)"
+    assert table_3b(found, HOST).attrs["units"] >= {("fold2", 0)}  # type: ignore[union-attr]
+
+
+def test_what_was_removed_is_said(content: dict[str, Any]) -> None:
+    assert cell(table_1(Results(content), HOST), "25", "removed") == "18 heads, 3 channels"
+
+
+def test_small_p_is_no_zero() -> None:
+    rows = {"a": row("dense", 0.0, 0, "1" * 60), "b": row("ours", 0.25, 0, "0" * 60)}
+    found = Results({"rows": rows, "questions": {"fold0": [{"complexity": "low"}] * 60}})
+    assert cell(table_1(found, HOST), "25", "p questions") == "<0.001"
+    assert cell(table_3b(found, HOST), "low", "p questions") == "<0.001"
+    assert cell(table_2(found), HOST, "p questions") == "<0.001"
+
+
+@pytest.mark.parametrize("name", ["host", "kind", "split", "seed", "task", "removed_by", "right"])
+def test_rows_that_lack_something_are_refused(content: dict[str, Any], tmp_path: Path, name: str) -> None:
+    del content["rows"]["ours 0.25 0"][name]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=f"a row lacks '{name}'"):
+        write(tmp_path / "results.json", tmp_path / "out")
 
 
 def test_the_other_tables(content: dict[str, Any]) -> None:
@@ -150,7 +197,7 @@ def test_the_command_writes_it_all(content: dict[str, Any], tmp_path: Path, caps
     }
     assert set(capsys.readouterr().out.split()) == {str(tmp_path / "out" / name) for name in written}
     text = (tmp_path / "out" / "tables.md").read_text(encoding="utf-8")
-    for piece in ("Table 1", "Table 2", "Table 3 (a)", "Table 3 (b)", "Table 4", "3.9% of the model", "prints 15.8%"):
+    for piece in ("Table 1", "Table 2", "Table 3 (a)", "Table 3 (b)", "Table 4", "3.9% of the model", "prints 15.8%", "On fold0 seed 0, fold1 seed 0."):
         assert piece in text
 
 

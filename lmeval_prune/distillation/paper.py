@@ -41,6 +41,7 @@ TABLE_4 = {
     "distillation only": 84.5,
     "ours": 84.0,
 }
+MEMORY = 11.6  # its Table 4: % less of it in each row but dense and distillation only
 
 # width, layers, heads and vocabulary with positions of RoBERTa's encoders; parameters of ATHENA's head part over them
 ENCODERS = {"base": (768, 12, 12, 50265 + 514 + 1, 56.7e6), "large": (1024, 24, 16, 50265 + 514 + 1, 100.8e6)}

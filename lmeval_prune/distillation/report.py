@@ -7,7 +7,7 @@ measured is left out; nothing is run here.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,12 @@ from lmeval_prune.reporting.tables import csv, markdown
 
 ALPHAS, LEVELS = tuple(paper.TABLE_3A), ("low", "medium", "high")
 DENSE, OURS = "dense", "ours"
+TEXTS = ("host", "kind", "split", "task", "removed_by")  # that each row has
+
+Chosen = Callable[[dict[str, Any]], Any]  # of a row, which of its questions
+
+
+Unit = tuple[str, int]  # a split and a seed
 
 
 @dataclass(frozen=True)
@@ -33,44 +39,62 @@ class Variant:
     Attributes:
         rows: its rows.
         dense: of each, the row of its dense host.
-        differences: of each question, right minus right of the dense host, the mean over seeds.
-        by_unit: of each split and seed, the mean of these differences.
     """
 
     rows: list[dict[str, Any]]
     dense: list[dict[str, Any]]
-    differences: np.ndarray
-    by_unit: np.ndarray
 
-    @classmethod
-    def of(cls, rows: list[dict[str, Any]], dense: dict[tuple[str, int], dict[str, Any]]) -> Variant | None:
-        """Rows that have a dense host; None if there are none."""
-        pairs = [(row, dense[_unit(row)]) for row in rows if _unit(row) in dense]
-        if not pairs:
-            return None
-        units = [_right(row) - _right(other) for row, other in pairs]
+    @property
+    def units(self) -> set[Unit]:
+        """Splits and seeds of its rows."""
+        return {_unit(row) for row in self.rows}
+
+    def on(self, units: Collection[Unit]) -> Variant:
+        """The rows of these splits and seeds."""
+        pairs = [pair for pair in zip(self.rows, self.dense, strict=True) if _unit(pair[0]) in units]
+        return Variant([row for row, _ in pairs], [row for _, row in pairs])
+
+    def differences(self, chosen: Chosen = lambda row: slice(None)) -> list[np.ndarray]:
+        """Of each split, question by question: right minus right of the dense host, the mean over seeds.
+
+        Args:
+            chosen: which questions of a row.
+        """
         splits: dict[str, list[np.ndarray]] = {}
-        for (row, _), unit in zip(pairs, units, strict=True):
-            splits.setdefault(row["split"], []).append(unit)
-        questions = np.concatenate([np.mean(seeds, axis=0) for seeds in splits.values()])
-        return cls([row for row, _ in pairs], [row for _, row in pairs], questions, np.array([x.mean() for x in units]))
+        for row, other in zip(self.rows, self.dense, strict=True):
+            places = chosen(row)
+            splits.setdefault(row["split"], []).append(_right(row)[places] - _right(other)[places])
+        return [np.mean(seeds, axis=0) for seeds in splits.values()]
 
     @property
     def accuracy(self) -> float:
-        """In %, the mean over splits and seeds."""
-        return 100 * float(np.mean([row["accuracy"] for row in self.rows]))
+        """In %, the mean over splits of means over seeds."""
+        return _mean_accuracy(self.rows)
 
     @property
     def difference(self) -> float:
-        """To the dense host, in points: the mean over splits and seeds."""
-        return 100 * float(self.by_unit.mean())
+        """To the dense host, in points."""
+        return self.accuracy - _mean_accuracy(self.dense)
 
-    def test(self) -> tuple[float, float]:
-        """p of a paired test over questions, and of one over splits and seeds (NaN of a single one)."""
-        over_questions = float(sign_flip_test(self.differences[:, None])[0])
-        if len(self.by_unit) < 2:
+    def test(self, chosen: Chosen = lambda row: slice(None)) -> tuple[float, float]:
+        """p of a paired test over questions, and of one over splits (NaN of a single one).
+
+        Args:
+            chosen: which questions of a row.
+        """
+        found = [one for one in self.differences(chosen) if len(one)]
+        if not found:
+            return float("nan"), float("nan")
+        over_questions = float(sign_flip_test(np.concatenate(found)[:, None])[0])
+        if len(found) < 2:
             return over_questions, float("nan")
-        return over_questions, float(sign_flip_test(self.by_unit[:, None])[0])
+        return over_questions, float(sign_flip_test(np.array([[one.mean()] for one in found]))[0])
+
+    def removed(self) -> str:
+        """What was removed, the mean over rows; empty where rows do not say."""
+        known = [row["removed"] for row in self.rows if row.get("removed")]
+        means = [(name, np.mean([one.get(name, 0) for one in known])) for name in ("heads", "channels") if known]
+        return ", ".join(f"{mean:g} {name}" for name, mean in means)
 
     def fewer(self, name: str) -> float:
         """By how many % a figure is smaller than the dense host's; NaN if it was not measured."""
@@ -84,8 +108,15 @@ class Variant:
         return 100 * float(np.mean(known)) if known else float("nan")
 
 
-def _unit(row: dict[str, Any]) -> tuple[str, int]:
+def _unit(row: dict[str, Any]) -> Unit:
     return row["split"], row["seed"]
+
+
+def _mean_accuracy(rows: Sequence[dict[str, Any]]) -> float:
+    splits: dict[str, list[float]] = {}
+    for row in rows:
+        splits.setdefault(row["split"], []).append(row["accuracy"])
+    return 100 * float(np.mean([np.mean(seeds) for seeds in splits.values()]))
 
 
 def _right(row: dict[str, Any]) -> np.ndarray:
@@ -122,7 +153,11 @@ class Results:
                 if len(row["right"]) != len(found.questions[row["split"]]):
                     raise ValueError(f"{row['kind']} on {row['split']} has other questions than the file says")
                 float(row["ratio"]), float(row["accuracy"]), int(row["seed"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if not all(isinstance(row[name], str) for name in TEXTS):
+                    raise ValueError(f"{', '.join(TEXTS)} are texts")
+        except KeyError as error:
+            raise InputError(f"{path} holds no rows of distillation (a row lacks {error})") from error
+        except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"{path} holds no rows of distillation ({first_line(error)})") from error
         return found
 
@@ -131,9 +166,11 @@ class Results:
         return {_unit(row): row for row in self.rows if row["host"] == host and row["kind"] == DENSE}
 
     def variant(self, host: str, kind: str, ratio: float) -> Variant | None:
-        """Rows of one kind at one ratio."""
+        """Rows of one kind at one ratio that have a dense host; None if there are none."""
+        dense = self.dense(host)
         rows = [row for row in self.rows if (row["host"], row["kind"], row["ratio"]) == (host, kind, ratio)]
-        return Variant.of(rows, self.dense(host))
+        rows = [row for row in rows if _unit(row) in dense]
+        return Variant(rows, [dense[_unit(row)] for row in rows]) if rows else None
 
     def ratios(self, host: str, kind: str = OURS) -> list[float]:
         """Ratios that were measured."""
@@ -155,17 +192,18 @@ def write(results: Path, output: Path) -> list[Path]:
         if not found.dense(host):
             continue
         parts.append(f"## {host}\n\n{_what(found, host)}")
+        kinds = [kind for kind in dict.fromkeys(row["kind"] for row in found.rows) if kind.startswith(OURS)]
         for title, table in (
-            ("Table 1: by share of heads", table_1(found, host)),
+            *((f"Table 1: {kind}, by share of heads", table_1(found, host, kind)) for kind in kinds),
             ("Table 3 (a): α, 25% of heads", table_3a(found, host)),
             ("Table 3 (b): complexity, 25% of heads", table_3b(found, host)),
             ("Table 4: ablations, 25% of heads", table_4(found, host)),
         ):
             if table is not None:
-                parts.append(f"### {title}\n\n{markdown(table, [table.columns[0]])}")
+                parts.append(f"### {title}\n\n{_shown(table)}")
     sizes = table_2(found)
     if sizes is not None:
-        parts.append(f"## Table 2: hosts, 25% of heads\n\n{markdown(sizes, list(sizes.columns[:1]))}")
+        parts.append(f"## Table 2: hosts, 25% of heads\n\n{_shown(sizes)}")
     parts.append(f"## What the paper's description cannot give\n\n{_arithmetic()}")
     write_text(output / "tables.md", "\n\n".join(parts) + "\n")
     write_text(output / "rows.csv", csv(_flat(found)))
@@ -181,6 +219,13 @@ def write(results: Path, output: Path) -> list[Path]:
     return written
 
 
+def _shown(table: pd.DataFrame) -> str:
+    """A table, and the splits and seeds that all its rows have."""
+    units: set[Unit] = table.attrs["units"]
+    names = ", ".join(f"{split} seed {seed}" for split, seed in sorted(units))
+    return f"On {names}.\n\n{markdown(table, [table.columns[0]])}"
+
+
 def _slug(name: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in name.lower()).strip("_")
 
@@ -194,18 +239,22 @@ def _share(value: float) -> str:
 
 
 def _p(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.3f}"
+    if np.isnan(value):
+        return ""
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _legend(found: Results) -> str:
     units = len({_unit(row) for row in found.rows})
     return (
-        f"{len(found.rows)} rows; pairs of a split and a seed: {units}. Accuracy in %, in brackets the difference to "
-        f"the dense host of the same splits and seeds. p: sign-flip tests of these differences, over questions (the "
-        f"mean over seeds of each) and over splits and seeds; Holm: the former, corrected for the rows of its table. "
-        f"Parameters, FLOPs, memory: by how much smaller; speed: by how much faster than the dense host timed beside "
-        f"it; all in %. *paper*: its own figures, whose unpruned rows are another paper's to the digit. Empty: not "
-        f"measured."
+        f"{len(found.rows)} rows; pairs of a split and a seed: {units}. A table has only those that all its rows have "
+        f"(none in common: no table), and names them. Accuracy in %, the mean over splits of means over seeds; in brackets the difference to the "
+        f"dense host of the same splits and seeds. p: sign-flip tests of these differences, over questions and over "
+        f"splits (the mean over seeds of each): over five splits it cannot be below 2/2⁵ = 0.0625. Holm: the former, "
+        f"corrected for the rows of its table. Parameters, FLOPs, memory: by how much smaller; speed: by how much "
+        f"faster than the dense host timed beside it; all in %. Memory is that of a process, of which a small model is "
+        f"little: a few % either way are noise. *paper*: its own figures, whose unpruned rows are another paper's to "
+        f"the digit; in its Table 4 each pruned model needs {paper.MEMORY}% less memory. Empty: not measured."
     )
 
 
@@ -214,18 +263,26 @@ def _what(found: Results, host: str) -> str:
     return "\n".join(sorted({f"{row['task']}; {row['removed_by']}." for row in rows if row["kind"] == OURS}))
 
 
-def _rows_with_tests(
-    named: Sequence[tuple[list[str], Variant | None, list[str]]], head: list[str], tail: list[str]
-) -> pd.DataFrame | None:
-    """A table of variants, with Holm's correction over those that are tested."""
-    measured = [(cells, one, rest) for cells, one, rest in named if one is not None]
-    if not measured:
+Named = Sequence[tuple[list[str], Variant | None, list[str]]]  # first cells of a line, what was measured, last cells
+
+
+def _comparable(variants: Sequence[Variant | None]) -> tuple[list[Variant | None], set[Unit]]:
+    """Variants on the splits and seeds that all of them have; none are left if they have none in common."""
+    measured = [one.units for one in variants if one is not None]
+    units = set.intersection(*measured) if measured else set()
+    return [one.on(units) if one is not None and units else None for one in variants], units
+
+
+def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -> pd.DataFrame | None:
+    """A table of variants, with Holm's correction over those that are tested; None of fewer than `least`."""
+    variants, units = _comparable([one for _, one, _ in named])
+    measured = [(cells, one, rest) for (cells, _, rest), one in zip(named, variants, strict=True) if one is not None]
+    if len(measured) < least:
         return None
-    tests = [one.test() if not _is_dense(one) else (float("nan"), float("nan")) for _, one, _ in measured if one]
+    tests = [one.test() if not _is_dense(one) else (float("nan"), float("nan")) for _, one, _ in measured]
     corrected = holm([test[0] for test in tests])
     lines = []
     for (cells, one, rest), test, adjusted in zip(measured, tests, corrected, strict=True):
-        assert one is not None
         change = "" if _is_dense(one) else f" ({_signed(one.difference)})"
         costs = [
             _share(one.fewer("parameters")),
@@ -233,77 +290,62 @@ def _rows_with_tests(
             _share(one.fewer("flops")),
             _share(one.fewer("memory")),
         ]
-        lines.append(
-            [
-                *cells,
-                str(len(one.rows)),
-                f"{one.accuracy:.1f}{change}",
-                _p(test[0]),
-                _p(adjusted),
-                _p(test[1]),
-                *costs,
-                *rest,
-            ]
-        )
-    columns = [
-        *head,
-        "runs",
-        "accuracy",
-        "p questions",
-        "Holm",
-        "p runs",
-        "parameters↓",
-        "speed↑",
-        "FLOPs↓",
-        "memory↓",
-        *tail,
-    ]
-    return pd.DataFrame(lines, columns=columns)
+        tested = [f"{one.accuracy:.1f}{change}", _p(test[0]), _p(adjusted), _p(test[1])]
+        lines.append([*cells, one.removed(), *tested, *costs, *rest])
+    costs = ["parameters↓", "speed↑", "FLOPs↓", "memory↓"]
+    return _table(lines, [head, "removed", "accuracy", "p questions", "Holm", "p splits", *costs, *tail], units)
+
+
+def _table(lines: list[list[str]], columns: list[str], units: set[Unit]) -> pd.DataFrame:
+    found = pd.DataFrame(lines, columns=columns)
+    found.attrs["units"] = units
+    return found
 
 
 def _is_dense(one: Variant) -> bool:
     return one.rows[0]["kind"] == DENSE
 
 
-def table_1(found: Results, host: str) -> pd.DataFrame | None:
+def table_1(found: Results, host: str, kind: str = OURS) -> pd.DataFrame | None:
     """By share of heads."""
-    kinds = [kind for kind in dict.fromkeys(row["kind"] for row in found.rows) if kind.startswith(OURS)]
     named: list[tuple[list[str], Variant | None, list[str]]] = [(["0"], found.variant(host, DENSE, 0.0), _paper_1(0.0))]
-    for kind in kinds:
-        more = kind.removeprefix(OURS)
-        for ratio in found.ratios(host, kind):
-            named.append(([f"{100 * ratio:.0f}{more}"], found.variant(host, kind, ratio), _paper_1(ratio)))
-    return _rows_with_tests(named, ["heads removed, %"], ["paper, ASDiv-A: accuracy, parameters↓, speed↑, FLOPs↓"])
+    for ratio in found.ratios(host, kind):
+        named.append(([f"{100 * ratio:.0f}"], found.variant(host, kind, ratio), _paper_1(ratio)))
+    theirs = [f"paper, {data}: accuracy, parameters↓, speed↑, FLOPs↓" for data in paper.TABLE_1]
+    return _rows_with_tests(named, "heads removed, %", theirs, 2)
 
 
 def _paper_1(ratio: float) -> list[str]:
-    row = paper.TABLE_1["ASDiv-A"].get(ratio)
-    return [", ".join(f"{value:.1f}" for value in row) if row else ""]
+    rows = [table.get(ratio) for table in paper.TABLE_1.values()]
+    return [", ".join(f"{value:.1f}" for value in row) if row else "" for row in rows]
 
 
 def table_2(found: Results) -> pd.DataFrame | None:
     """Hosts of different sizes."""
-    lines = []
-    for host in found.hosts:
-        dense, one = found.variant(host, DENSE, 0.0), found.variant(host, OURS, 0.25)
-        if dense and one:
-            before = 100 * float(np.mean([row["accuracy"] for row in one.dense]))
-            lines.append(
-                [
-                    host,
-                    f"{before:.1f}",
-                    f"{one.accuracy:.1f} ({_signed(one.difference)})",
-                    _share(one.fewer("parameters")),
-                    _share(one.faster()),
-                ]
-            )
-    if not lines:
+    variants, units = _comparable([found.variant(host, OURS, 0.25) for host in found.hosts])
+    measured = [(host, one) for host, one in zip(found.hosts, variants, strict=True) if one is not None]
+    if not measured:
         return None
+    tests = [one.test() for _, one in measured]
+    lines = [
+        [
+            host,
+            one.removed(),
+            f"{_mean_accuracy(one.dense):.1f}",
+            f"{one.accuracy:.1f} ({_signed(one.difference)})",
+            *(_p(test[0]), _p(adjusted), _p(test[1])),
+            *(_share(one.fewer("parameters")), _share(one.faster())),
+        ]
+        for (host, one), test, adjusted in zip(measured, tests, holm([test[0] for test in tests]), strict=True)
+    ]
     lines += [
-        [f"*paper*: {host}, {data}", f"{a:.1f}", f"{b:.1f} ({_signed(b - a)})", f"{c:.1f}", f"{d:.1f}"]
+        [f"*paper*: {host}, {data}", "", f"{a:.1f}", f"{b:.1f} ({_signed(b - a)})", "", "", "", f"{c:.1f}", f"{d:.1f}"]
         for (host, data), (a, b, c, d) in paper.TABLE_2.items()
     ]
-    return pd.DataFrame(lines, columns=["host", "dense", "25% removed", "parameters↓", "speed↑"])
+    tested = ["p questions", "Holm", "p splits"]
+    return _table(
+        lines, ["host", "removed", "dense", "25% removed", *tested, "parameters↓", "speed↑"], units
+    )
 
 
 def table_3a(found: Results, host: str) -> pd.DataFrame | None:
@@ -312,9 +354,7 @@ def table_3a(found: Results, host: str) -> pd.DataFrame | None:
     named = [
         ([f"{alpha}"], found.variant(host, kind, 0.25), [f"{paper.TABLE_3A[alpha]}"]) for alpha, kind in kinds.items()
     ]
-    if sum(one is not None for _, one, _ in named) < 2:
-        return None
-    return _rows_with_tests(named, ["α"], ["paper, Math23k"])
+    return _rows_with_tests(named, "α", ["paper, Math23k"], 2)
 
 
 def table_3b(found: Results, host: str) -> pd.DataFrame | None:
@@ -323,24 +363,29 @@ def table_3b(found: Results, host: str) -> pd.DataFrame | None:
     if one is None:
         return None
     levels = {split: [row.get("complexity") for row in rows] for split, rows in found.questions.items()}
+
+    def of_level(level: str) -> Chosen:
+        return lambda row: np.array([level in ("all", own) for own in levels[row["split"]]], dtype=bool)
+
+    tests = [one.test(of_level(level)) for level in (*LEVELS, "all")]
+    corrected = [*holm([test[0] for test in tests[:-1]]), float("nan")]  # all of them are tested in Table 1
     lines = []
-    for level in (*LEVELS, "all"):
-        counts, shares = [], []
-        for row, dense in zip(one.rows, one.dense, strict=True):
-            chosen = np.array([level in ("all", own) for own in levels[row["split"]]], dtype=bool)
-            if chosen.any():
-                counts.append(int(chosen.sum()))
-                shares.append([_right(some)[chosen].mean() for some in (dense, row)])
+    for level, test, adjusted in zip((*LEVELS, "all"), tests, corrected, strict=True):
+        chosen = [of_level(level)(row) for row in one.rows]
+        count = sum(int(places.sum()) for places in chosen)
         was, now = paper.TABLE_3B[level]
         theirs = f"{was} → {now} ({_signed(now - was)})"
-        if not shares:
-            lines.append([level, "0", "", "", "", theirs])
+        if not count:
+            lines.append([level, "0", "", "", "", "", "", "", theirs])
             continue
-        before, after = 100 * np.average(shares, axis=0, weights=counts)
-        lines.append([level, str(sum(counts)), f"{before:.1f}", f"{after:.1f}", _signed(after - before), theirs])
-    return pd.DataFrame(
-        lines, columns=["complexity", "answers", "dense", "25% removed", "difference", "paper, Math23k"]
-    )
+        before, after = (
+            100 * sum(_right(row)[places].sum() for row, places in zip(rows, chosen, strict=True)) / count
+            for rows in (one.dense, one.rows)
+        )
+        tested = [_signed(after - before), _p(test[0]), _p(adjusted), _p(test[1])]
+        lines.append([level, str(count), f"{before:.1f}", f"{after:.1f}", *tested, theirs])
+    tested = ["difference", "p questions", "Holm", "p splits"]
+    return _table(lines, ["complexity", "answers", "dense", "25% removed", *tested, "paper, Math23k"], one.units)
 
 
 def table_4(found: Results, host: str) -> pd.DataFrame | None:
@@ -352,20 +397,19 @@ def table_4(found: Results, host: str) -> pd.DataFrame | None:
         one = found.variant(host, name, ratio) or found.variant(host, kinds.get(name, ""), ratio)
         named.append(([name], one, [f"{theirs}"]))
     named.insert(2, (["pruned, not trained"], found.variant(host, "pruned, not trained", 0.25), [""]))
-    if sum(one is not None for _, one, _ in named) < 3:
-        return None
-    return _rows_with_tests(named, ["strategy"], ["paper, Math23k"])
+    return _rows_with_tests(named, "strategy", ["paper, Math23k"], 3)
 
 
 def _arithmetic() -> str:
     lines = []
-    for size, printed in (("base", {0.25: 15.8, 0.3: 18.7}), ("large", {0.25: 17.4})):
-        for ratio, theirs in printed.items():
-            gone, parameters, share = paper.head_share(size, ratio)
-            lines.append(
-                f"- ATHENA-{size}, {ratio:.0%} of the encoder's heads: {gone} heads, "
-                f"{parameters / 1e6:.2f} million parameters, {share:.1f}% of the model; the paper prints {theirs}%."
-            )
+    printed = {("base", ratio): row[1] for ratio, row in paper.TABLE_1["Math23k"].items() if ratio}
+    printed["large", 0.25] = paper.TABLE_2["ATHENA-large", "Math23k"][2]
+    for (size, ratio), theirs in printed.items():
+        gone, parameters, share = paper.head_share(size, ratio)
+        lines.append(
+            f"- ATHENA-{size}, {ratio:.0%} of the encoder's heads: {gone} heads, "
+            f"{parameters / 1e6:.2f} million parameters, {share:.1f}% of the model; the paper prints {theirs}%."
+        )
     return (
         "A head of 64 numbers is 64 rows of three projections and 64 columns of a fourth, with 192 biases; RoBERTa's "
         "encoder and ATHENA's own modules (56.7 and 100.8 million) make the model.\n\n" + "\n".join(lines) + "\n- Its "
@@ -376,15 +420,22 @@ def _arithmetic() -> str:
 
 def _flat(found: Results) -> pd.DataFrame:
     names = ("host", "kind", "ratio", "split", "seed", "accuracy", "parameters", "flops", "memory")
-    return pd.DataFrame([{name: row.get(name) for name in names} for row in found.rows])
+    return pd.DataFrame([{**{name: row.get(name) for name in names}, **_removed_where(row)} for row in found.rows])
+
+
+def _removed_where(row: dict[str, Any]) -> dict[str, Any]:
+    """What was removed, and which layers the heads are in that are left."""
+    removed, stages = row.get("removed") or {}, row.get("stages") or [{}]
+    left = "; ".join(f"{label} {len(heads)}" for label, heads in stages[-1].get("heads", {}).items())
+    return {"heads_removed": removed.get("heads"), "channels_removed": removed.get("channels"), "heads_left": left}
 
 
 def _draw(found: Results, stem: Path) -> None:
     made, axes = figure(5.5, 3.4, "Accuracy by share of heads removed")
     for colour, host in zip(COLOURS, found.hosts, strict=False):
-        variants = [(0.0, found.variant(host, DENSE, 0.0))]
-        variants += [(ratio, found.variant(host, OURS, ratio)) for ratio in found.ratios(host)]
-        points = [(100 * ratio, one) for ratio, one in variants if one is not None]
+        shares = [0.0, *found.ratios(host)]
+        variants, _ = _comparable([found.variant(host, OURS if share else DENSE, share) for share in shares])
+        points = [(100 * share, one) for share, one in zip(shares, variants, strict=True) if one is not None]
         for number, unit in enumerate(sorted({_unit(row) for _, one in points for row in one.rows})):
             own = [(x, 100 * row["accuracy"]) for x, one in points for row in one.rows if _unit(row) == unit]
             axes.plot(

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.athena import checkpoint, training
+from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.training import ByLength
 from lmeval_prune.checkpoints.pruned import read_manifest
@@ -24,9 +26,12 @@ from lmeval_prune.distillation import curves, language_host, recursion
 from lmeval_prune.distillation.host import note_of
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, due, host_of
-from lmeval_prune.distillation.trainer import DistillTrainer, attend_without_dropout
+from lmeval_prune.distillation.trainer import DistillTrainer, Filled, attend_without_dropout, collated, filled
 from lmeval_prune.interventions.attention_call import eager_attention
+from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.surgery.cut import cut_to
+from lmeval_prune.tasks.data import load
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import ROOT
 from tests.tiny_models import tiny
@@ -521,6 +526,43 @@ def test_done_is_done_and_other_options_are_refused(whole: DistillOptions) -> No
         distill(replace(whole, epochs=3))
 
 
+def test_stages_draw_their_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, orders = [], []
+    original = DistillTrainer.train
+
+    def seen(self: Any, *args: Any, **named: Any) -> Any:
+        seeds.append(torch.initial_seed())
+        orders.append(list(self._get_train_sampler()))
+        assert self.args.seed == seeds[-1]
+        return original(self, *args, **named)
+
+    monkeypatch.setattr(DistillTrainer, "train", seen)
+    distill(replace(athena, epochs=1, seed=3))
+    assert seeds == [1003, 2003]
+    assert orders[0] != orders[1]
+
+
+def test_a_damaged_beginning_is_one_line(athena: DistillOptions) -> None:
+    work = Path(f"{athena.output}.distilling")
+    for content in ("{", "[]"):
+        work.mkdir(exist_ok=True)
+        (work / "options.json").write_text(content)
+        with pytest.raises(InputError, match="options.json is damaged"):
+            distill(athena)
+
+
+def test_patience_needs_something_to_wait_for(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that was trained without validation, and no other is given: said before anything is scored."""
+    model = checkpoint.read(dense.output)
+    model.about["options"] |= {"validation": 0.0}
+    checkpoint.write(model, tmp_path / "host")
+    monkeypatch.setattr(recursion, "_run_stage", lambda *_: pytest.fail("a stage was begun"))
+    with pytest.raises(InputError, match="patience needs a validation split"):
+        distill(replace(athena, pretrained=str(tmp_path / "host"), patience=1))
+
+
 def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) -> None:
     work = tmp_path / "student.distilling"
     work.mkdir()
@@ -554,6 +596,37 @@ def test_accumulated_batches_are_one_large_batch(
     assert_same(found[0], found[1], 1e-6 if kind == "athena" else 1e-9)
 
 
+@pytest.mark.parametrize("batch", [3, 4, 5, 7])
+def test_processes_share_an_epoch_and_repeat_nothing(athena: DistillOptions, tmp_path: Path, batch: int) -> None:
+    """Two of them count, in all updates, what one counts; one of them may have nothing to do at the end."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+
+    trainer = trainer_of(replace(athena, batch=batch, feature=False), tmp_path / "work")
+    host, material, examples = trainer.host, trainer.material, trainer.material.train
+    order = ByLength(material.lengths, batch, 1)
+    dataset = filled(examples, 2 * batch)
+    shards = [
+        list(BatchSamplerShard(BatchSampler(Filled(order, len(dataset)), batch, False), 2, process))
+        for process in (0, 1)
+    ]
+    assert sorted(place for shard in shards for one in shard for place in one if place < 20) == list(range(20))
+    alone = [list(order)[i : i + batch] for i in range(0, 20, batch)]
+    made = [[collated(host, examples[0], [dataset[x] for x in one]) for one in shard] for shard in shards]
+    for update, both in enumerate(zip(*made, strict=True)):
+        expected = [host.collate([examples[x] for x in one]) for one in alone[2 * update : 2 * update + 2]]
+        assert trainer.counts(both).tolist() == trainer.counts(expected).tolist()
+    idle = [one for shard in made for one in shard if "nobody" in one]
+    assert len(idle) == len(alone) % 2
+    trainer.model.eval()
+    for one in idle:
+        assert float(trainer.compute_loss(trainer.model, one)) == 0
+        assert {name: float(over) for name, (_, over) in trainer._validated.items()} == dict.fromkeys(
+            ("task", "response"), 0.0
+        )
+        assert all(float(total) == 0 for total, _ in trainer._validated.values())
+
+
 def still_host(dense: TrainOptions, folder: Path) -> str:
     """The host without dropout."""
     model = checkpoint.read(dense.output)
@@ -580,6 +653,22 @@ def still_host(dense: TrainOptions, folder: Path) -> str:
         ({"method": "confidence", "ffn_ratio": 0.5}, "confidence scores heads only"),
         ({"trainer": {"epochs": 3}}, "has no 'epochs'"),
         ({"trainer": {"seed": 3}}, "seed follows from the other options"),
+        ({"trainer": {"save_only_model": True}}, "save_only_model does not suit distillation"),
+        ({"trainer": {"max_steps": 3}}, "max_steps does not suit distillation"),
+        ({"trainer": {"ignore_data_skip": True}}, "ignore_data_skip does not suit distillation"),
+        ({"trainer": {"label_smoothing_factor": 0.5}}, "label_smoothing_factor does not suit distillation"),
+        ({"trainer": {"lr_scheduler_type": "nonsense"}}, "transformers refuses .*nonsense"),
+        ({"trainer": {"optim": "adamm"}}, "transformers refuses .*adamm"),
+        ({"trainer": {"bf16": "maybe"}}, "bf16=maybe is neither true nor false"),
+        ({"trainer": {"per_device_eval_batch_size": 0}}, "per_device_eval_batch_size must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": 2**40}, "seed must be at least 0"),
+        ({"patience": 2, "validation": 0.0}, "patience needs a validation split"),
+        (
+            {"ratio": 0.0, "ffn_ratio": 0.4, "p_min": 0.3333, "stages": 2, "ffn_multiple": 16, "allocation": "uniform",
+             "ffn_method": "random"},
+            "stage 2 of 2 has nothing left to remove: 0 of 8 heads and 32 of 96 channels",
+        ),
         ({"response": False, "feature": False, "task_weight": 0.0}, "nothing would be learned"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"ratio": 1.0}, "a ratio must be at least 0 and below 1"),
@@ -634,18 +723,114 @@ def test_what_a_language_model_was_tuned_on_is_no_test(language: DistillOptions,
         distill(replace(language, pretrained=tuned.output, test="fold1", output=str(tmp_path / "other")))
 
 
+def test_what_parents_and_teachers_were_trained_on_is_no_test(language: DistillOptions, tmp_path: Path) -> None:
+    """Also two generations before, of a copy that was cut, and of the teacher."""
+    from transformers import AutoTokenizer
+
+    tuning = replace(
+        language, ratio=0.0, distill_weight=0.0, task_weight=1.0, limit=None, validation=0.0, epochs=0
+    )  # what it sees is the same without epochs
+    first = replace(tuning, train=("fold1",), output=str(tmp_path / "first"))
+    distill(first)
+    second = replace(tuning, pretrained=first.output, train=("fold2",), output=str(tmp_path / "second"))
+    distill(second)
+    cut_to(
+        tmp_path / "cut", load_pretrained(first.output), Plan(("L0H0", "L0H1")),
+        AutoTokenizer.from_pretrained(first.output),
+    )  # fmt: skip
+    last = replace(tuning, train=("fold3",), test="fold1", output=str(tmp_path / "last"))
+    for changes in (
+        {"pretrained": second.output},
+        {"pretrained": str(tmp_path / "cut")},
+        {"teacher": first.output, "distill_weight": 0.5},
+    ):
+        with pytest.raises(InputError, match=r"was trained on 6 of the 6 questions of the test split fold1"):
+            distill(replace(last, **changes))
+    both = note_of(second.output)["material"]["trained_on"]
+    assert len(both) == 12
+    assert (read_manifest(second.output) or {})["trained_on"] == both
+
+
+def test_what_an_athena_was_trained_on_is_no_test(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    """Of a host of fold 1 that was distilled on fold 2; and of its teacher."""
+    own = replace(athena, stages=1, epochs=0, validation=0.0)
+    about = {"options": {**checkpoint.describe(dense.output)["options"], "train": ["fold1"]}}
+    model = checkpoint.read(dense.output)
+    fold1 = {question_key(row) for row in load("asdiv_a", "fold1", dense.data_dir)}
+    model.about = {**model.about, **about, "trained_on": sorted(fold1), "validated_on": []}
+    checkpoint.write(model, tmp_path / "of1")
+    first = replace(own, pretrained=str(tmp_path / "of1"), train=("fold2",))
+    distill(first)
+    described = checkpoint.describe(first.output)
+    assert fold1 < set(described["trained_on"])
+    assert described["trained_on"] == note_of(first.output)["material"]["trained_on"]
+    assert len(described["trained_on"]) == 12
+    changes = {"ratio": 0.25, "train": ("fold4",), "output": str(tmp_path / "second")}
+    for test in ("fold1", "fold2"):
+        with pytest.raises(InputError, match=f"was trained on 6 of the 6 questions of the test split {test}"):
+            distill(replace(own, pretrained=first.output, test=test, **changes))
+    with pytest.raises(InputError, match="student was trained on 6 of the 6 questions of the test split fold2"):
+        distill(replace(own, pretrained=str(tmp_path / "of1"), teacher=first.output, test="fold2", feature=False, **changes))
+
+
+def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:
+    for changes in ({"validation": 0.4}, {"limit": 12}):
+        with pytest.raises(InputError, match=r"of the \d+ validation problems"):
+            distill(replace(athena, **changes))
+    tuned = replace(language, ratio=0.0, limit=None, output=str(tmp_path / "tuned"), epochs=0)
+    distill(tuned)
+    for changes in ({"seed": 1}, {"validation": 0.5}):
+        with pytest.raises(InputError, match=r"of the \d+ validation problems"):
+            distill(replace(tuned, pretrained=tuned.output, output=str(tmp_path / "other"), **changes))
+    material = host_of(replace(tuned, pretrained=tuned.output)).material()
+    assert material.about["validated_on"] == note_of(tuned.output)["material"]["validated_on"]
+    assert len(material.about["validated_on"]) == len(material.validation) == 6
+
+
+def test_fillers_are_not_trained_again(language: DistillOptions, tmp_path: Path) -> None:
+    """Zeroed heads of groups, the head that stands for an empty layer, the channel that stands for an empty block."""
+    model = load_pretrained(language.pretrained)
+    for name, plan in (
+        ("head", Plan(("L0H1",))),
+        ("layer", Plan(tuple(f"L0H{head}" for head in range(4)), allow_empty_layer=True)),
+        ("block", Plan(channels={"L1": "0-47"}, allow_empty_layer=True)),
+    ):
+        cut_to(tmp_path / name, model, plan)
+        with pytest.raises(InputError, match="was cut with zeroed fillers") as raised:
+            distill(replace(language, pretrained=str(tmp_path / name), ratio=0.0, output=str(tmp_path / "out")))
+        assert "(L1)" in str(raised.value) if name == "block" else "(L0)" in str(raised.value)
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("kind", ["athena", "language"])
-def test_transformers_own_switches(kind: str, request: pytest.FixtureRequest) -> None:
+def test_transformers_own_switches(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recomputed activations change nothing; bfloat16 changes little."""
     options = replace(request.getfixturevalue(kind), stages=1, epochs=1, ratio=0.25 if kind == "athena" else 0.5)
+    if kind == "language":  # the fixture's is of float64, which autocast leaves alone
+        single = tmp_path / "single"
+        shutil.copytree(options.pretrained, single)
+        load_pretrained(options.pretrained).float().save_pretrained(single)
+        options = replace(options, pretrained=str(single))
+    recomputed: list[int] = []
+    original = GradientCheckpointingLayer.__call__
+
+    def called(self: Any, *args: Any, **named: Any) -> Any:
+        recomputed.append(self.gradient_checkpointing and self.training)
+        return original(self, *args, **named)
+
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", called)
     found = []
     for trainer in ({}, {"gradient_checkpointing": True}, {"bf16": True}):
+        recomputed.clear()
         one = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
         distill(one)
+        assert any(recomputed) == ("gradient_checkpointing" in trainer)
         found.append([value for name, value in losses(one.output)[0] if name in ("task", "response", "feature")])
     assert found[1] == pytest.approx(found[0], abs=1e-6)
     assert found[2] == pytest.approx(found[0], rel=0.1, abs=0.05)
-    assert (found[2] != found[0]) == (kind == "athena")  # the other one is of float64, which stays
+    assert found[2] != found[0]
 
 
 def test_attention_maps_that_cannot_be_had(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -703,8 +888,8 @@ def test_two_processes_are_one(athena: DistillOptions, dense: TrainOptions, tmp_
     from dataclasses import asdict
 
     options = replace(
-        athena, pretrained=still_host(dense, tmp_path), validation=0.0, batch=2, rate=0.05, clip=1e9, decay=0.0
-    )
+        athena, pretrained=still_host(dense, tmp_path), batch=4, rate=0.05, clip=1e9, decay=0.0
+    )  # five batches of twenty problems, four for validation: the second process has less to do
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys\n"
@@ -717,9 +902,10 @@ def test_two_processes_are_one(athena: DistillOptions, dense: TrainOptions, tmp_
     )
     for processes, accumulate in ((1, 2), (2, 1)):
         one = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
-        subprocess.run(
+        said = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
              str(script), json.dumps(asdict(one))],
-            check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300,
+            check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, capture_output=True, text=True,
         )  # fmt: skip
+        assert said.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
     assert_same(str(tmp_path / "of1"), str(tmp_path / "of2"), 1e-5)

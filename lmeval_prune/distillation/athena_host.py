@@ -7,19 +7,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoTokenizer
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.athena import checkpoint
+from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.batches import Collator
 from lmeval_prune.athena.data import Material as AthenaMaterial
+from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
-from lmeval_prune.distillation.host import Host, Material, check_unseen
+from lmeval_prune.distillation.host import Host, Material, Seen
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
@@ -80,6 +78,7 @@ class AthenaHost(Host):
         self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
     ) -> None:
         """See the base class."""
+        model.about = {**model.about, **Seen.of(manifest).content()} if "trained_on" in manifest else model.about
         checkpoint.write(model, folder, manifest, beside)
 
     def part(self, model: Any) -> Any:
@@ -95,6 +94,10 @@ class AthenaHost(Host):
         """The encoder's."""
         return folder / checkpoint.ENCODER
 
+    def seen(self, folder: str) -> Seen:
+        """See the base class."""
+        return Seen.of(checkpoint.describe(folder))
+
     def material(self) -> Material:
         """See the base class."""
         own, asked = self.about.get("options"), self.options
@@ -105,8 +108,11 @@ class AthenaHost(Host):
         given = {name: value for name, value in given.items() if value not in (None, ())}
         wanted = TrainOptions(**{**known, **given, "data_dir": asked.data_dir})
         found = AthenaMaterial.of(wanted)
+        own_questions = Seen(
+            *(frozenset(question_key(one.document) for one in some) for some in (found.train, found.validation))
+        )
         test = load(wanted.data, wanted.test, wanted.data_dir)
-        check_unseen(asked.pretrained, self.about.get("trained_on", ()), test, wanted.test)
+        seen = self.all_seen(own_questions, test, wanted.test)
         length, constants = self.about["settings"]["max_length"], self.constants
         made = [one.example(self.tokenizer, length, constants) for one in found.train]
         train = [example for example in made if example]
@@ -117,6 +123,7 @@ class AthenaHost(Host):
             "ungrounded": found.ungrounded,
             "repeated": found.repeated,
             "splits": {"data": wanted.data, "test": wanted.test, "train": list(wanted.train)},
+            **seen.content(),
         }
         validation = [example for example in judged if example]
         return Material(train, validation, [len(example.problem.ids) for example in train], about, found.validation)
@@ -131,8 +138,7 @@ class AthenaHost(Host):
 
     def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """See the base class."""
-        logits = torch.cat([outputs.reason, outputs.answer])
-        return binary_cross_entropy_with_logits(logits, inputs["labels"].to(logits.dtype), reduction="sum")
+        return training.task_loss(outputs, inputs["labels"], 1)
 
     def response_loss(self, taught: Any, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Of candidates one by one, and of the choice among each problem's kept thoughts; see the base class."""
@@ -142,6 +148,4 @@ class AthenaHost(Host):
 
     def validated(self, model: Any, material: Material) -> dict[str, float]:
         """The share of problems that it solves."""
-        texts = answers(model, [one.problem for one in material.problems])
-        right = [one.is_solved_by(text) for one, text in zip(material.problems, texts, strict=True)]
-        return {self.metric: sum(right) / len(right)}
+        return {self.metric: training.share_solved(model, material.problems)}

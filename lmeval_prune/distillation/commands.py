@@ -22,6 +22,8 @@ def distill(**options: Any) -> int:
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on beside {wanted.output}")
         return 130
+    if not recursion.this_process().is_main_process:
+        return 0
     for stage in note["stages"]:
         removed = stage["removed"]
         gone = f"{removed['heads']} heads, {removed['channels']} channels removed"

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.athena.data import question_key
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import eager_attention
+from lmeval_prune.interventions.plan import numbers_of
 from lmeval_prune.pruners.calibration import CalibrationText
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
@@ -40,6 +43,35 @@ class Material:
     lengths: Sequence[int]
     about: dict[str, Any]
     problems: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Questions that a model and those that it was made from have seen, by `question_key`.
+
+    Attributes:
+        learned: trained on.
+        validated: chose an epoch.
+    """
+
+    learned: frozenset[str] = frozenset()
+    validated: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Seen:
+        """As an artefact says it."""
+        validated = frozenset(content.get("validated_on", ()))
+        return cls(frozenset(content.get("trained_on", ())) - validated, validated)
+
+    def content(self) -> dict[str, list[str]]:
+        """For an artefact: `trained_on` are all, `validated_on` those of them that were never learned."""
+        return {
+            "trained_on": sorted(self.learned | self.validated),
+            "validated_on": sorted(self.validated - self.learned),
+        }
+
+    def __or__(self, other: Seen) -> Seen:
+        return Seen(self.learned | other.learned, self.validated | other.validated)
 
 
 class Host(ABC):
@@ -114,7 +146,55 @@ class Host(ABC):
         """Where that part stands in a written model."""
         return folder
 
+    def check_layers(self) -> None:
+        """Refuse a model that was cut with something left in place of what went: it would be trained again.
+
+        Raises:
+            InputError: naming the layers.
+        """
+        folder = self.part_folder(Path(embedded.resolve(self.options.pretrained)))
+        for stage in (read_manifest(folder) or {}).get("stages", []):
+            given = stage["plan"].get("channels", {})
+            emptied = [x for x, text in given.items() if len(numbers_of(x, text)) == stage["parent"]["channels"][x]]
+            if filled := [*stage["removed"]["fillers"], *emptied]:
+                raise InputError(
+                    f"{self.options.pretrained} was cut with zeroed fillers ({', '.join(filled)}), which training would "
+                    f"fill again; cut it by whole groups (unit=group or balanced), with something left in each layer"
+                )
+
     # ------------------------------------------------------------------ what it learns
+
+    @abstractmethod
+    def seen(self, folder: str) -> Seen:
+        """What a model, and those that it was made from, were trained on, as far as its files say it."""
+
+    def all_seen(self, own: Seen, test: Iterable[Mapping[str, Any]], name: str) -> Seen:
+        """What the result will have seen: its own training problems, and those of its parent and teacher.
+
+        Args:
+            own: training and validation problems.
+            test: rows of the test.
+            name: of the test.
+
+        Raises:
+            InputError: parent or teacher were trained on the test, or on validation problems.
+        """
+        asked, known = {question_key(row) for row in test}, own
+        for folder in filter(None, (self.options.pretrained, self.options.teacher)):
+            seen = self.seen(folder)
+            if tested := asked & (seen.learned | seen.validated):
+                raise InputError(
+                    f"{folder} was trained on {len(tested)} of the {len(asked)} questions of the test split {name}; "
+                    f"name the test that it was trained for, or another model"
+                )
+            if chosen := own.validated & seen.learned:
+                raise InputError(
+                    f"{folder} was trained on {len(chosen)} of the {len(own.validated)} validation problems, which "
+                    f"would choose the epoch that has forgotten least; set apart those that it was validated on (the "
+                    f"same validation, limit and seed), or give --validation 0"
+                )
+            known |= seen
+        return known
 
     @abstractmethod
     def material(self) -> Material:
@@ -160,27 +240,6 @@ def note_of(folder: str | Path) -> dict[str, Any]:
         InputError: there is none.
     """
     return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION)[0]
-
-
-def check_unseen(pretrained: str, known: Iterable[str], test: Iterable[Mapping[str, Any]], name: str) -> None:
-    """Refuse a test that a model was trained on.
-
-    Args:
-        pretrained: the model.
-        known: questions that it was trained on, by `question_key`.
-        test: rows of the test.
-        name: of the test.
-
-    Raises:
-        InputError: it was.
-    """
-    asked = {question_key(row) for row in test}
-    seen = len(asked & set(known))
-    if seen:
-        raise InputError(
-            f"{pretrained} was trained on {seen} of the {len(asked)} questions of the test split {name}; name the test "
-            f"that it was trained for, or another model"
-        )
 
 
 def check_maps(bare: Any) -> None:

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from lmeval_prune.athena.data import other_folds, question_key, without_test
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import load_pretrained, save_checkpoint
+from lmeval_prune.checkpoints.pruned import load_pretrained, read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
-from lmeval_prune.distillation.host import NOTE, Host, Material, check_unseen, note_of
+from lmeval_prune.distillation.host import Host, Material, Seen
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
@@ -97,6 +97,10 @@ class LanguageHost(Host):
 
     # ------------------------------------------------------------------ what it learns
 
+    def seen(self, folder: str) -> Seen:
+        """See the base class."""
+        return Seen.of(read_manifest(embedded.resolve(folder)) or {})
+
     def material(self) -> Material:
         """See the base class."""
         asked = self.options
@@ -107,16 +111,15 @@ class LanguageHost(Host):
         if field is None:  # of another's task: what is asked is the question
             rows, test = ([{**row, "question": self._prompt(task, row)} for row in some] for some in (rows, test))
         own, repeated = without_test(rows, test, names, asked.test or "test")
-        if (Path(asked.pretrained) / NOTE).is_file():
-            known = note_of(asked.pretrained)["material"]["trained_on"]
-            check_unseen(asked.pretrained, known, test, asked.test or "test")
         random.Random(asked.seed).shuffle(own)
         own = own[: asked.limit]
-        made = [self._text(task, row) for row in own]
-        texts = [one for one in made if len(one.ids) <= asked.max_length and one.start < len(one.ids)]
+        made = [(self._text(task, row), question_key(row)) for row in own]
+        short = [(one, key) for one, key in made if len(one.ids) <= asked.max_length and one.start < len(one.ids)]
+        texts, keys = [one for one, _ in short], [key for _, key in short]
         share = 0.1 if asked.validation is None else asked.validation
         count = round(share * len(texts))
         train, validation = texts[count:], texts[:count]
+        seen = self.all_seen(Seen(frozenset(keys[count:]), frozenset(keys[:count])), test, asked.test or "test")
         if not train or (share and not validation):
             raise InputError(
                 f"{len(texts)} of {len(own)} problems are too few to train and validate; raise limit, validation or "
@@ -128,7 +131,7 @@ class LanguageHost(Host):
             "too_long": len(own) - len(texts),
             "repeated": repeated,
             "splits": {"task": asked.task, "test": asked.test, "train": names},
-            "trained_on": sorted({question_key(row) for row in own}),
+            **seen.content(),
         }
         return Material(train, validation, [len(one.ids) for one in train], about)
 

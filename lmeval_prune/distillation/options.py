@@ -112,6 +112,7 @@ class DistillOptions:
                 self.batch, self.accumulate, self.calibration, self.max_length
             )
             < 1,
+            "seed must be at least 0 and below 2³¹": not 0 <= self.seed < 2**31,
             "limit must be at least 2": self.limit is not None and self.limit < 2,
             "rate, clip and temperature must be above 0": min(self.rate, self.clip, self.temperature) <= 0,
             "decay, epochs, patience and save_steps must not be negative": min(

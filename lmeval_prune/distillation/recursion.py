@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from filelock import FileLock, Timeout
-from transformers import set_seed
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.athena.checkpoint import SETTINGS
-from lmeval_prune.athena.training import last_whole
+from lmeval_prune.athena.training import alone, begun_with, last_whole, refuse_other
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.curves import draw
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, Material, check_maps, note_of
@@ -34,7 +31,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import check_prunable, stages
-from lmeval_prune.pruners.selection import Removed, select_heads, share_of
+from lmeval_prune.pruners.selection import Removed, select_channels, select_heads, share_of
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
 _OF_THE_FILE = ("schema", "schema_version", "created_by", "files")
@@ -58,14 +55,14 @@ def distill(options: DistillOptions) -> dict[str, Any]:
     host = host_of(options)
     settings = _settings(host)
     if (target / NOTE).is_file():
-        _refuse_other(settings, note_of(target)["options"], target)
+        refuse_other(settings, note_of(target)["options"], target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is no distilled model; name another output")
         check(host)
         with ExitStack() as stack:
             if this_process().is_main_process:
-                stack.enter_context(_alone(work, target))
+                stack.enter_context(alone(work, target))
             _go_on(host, settings, target, work)
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)
@@ -101,14 +98,16 @@ def check(host: Host) -> None:
     options, wanted = host.options, host.options.pruning()
     bare = host.skeleton(options.pretrained)
     model_map = map_model(bare)
+    host.check_layers()
     if wanted.ratio or wanted.ffn_ratio:
         check_prunable(model_map, wanted)
         check_cuttable(model_map, bool(wanted.ratio))
         pruner, of_channels = _pruners(options, 0)
         pruner.check(bool(wanted.ratio), False, True)
         of_channels.check(False, bool(wanted.ffn_ratio), True)
-        _check_stages(model_map, wanted, wanted.allocation or pruner.allocation)
-    check_arguments(options.trainer)
+        allocations = [wanted.allocation or one.allocation for one in (pruner, of_channels)]
+        _check_stages(model_map, wanted, *allocations)
+    check_arguments(options)
     if options.teacher:
         host.check_teacher(options.teacher)
     if options.looks_at_maps:
@@ -119,7 +118,7 @@ def check(host: Host) -> None:
             )
 
 
-def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str) -> None:
+def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str, of_blocks: str) -> None:
     """Refuse a schedule with a stage that removes nothing.
 
     Raises:
@@ -132,17 +131,24 @@ def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str) ->
         )
     of_heads, of_channels = wanted.schedules()
     scores = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
-    channels = sum(model_map.channels().values())
+    # one block after the other, so that as many go as can with ffn_multiple
+    channel_scores = {x: torch.full((width,), i * 1.0) for i, (x, width) in enumerate(model_map.channels().items())}
     heads: Removed = {}
+    channels: Removed = {}
     before = (0, 0)
     for stage in range(1, wanted.steps + 1):
         if wanted.ratio:
             heads = select_heads(model_map, scores, of_heads.at(stage), wanted.unit, allocation, heads)
-        after = (sum(map(len, heads.values())), share_of(of_channels.at(stage), channels))
+        if wanted.ffn_ratio:
+            channels = select_channels(
+                model_map, channel_scores, of_channels.at(stage), wanted.ffn_multiple, of_blocks, channels
+            )
+        after = (sum(map(len, heads.values())), sum(map(len, channels.values())))
         if after[0] <= before[0] and after[1] <= before[1]:
             raise InputError(
                 f"stage {stage} of {wanted.steps} has nothing left to remove: {after[0]} of {model_map.total_heads} "
-                f"heads are gone by then; give fewer stages, a larger ratio, or another unit"
+                f"heads and {after[1]} of {sum(model_map.channels().values())} channels are gone by then; give fewer "
+                f"stages, a larger ratio, another unit or a smaller ffn_multiple"
             )
         before = after
 
@@ -169,41 +175,14 @@ def _settings(host: Host) -> dict[str, Any]:
     return found
 
 
-def _refuse_other(settings: dict[str, Any], known: dict[str, Any], where: Path) -> None:
-    differ = [name for name in settings if known.get(name) != settings[name]]
-    if differ:
-        shown = ", ".join(f"{name}={known.get(name)}" for name in differ[:3])
-        raise InputError(f"{where} was made with other options ({shown}); name another output, or delete it")
-
-
-@contextmanager
-def _alone(work: Path, target: Path) -> Iterator[None]:
-    """Let no other process make the same model meanwhile.
-
-    Raises:
-        InputError: one does, or the folder cannot be made.
-    """
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{work} cannot be made ({error.strerror}); name another output") from error
-    lock = FileLock(work / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise InputError(f"another process makes {target}; wait for it, or name another output") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _go_on(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
     options, process = host.options, this_process()
     begun = work / "options.json"
     if begun.is_file():
-        _refuse_other(settings, json.loads(begun.read_text(encoding="utf-8")), work)
+        refuse_other(settings, begun_with(begun), work)
     material = host.material()
+    if options.patience and not material.validation:
+        raise InputError("patience needs a validation split, and the model was trained without one; give validation")
     process.wait_for_everyone()
     if process.is_main_process:
         write_text(begun, json.dumps(settings, indent=1) + "\n")
@@ -242,7 +221,6 @@ def _run_stage(
     if options.epochs:
         taught_by = options.teacher if stage == 1 and options.teacher else parent
         teacher = host.read(taught_by) if options.taught else None
-        set_seed(options.seed + stage)
         learned = train(host, student, teacher, kept, material, training, stage, time.monotonic() - begun, last_whole)
     process.wait_for_everyone()
     if process.is_main_process:
@@ -262,6 +240,7 @@ def _run_stage(
         part = host.part(student)
         manifest = {name: value for name, value in manifest.items() if name not in _OF_THE_FILE}
         manifest["weights"] = loadable_fingerprints(part, weights_fingerprint(part))
+        manifest |= {name: material.about[name] for name in ("trained_on", "validated_on")}
 
         def beside(half: Path) -> None:
             write_artefact(half / NOTE, SCHEMA, VERSION, content)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from lmeval_prune.architectures import ModelMap, map_model
@@ -19,7 +21,7 @@ from lmeval_prune.athena.training import ByLength
 from lmeval_prune.distillation.host import Host, Material, check_found
 from lmeval_prune.distillation.losses import attention_distance
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, first_line, nearest
 from lmeval_prune.interventions.attention_call import eager_attention
 
 TERMS = ("response", "feature", "task")
@@ -67,6 +69,42 @@ class Student(nn.Module):
         part.gradient_checkpointing_enable(**settings)
 
 
+class Filled(Sampler[int]):
+    """Another sampler's order, and numbers that stand for nobody at its end.
+
+    Else several processes would get problems twice, so that all of them have equally many.
+
+    Args:
+        order: the sampler.
+        count: numbers in all.
+    """
+
+    def __init__(self, order: ByLength, count: int) -> None:
+        self.order, self.count = order, count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of an epoch."""
+        self.order.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order
+        yield from range(len(self.order), self.count)
+
+
+def filled(examples: Sequence[Any], batch: int) -> list[Any]:
+    """Examples, and Nones up to whole batches of all processes."""
+    return [*examples, *[None] * (-len(examples) % batch)]
+
+
+def collated(host: Host, stand_in: Any, examples: Sequence[Any]) -> dict[str, Any]:
+    """The arguments for a batch without its Nones; of nothing else, those for `stand_in`, with `nobody`."""
+    there = [one for one in examples if one is not None]
+    return host.collate(there) if there else {**host.collate([stand_in]), "nobody": True}
+
+
 class DistillTrainer(Trainer):
     """Trains a student under a teacher.
 
@@ -77,6 +115,7 @@ class DistillTrainer(Trainer):
         heads: of each layer, for each of the student's heads the teacher's that it was.
         material: what is learned.
         work: folder of the trainer's checkpoints.
+        stage: number of this one, from 1.
         callbacks: transformers'.
     """
 
@@ -88,6 +127,7 @@ class DistillTrainer(Trainer):
         heads: Sequence[Sequence[int]],
         material: Material,
         work: Path,
+        stage: int = 1,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.host, self.student, self.teacher, self.heads, self.material = host, model, teacher, heads, material
@@ -97,12 +137,13 @@ class DistillTrainer(Trainer):
         self._parts: dict[str, Tensor] = {}
         self._logged_at: int | None = None
         self._validated: dict[str, Any] = {}
+        given = arguments(self.options, work, stage, (host.metric, host.greater) if material.validation else None)
         super().__init__(
             Student(model, host.part(model)),
-            arguments(self.options, work, bool(material.validation), host),
-            host.collate,
-            train_dataset=list(material.train),
-            eval_dataset=list(material.validation) or None,
+            given,
+            partial(collated, host, material.train[0]),
+            train_dataset=filled(material.train, given.train_batch_size * given.world_size),
+            eval_dataset=filled(material.validation, given.eval_batch_size * given.world_size) or None,
             callbacks=list(callbacks),
         )
         self.remove_callback(PrinterCallback)
@@ -114,7 +155,8 @@ class DistillTrainer(Trainer):
     # ------------------------------------------------------------------ the loss
 
     def counts(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Items, and pairs of real positions, of some batches."""
+        """Items, and pairs of real positions, of some batches; none of what stands for nobody."""
+        batches = [batch for batch in batches if "nobody" not in batch]
         items = sum(self.host.items(batch) for batch in batches)
         pairs = sum(int(batch["attention_mask"].sum(1).square().sum()) for batch in batches)
         return torch.tensor([items, pairs], dtype=torch.float64)
@@ -134,7 +176,10 @@ class DistillTrainer(Trainer):
     ) -> Any:
         """λ₁·(response + feature) + λ₂·task (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
-        outputs, parts = self.losses(model, inputs, counts)
+        own = {name: value for name, value in inputs.items() if name != "nobody"}
+        outputs, parts = self.losses(model, own, counts.clamp(min=1))
+        if "nobody" in inputs:
+            parts = {name: 0 * part for name, part in parts.items()}
         loss = self.total(parts)
         self._record(parts, counts, model.training)
         if model.training:
@@ -211,8 +256,9 @@ class DistillTrainer(Trainer):
             metrics={**(found.metrics or {}), **own, **self.host.validated(self.student, self.material)}
         )
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> ByLength:
-        return ByLength(self.material.lengths, self.args.per_device_train_batch_size, self.args.seed)
+    def _get_train_sampler(self, train_dataset: Any = None) -> Filled:
+        order = ByLength(self.material.lengths, self.args.per_device_train_batch_size, self.args.seed)
+        return Filled(order, len(self.train_dataset))
 
 
 def attend_without_dropout(model_map: ModelMap) -> None:
@@ -247,12 +293,14 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock."""
         self.begun, self.before = time.monotonic(), state.global_step
-        if self.before:
+        if self.before and state.is_world_process_zero:
             print(f"stage {self.stage} of {self.stages} goes on after epoch {state.epoch:.2f}", flush=True)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Say how far it is."""
         row = state.log_history[-1]
+        if not state.is_world_process_zero:
+            return
         if "loss" in row and "task" in row:
             left = state.max_steps - row["step"] + (self.stages - self.stage) * state.max_steps
             took = round(time.monotonic() - self.begun, 1)
@@ -278,28 +326,53 @@ OURS = {
     *("output_dir", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
     *("weight_decay", "warmup_steps", "max_grad_norm", "seed", "eval_strategy", "save_strategy", "logging_strategy"),
     *("eval_steps", "save_steps", "logging_steps", "load_best_model_at_end", "metric_for_best_model"),
-    *("greater_is_better", "restore_callback_states_from_checkpoint", "remove_unused_columns"),
+    *("greater_is_better", "restore_callback_states_from_checkpoint", "remove_unused_columns", "accelerator_config"),
+}
+UNSUITABLE = {  # what our loss, our order of problems or going on after a kill would ignore, or break on
+    *("max_steps", "save_only_model", "ignore_data_skip", "label_smoothing_factor", "group_by_length"),
+    *("train_sampling_strategy", "length_column_name", "label_names", "prediction_loss_only", "neftune_noise_alpha"),
+    *("auto_find_batch_size", "average_tokens_across_devices", "use_liger_kernel", "resume_from_checkpoint"),
 }
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse further arguments that transformers has not, or that are set by options of ours.
+def check_arguments(options: DistillOptions) -> None:
+    """Refuse further arguments that transformers has not, or that are set by options of ours, or do nothing here.
 
     Raises:
         InputError: naming it.
     """
-    known = {one.name for one in fields(TrainingArguments)} - OURS
-    for name in given:
+    known = {one.name for one in fields(TrainingArguments)} - OURS - UNSUITABLE
+    for name, value in options.trainer.items():
         if name in OURS:
             raise InputError(f"trainer: {name} follows from the other options; leave it out")
+        if name in UNSUITABLE:
+            raise InputError(f"trainer: {name} does not suit distillation; leave it out")
         if name not in known:
             raise InputError(f"trainer: TrainingArguments of transformers has no {name!r}{nearest(name, known)}")
+        if isinstance(getattr(TrainingArguments, name, None), bool) and not isinstance(value, bool):
+            raise InputError(f"trainer: {name}={value} is neither true nor false")
+    try:
+        found = arguments(options, Path(options.output))
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        raise InputError(f"trainer: transformers refuses {options.trainer} ({first_line(error)})") from error
+    if found.per_device_eval_batch_size < 1:
+        raise InputError("trainer: per_device_eval_batch_size must be at least 1")
 
 
-def arguments(options: DistillOptions, work: Path, validates: bool, host: Host) -> TrainingArguments:
-    """transformers' arguments for ours; checkpoints are kept in `work`."""
+def arguments(
+    options: DistillOptions, work: Path, stage: int = 1, best_by: tuple[str, bool] | None = None
+) -> TrainingArguments:
+    """transformers' arguments for ours.
+
+    Args:
+        options: ours.
+        work: folder of the trainer's checkpoints.
+        stage: number of this one, from 1.
+        best_by: metric that chooses the best epoch, and whether more of it is better; None: the last one is taken.
+    """
     when = "steps" if options.save_steps else "epoch"
     every = max(1, options.save_steps)
+    metric, greater = best_by or (None, None)
     return TrainingArguments(
         **{
             "optim": "adamw_torch_fused",
@@ -320,16 +393,16 @@ def arguments(options: DistillOptions, work: Path, validates: bool, host: Host) 
         weight_decay=options.decay,
         warmup_steps=options.warmup,
         max_grad_norm=options.clip,
-        seed=options.seed,
-        eval_strategy=when if validates else "no",
+        seed=1000 * stage + options.seed,  # order and dropout are drawn anew in each stage
+        eval_strategy=when if best_by else "no",
         save_strategy=when,
         logging_strategy=when,
         eval_steps=every,
         save_steps=every,
         logging_steps=every,
-        load_best_model_at_end=validates,
-        metric_for_best_model=host.metric if validates else None,
-        greater_is_better=host.greater if validates else None,
+        load_best_model_at_end=best_by is not None,
+        metric_for_best_model=metric,
+        greater_is_better=greater,
         restore_callback_states_from_checkpoint=bool(options.patience),
         remove_unused_columns=False,
     )
@@ -359,16 +432,13 @@ def train(
         The losses, and the best epoch.
 
     Raises:
-        InputError: attention maps are to be compared, and there are none; there is nothing to be patient about; or one
-            process has several GPUs.
+        InputError: attention maps are to be compared, and there are none; or one process has several GPUs.
     """
     options = host.options
     callbacks: list[TrainerCallback] = [Progress(stage, options.stages, prepared)]
     if options.patience:
-        if not material.validation:
-            raise InputError("patience needs a validation split; give validation")
         callbacks.append(EarlyStoppingCallback(options.patience))
-    trainer = DistillTrainer(host, model, teacher, heads, material, work, callbacks)
+    trainer = DistillTrainer(host, model, teacher, heads, material, work, stage, callbacks)
     if trainer.args.n_gpu > 1:
         raise InputError(
             "several GPUs take a process each: use `accelerate launch -m lmeval_prune distill`, or set "

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from lmeval_prune.tasks.data import load
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
@@ -31,7 +32,6 @@ from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.surgery.cut import cut_to
-from lmeval_prune.tasks.data import load
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import ROOT
 from tests.tiny_models import tiny
@@ -547,7 +547,7 @@ def test_a_damaged_beginning_is_one_line(athena: DistillOptions) -> None:
     for content in ("{", "[]"):
         work.mkdir(exist_ok=True)
         (work / "options.json").write_text(content)
-        with pytest.raises(InputError, match="options.json is damaged"):
+        with pytest.raises(InputError, match=r"options\.json is damaged"):
             distill(athena)
 
 
@@ -665,8 +665,15 @@ def still_host(dense: TrainOptions, folder: Path) -> str:
         ({"seed": 2**40}, "seed must be at least 0"),
         ({"patience": 2, "validation": 0.0}, "patience needs a validation split"),
         (
-            {"ratio": 0.0, "ffn_ratio": 0.4, "p_min": 0.3333, "stages": 2, "ffn_multiple": 16, "allocation": "uniform",
-             "ffn_method": "random"},
+            {
+                "ratio": 0.0,
+                "ffn_ratio": 0.4,
+                "p_min": 0.3333,
+                "stages": 2,
+                "ffn_multiple": 16,
+                "allocation": "uniform",
+                "ffn_method": "random",
+            },
             "stage 2 of 2 has nothing left to remove: 0 of 8 heads and 32 of 96 channels",
         ),
         ({"response": False, "feature": False, "task_weight": 0.0}, "nothing would be learned"),
@@ -770,7 +777,9 @@ def test_what_an_athena_was_trained_on_is_no_test(athena: DistillOptions, dense:
         with pytest.raises(InputError, match=f"was trained on 6 of the 6 questions of the test split {test}"):
             distill(replace(own, pretrained=first.output, test=test, **changes))
     with pytest.raises(InputError, match="student was trained on 6 of the 6 questions of the test split fold2"):
-        distill(replace(own, pretrained=str(tmp_path / "of1"), teacher=first.output, test="fold2", feature=False, **changes))
+        distill(
+            replace(own, pretrained=str(tmp_path / "of1"), teacher=first.output, test="fold2", feature=False, **changes)
+        )
 
 
 def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:

@@ -197,7 +197,16 @@ def test_the_command_writes_it_all(content: dict[str, Any], tmp_path: Path, caps
     }
     assert set(capsys.readouterr().out.split()) == {str(tmp_path / "out" / name) for name in written}
     text = (tmp_path / "out" / "tables.md").read_text(encoding="utf-8")
-    for piece in ("Table 1", "Table 2", "Table 3 (a)", "Table 3 (b)", "Table 4", "3.9% of the model", "prints 15.8%", "On fold0 seed 0, fold1 seed 0."):
+    for piece in (
+        "Table 1",
+        "Table 2",
+        "Table 3 (a)",
+        "Table 3 (b)",
+        "Table 4",
+        "3.9% of the model",
+        "prints 15.8%",
+        "On fold0 seed 0, fold1 seed 0.",
+    ):
         assert piece in text
 
 

@@ -156,10 +156,10 @@ class Host(ABC):
         for stage in (read_manifest(folder) or {}).get("stages", []):
             given = stage["plan"].get("channels", {})
             emptied = [x for x, text in given.items() if len(numbers_of(x, text)) == stage["parent"]["channels"][x]]
-            if filled := [*stage["removed"]["fillers"], *emptied]:
+            if filled := ", ".join([*stage["removed"]["fillers"], *emptied]):
                 raise InputError(
-                    f"{self.options.pretrained} was cut with zeroed fillers ({', '.join(filled)}), which training would "
-                    f"fill again; cut it by whole groups (unit=group or balanced), with something left in each layer"
+                    f"{self.options.pretrained} was cut with zeroed fillers ({filled}), which training would fill "
+                    f"again; cut it by whole groups (unit=group or balanced), with something left in each layer"
                 )
 
     # ------------------------------------------------------------------ what it learns

@@ -247,14 +247,15 @@ def _p(value: float) -> str:
 def _legend(found: Results) -> str:
     units = len({_unit(row) for row in found.rows})
     return (
-        f"{len(found.rows)} rows; pairs of a split and a seed: {units}. A table has only those that all its rows have "
-        f"(none in common: no table), and names them. Accuracy in %, the mean over splits of means over seeds; in brackets the difference to the "
-        f"dense host of the same splits and seeds. p: sign-flip tests of these differences, over questions and over "
-        f"splits (the mean over seeds of each): over five splits it cannot be below 2/2⁵ = 0.0625. Holm: the former, "
-        f"corrected for the rows of its table. Parameters, FLOPs, memory: by how much smaller; speed: by how much "
-        f"faster than the dense host timed beside it; all in %. Memory is that of a process, of which a small model is "
-        f"little: a few % either way are noise. *paper*: its own figures, whose unpruned rows are another paper's to "
-        f"the digit; in its Table 4 each pruned model needs {paper.MEMORY}% less memory. Empty: not measured."
+        f"{len(found.rows)} rows; pairs of a split and a seed: {units}. A table has only those that all its rows have, "
+        f"and names them; where rows have none in common there is no table. Accuracy in %, the mean over splits of "
+        f"means over seeds; in brackets the difference to the dense host of the same splits and seeds. p: sign-flip "
+        f"tests of these differences, over questions and over splits (the mean over seeds of each): over five splits "
+        f"it cannot be below 2/2⁵ = 0.0625. Holm: the former, corrected for the rows of its table. Parameters, FLOPs, "
+        f"memory: by how much smaller; speed: by how much faster than the dense host timed beside it; all in %. Memory "
+        f"is that of a process, of which a small model is little: a few % either way are noise. *paper*: its own "
+        f"figures, whose unpruned rows are another paper's to the digit; in its Table 4 each pruned model needs "
+        f"{paper.MEMORY}% less memory. Empty: not measured."
     )
 
 
@@ -343,9 +344,7 @@ def table_2(found: Results) -> pd.DataFrame | None:
         for (host, data), (a, b, c, d) in paper.TABLE_2.items()
     ]
     tested = ["p questions", "Holm", "p splits"]
-    return _table(
-        lines, ["host", "removed", "dense", "25% removed", *tested, "parameters↓", "speed↑"], units
-    )
+    return _table(lines, ["host", "removed", "dense", "25% removed", *tested, "parameters↓", "speed↑"], units)
 
 
 def table_3a(found: Results, host: str) -> pd.DataFrame | None:

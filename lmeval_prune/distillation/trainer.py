@@ -138,11 +138,12 @@ class DistillTrainer(Trainer):
         self._logged_at: int | None = None
         self._validated: dict[str, Any] = {}
         given = arguments(self.options, work, stage, (host.metric, host.greater) if material.validation else None)
+        self.filled = filled(material.train, given.train_batch_size * given.world_size)
         super().__init__(
             Student(model, host.part(model)),
             given,
             partial(collated, host, material.train[0]),
-            train_dataset=filled(material.train, given.train_batch_size * given.world_size),
+            train_dataset=self.filled,
             eval_dataset=filled(material.validation, given.eval_batch_size * given.world_size) or None,
             callbacks=list(callbacks),
         )
@@ -258,7 +259,7 @@ class DistillTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Filled:
         order = ByLength(self.material.lengths, self.args.per_device_train_batch_size, self.args.seed)
-        return Filled(order, len(self.train_dataset))
+        return Filled(order, len(self.filled))
 
 
 def attend_without_dropout(model_map: ModelMap) -> None:

@@ -782,6 +782,18 @@ def test_what_an_athena_was_trained_on_is_no_test(athena: DistillOptions, dense:
         )
 
 
+def test_an_older_host_draws_its_validation_split_again(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
+) -> None:
+    model = checkpoint.read(dense.output)
+    expected = model.about.pop("validated_on")
+    checkpoint.write(model, tmp_path / "older")
+    seen = host_of(athena).seen(str(tmp_path / "older"))
+    assert seen.content()["validated_on"] == expected
+    assert len(expected) == 4
+    assert seen == host_of(athena).seen(dense.output)
+
+
 def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:
     for changes in ({"validation": 0.4}, {"limit": 12}):
         with pytest.raises(InputError, match=r"of the \d+ validation problems"):

@@ -145,7 +145,7 @@ def test_small_p_is_no_zero() -> None:
 def test_rows_that_lack_something_are_refused(content: dict[str, Any], tmp_path: Path, name: str) -> None:
     del content["rows"]["ours 0.25 0"][name]
     (tmp_path / "results.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match=f"a row lacks '{name}'"):
+    with pytest.raises(InputError, match=f"'{name}' is not there"):
         write(tmp_path / "results.json", tmp_path / "out")
 
 

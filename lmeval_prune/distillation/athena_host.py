@@ -95,8 +95,17 @@ class AthenaHost(Host):
         return folder / checkpoint.ENCODER
 
     def seen(self, folder: str) -> Seen:
-        """See the base class."""
-        return Seen.of(checkpoint.describe(folder))
+        """See the base class; of a host that does not say what it was validated on, by drawing that again."""
+        about = checkpoint.describe(folder)
+        if "options" in about and "validated_on" not in about:
+            found = AthenaMaterial.of(self._training(about["options"]))
+            about["validated_on"] = [question_key(one.document) for one in found.validation]
+        return Seen.of(about)
+
+    def _training(self, own: Mapping[str, Any], **given: Any) -> TrainOptions:
+        """The options of a host's training, and what differs from them."""
+        known = {**own, "train": tuple(own["train"]), "output": self.options.output, "patience": 0}
+        return TrainOptions(**{**known, **given, "data_dir": self.options.data_dir})
 
     def material(self) -> Material:
         """See the base class."""
@@ -104,9 +113,7 @@ class AthenaHost(Host):
         if own is None:
             raise InputError(f"{asked.pretrained} does not say what it was trained on; train it anew")
         given = {"test": asked.test, "train": asked.train, "validation": asked.validation, "limit": asked.limit}
-        known = {**own, "train": tuple(own["train"]), "output": asked.output, "patience": 0}
-        given = {name: value for name, value in given.items() if value not in (None, ())}
-        wanted = TrainOptions(**{**known, **given, "data_dir": asked.data_dir})
+        wanted = self._training(own, **{name: value for name, value in given.items() if value not in (None, ())})
         found = AthenaMaterial.of(wanted)
         own_questions = Seen(
             *(frozenset(question_key(one.document) for one in some) for some in (found.train, found.validation))

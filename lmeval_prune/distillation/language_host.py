@@ -19,7 +19,7 @@ from lmeval_prune.athena.data import other_folds, question_key, without_test
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import load_pretrained, read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
-from lmeval_prune.distillation.host import Host, Material, Seen
+from lmeval_prune.distillation.host import NOTE, Host, Material, Seen, note_of
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
@@ -99,7 +99,10 @@ class LanguageHost(Host):
 
     def seen(self, folder: str) -> Seen:
         """See the base class."""
-        return Seen.of(read_manifest(embedded.resolve(folder)) or {})
+        found = read_manifest(embedded.resolve(folder)) or {}
+        if "trained_on" not in found and (Path(folder) / NOTE).is_file():
+            found = note_of(folder)["material"]
+        return Seen.of(found)
 
     def material(self) -> Material:
         """See the base class."""

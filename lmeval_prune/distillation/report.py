@@ -156,7 +156,7 @@ class Results:
                 if not all(isinstance(row[name], str) for name in TEXTS):
                     raise ValueError(f"{', '.join(TEXTS)} are texts")
         except KeyError as error:
-            raise InputError(f"{path} holds no rows of distillation (a row lacks {error})") from error
+            raise InputError(f"{path} holds no rows of distillation ({error} is not there)") from error
         except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"{path} holds no rows of distillation ({first_line(error)})") from error
         return found

@@ -332,7 +332,13 @@ OURS = {
 UNSUITABLE = {  # what our loss, our order of problems or going on after a kill would ignore, or break on
     *("max_steps", "save_only_model", "ignore_data_skip", "label_smoothing_factor", "group_by_length"),
     *("train_sampling_strategy", "length_column_name", "label_names", "prediction_loss_only", "neftune_noise_alpha"),
-    *("auto_find_batch_size", "average_tokens_across_devices", "use_liger_kernel", "resume_from_checkpoint"),
+    *(
+        "auto_find_batch_size",
+        "average_tokens_across_devices",
+        "data_seed",
+        "use_liger_kernel",
+        "resume_from_checkpoint",
+    ),
 }
 
 

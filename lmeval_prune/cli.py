@@ -36,10 +36,12 @@ COMMANDS = {
     "grid run": "lmeval_prune.grid.commands:run",
     "grid compare": "lmeval_prune.grid.commands:compare",
     "athena train": "lmeval_prune.athena.commands:train",
+    "distill": "lmeval_prune.distillation.commands:distill",
+    "report distillation": "lmeval_prune.distillation.commands:report",
 }
 
 # run lm-eval, which is to know us, with the bridge or without
-WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune")
+WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def overview() -> str:
     """All commands, each with what it does."""
-    lines = [f"  {name:15}{summary(resolve_name(target)).rstrip('.')}" for name, target in COMMANDS.items()]
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{summary(resolve_name(target)).rstrip('.')}" for name, target in COMMANDS.items()]
     return "\n".join(["usage: lmeval-prune COMMAND [options]; COMMAND --help shows its options", "", *lines])
 
 

@@ -36,12 +36,12 @@ def uncuttable(model_map: ModelMap) -> str:
 
 
 def check_unit(model_map: ModelMap, unit: str) -> None:
-    """Refuse a unit that a model's layers do not have.
+    """Refuse a unit that none of a model's layers has; layers that were cut down to their last one lose no more.
 
     Raises:
         InputError: naming those that they have.
     """
-    known = [one for one in UNITS if all(one in units_of(layer) for layer in model_map.attention)]
+    known = [one for one in UNITS if any(one in units_of(layer) for layer in model_map.attention)]
     reason = uncuttable(model_map)
     if reason:
         known = ["head"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.artefacts import put_back, read_artefact, replace_folder, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.pruned import save_checkpoint
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
 
@@ -70,8 +72,19 @@ def begin(name: str, **settings: Any) -> Athena:
     return Athena(own, encoder, tokenizer)
 
 
-def write(model: Athena, folder: str | os.PathLike[str]) -> None:
+def write(
+    model: Athena,
+    folder: str | os.PathLike[str],
+    manifest: dict[str, Any] | None = None,
+    beside: Callable[[Path], None] | None = None,
+) -> None:
     """Write a model; its folder appears whole, and takes the place of one that was there.
+
+    Args:
+        model: to be written.
+        folder: where to.
+        manifest: of its encoder, if that was cut.
+        beside: called with the folder that is being written, to add files.
 
     Raises:
         InputError: the folder cannot be written.
@@ -81,12 +94,17 @@ def write(model: Athena, folder: str | os.PathLike[str]) -> None:
     try:
         put_back(target)
         shutil.rmtree(half, ignore_errors=True)  # left by a kill
-        model.encoder.save_pretrained(half / ENCODER)
-        model.tokenizer.save_pretrained(half / ENCODER)
+        if manifest is None:
+            model.encoder.save_pretrained(half / ENCODER)
+            model.tokenizer.save_pretrained(half / ENCODER)
+        else:
+            save_checkpoint(half / ENCODER, model.encoder, manifest, model.tokenizer)
         data = save(head_state(model))
         write_bytes(half / HEAD, data)
         content = {"settings": asdict(model.settings), "head_sha256": hashlib.sha256(data).hexdigest(), **model.about}
         write_artefact(half / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
+        if beside is not None:
+            beside(half)
         replace_folder(half, target)
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({first_line(error)}); name another folder") from error

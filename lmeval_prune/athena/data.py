@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -84,16 +84,10 @@ class Material:
         Raises:
             InputError: a split does not exist or is the test split under another name, or too little is left.
         """
-        test = {question_key(row) for row in load(options.data, options.test, options.data_dir)}
-        names = options.train or _other_folds(options)
+        test = load(options.data, options.test, options.data_dir)
+        names = options.train or other_folds(options.data, options.test)
         rows: list[dict[str, Any]] = [row for name in names for row in load(options.data, name, options.data_dir)]
-        own = [row for row in rows if question_key(row) not in test]
-        repeated = len(rows) - len(own)
-        if repeated > len(test) // 2:
-            raise InputError(
-                f"the training splits {', '.join(names)} hold {repeated} of the {len(test)} questions of the test "
-                f"split {options.test}; leave them out of train"
-            )
+        own, repeated = without_test(rows, test, ", ".join(names), options.test)
         if options.limit is not None:
             own = random.Random(options.seed).sample(own, min(options.limit, len(own)))
         found = [one for row in own if (one := Grounded.of(row))]
@@ -109,12 +103,36 @@ class Material:
         return cls(train, validation, tuple(constants), len(own) - len(found), repeated)
 
 
-def _other_folds(options: TrainOptions) -> list[str]:
-    """The folds that are not the test."""
-    folds = [name for name in DATA[options.data].splits if name.startswith("fold")]
-    if options.test not in folds:
-        raise InputError(f"test={options.test} is no fold of {options.data}; name the training splits in train")
-    return [name for name in folds if name != options.test]
+def other_folds(data: str, test: str) -> list[str]:
+    """The folds of a data set that are not the test.
+
+    Raises:
+        InputError: the test is no fold.
+    """
+    folds = [name for name in DATA[data].splits if name.startswith("fold")]
+    if test not in folds:
+        raise InputError(f"test={test} is no fold of {data}; name the training splits in train")
+    return [name for name in folds if name != test]
+
+
+def without_test(
+    rows: Iterable[Document], test: Iterable[Document], names: str, test_name: str, field: str = "question"
+) -> tuple[list[Any], int]:
+    """Rows whose question is none of the test's, and how many were left out.
+
+    Raises:
+        InputError: the rows hold most of the test.
+    """
+    known = {question_key(row, field) for row in test}
+    every = list(rows)
+    own = [row for row in every if question_key(row, field) not in known]
+    repeated = len(every) - len(own)
+    if repeated > len(known) // 2:
+        raise InputError(
+            f"the training splits {names} hold {repeated} of the {len(known)} questions of the test split {test_name}; "
+            f"leave them out of train"
+        )
+    return own, repeated
 
 
 def question_key(document: Document, field: str = "question") -> str:

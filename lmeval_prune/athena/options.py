@@ -65,6 +65,7 @@ class TrainOptions:
                 self.epochs, self.batch, self.accumulate, self.max_kept
             )
             < 1,
+            "seed must be at least 0 and below 2³¹": not 0 <= self.seed < 2**31,
             "limit must be at least 2": self.limit is not None and self.limit < 2,
             "the learning rates and clip must be above 0": min(self.encoder_rate, self.head_rate, self.clip) <= 0,
             "decay and patience must not be negative": min(self.decay, self.patience) < 0,

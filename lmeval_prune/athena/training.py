@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lmeval_prune.athena.data import Grounded, Material, question_key
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
 ACCURACY = "eval_accuracy"
@@ -157,10 +158,14 @@ class AthenaTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Also solve the validation problems."""
         found = super().evaluation_loop(*args, **kwargs)
-        self.host.eval()
-        texts = answers(self.host, [one.problem for one in self.validation])
-        right = [one.is_solved_by(text) for one, text in zip(self.validation, texts, strict=True)]
-        return found._replace(metrics={**(found.metrics or {}), ACCURACY: sum(right) / len(right)})
+        return found._replace(metrics={**(found.metrics or {}), ACCURACY: share_solved(self.host, self.validation)})
+
+
+def share_solved(model: Athena, problems: Sequence[Grounded]) -> float:
+    """The share of problems that a model solves, which is in evaluation mode then."""
+    texts = answers(model.eval(), [one.problem for one in problems])
+    right = [one.is_solved_by(text) for one, text in zip(problems, texts, strict=True)]
+    return sum(right) / len(right)
 
 
 class Progress(TrainerCallback):
@@ -238,34 +243,72 @@ def train(options: TrainOptions) -> Athena:
     settings = json.loads(json.dumps(asdict(options)))
     del settings["output"], settings["data_dir"]  # where things are changes nothing
     if target.exists():
-        _refuse_other(settings, checkpoint.describe(target).get("options", {}), target)
+        refuse_other(settings, checkpoint.describe(target).get("options", {}), target)
     else:
-        try:
-            work.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{work} cannot be made ({error.strerror}); name another output") from error
-        try:
-            with FileLock(work / ".lock", timeout=0):
-                checkpoint.write(_train(options, settings, work), target)
-        except Timeout:
-            raise InputError(f"another process trains {target}; wait for it, or name another output") from None
+        with alone(work, target):
+            checkpoint.write(_train(options, settings, work), target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
     draw(model.about["log"], target / "training")
     return model
 
 
-def _refuse_other(settings: dict[str, Any], known: dict[str, Any], where: Path) -> None:
+def refuse_other(settings: dict[str, Any], known: dict[str, Any], where: Path) -> None:
+    """Refuse to go on with what was begun with other options.
+
+    Raises:
+        InputError: naming some of them.
+    """
     differ = [name for name in settings if known.get(name) != settings[name]]
     if differ:
         shown = ", ".join(f"{name}={known.get(name)}" for name in differ[:3])
         raise InputError(f"{where} was made with other options ({shown}); name another output, or delete it")
 
 
+def begun_with(path: Path) -> dict[str, Any]:
+    """The options of a training that was begun.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path} is damaged ({first_line(error)}); delete {path.parent} to begin anew") from error
+    return found
+
+
+@contextmanager
+def alone(work: Path, target: Path) -> Iterator[None]:
+    """Let no other process make the same model meanwhile.
+
+    Args:
+        work: folder beside it for what is not complete; it is made.
+        target: the model.
+
+    Raises:
+        InputError: one does, or the folder cannot be made.
+    """
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{work} cannot be made ({error.strerror}); name another output") from error
+    lock = FileLock(work / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(f"another process makes {target}; wait for it, or name another output") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
     begun = work / "options.json"
     if begun.is_file():
-        _refuse_other(settings, json.loads(begun.read_text(encoding="utf-8")), work)
+        refuse_other(settings, begun_with(begun), work)
     material = Material.of(options)
     write_text(begun, json.dumps(settings, indent=1) + "\n")
     set_seed(options.seed)
@@ -303,6 +346,7 @@ def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athen
         "best_epoch": round((state.best_global_step or state.max_steps) / state.max_steps * options.epochs),
         "log": [row for row in state.log_history if "loss" in row or ACCURACY in row],
         "trained_on": sorted({question_key(one.document) for one in [*material.train, *material.validation]}),
+        "validated_on": sorted({question_key(one.document) for one in material.validation}),
     }
     return model
 

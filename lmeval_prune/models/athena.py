@@ -15,6 +15,7 @@ from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError, nearest, reported
 from lmeval_prune.models.arguments import Arguments, our_names, unknown
@@ -62,6 +63,7 @@ class AthenaLM(LM):
         self.field, self.batch_size = question_field, _batch(batch_size)
         where = _device(device)
         self.about = checkpoint.describe(pretrained)
+        self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
         for one in given.interventions:
             one.fit_to(bare)
@@ -137,11 +139,10 @@ class AthenaLM(LM):
         """What the results file says of the model: its training, and a section `pruning`."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
-        return {
-            "model_num_parameters": parameters,
-            "athena": training,
-            "pruning": applied(self.model_map, self.model_map.weights),
-        }
+        pruning = applied(self.model_map, self.model_map.weights)
+        if self.manifest:
+            pruning["checkpoint"] = checkpoint_columns(self.manifest)
+        return {"model_num_parameters": parameters, "athena": training, "pruning": pruning}
 
 
 def _batch(size: Any) -> int:

@@ -43,6 +43,7 @@ _COUNTS = {
 _WIDTH_OF_QUERIES = {"gpt_bigcode": "embed_dim"}  # whose fused projection is split by it
 _READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # in the forward pass
 _STAGES = "_lmeval_prune_stages"  # what a model remembers of its cuts until it is written
+_SEEN = "_lmeval_prune_seen"  # and of the questions that it was trained on
 _CHANNELS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim")
 
 
@@ -131,6 +132,7 @@ def cut(model: Any, plan: Plan | HeadMask) -> Cut:
     }
     before = getattr(model, _STAGES, None) or (manifest_of(model) or {}).get("stages", [])
     setattr(smaller, _STAGES, [*before, stage])
+    setattr(smaller, _SEEN, seen_by(model))
     own_map = map_model(smaller)
     manifest = {
         "parent": stage["parent"],
@@ -142,8 +144,18 @@ def cut(model: Any, plan: Plan | HeadMask) -> Cut:
             name: [round(float(x.mean()), 6) for x in one] for name, one in plan.scores.items() if "heads." in name
         },
         "stages": getattr(smaller, _STAGES),
+        **getattr(smaller, _SEEN),
     }
     return Cut(smaller, manifest, plan, model_map)
+
+
+def seen_by(model: Any) -> dict[str, list[str]]:
+    """Questions that a model was trained on, as its manifest has them: a cut makes none of them unseen."""
+    known: dict[str, list[str]] | None = getattr(model, _SEEN, None)
+    if known is None:
+        manifest = manifest_of(model) or {}
+        known = {name: manifest[name] for name in ("trained_on", "validated_on") if name in manifest}
+    return known
 
 
 def check_cuttable(model_map: ModelMap, heads: bool) -> None:

@@ -1,0 +1,361 @@
+"""The second paper's tables, measured: recursive distillation of ATHENA and of SmolLM2, a row at a time.
+
+    python benchmarks/distillation_result.py [--rows 1000] [--match REGEX] [--list] [--report]
+
+A row is one model on one fold by one seed. Rows stand in the order of their importance; each is stored under --work
+when it is done and never made again, and a row that was killed goes on where it was: the same command can be given
+again and again. `--rows 1` makes the next one. Recipes: configs/athena/minilm.yaml and configs/distillation/.
+Nothing of a fold's test is looked at before its row is tested, by lm_eval. Speed, FLOPs and memory are those of
+reading the same test problems and judging their gold graphs, for a search does as much work as it keeps thoughts
+(language models: a prompt of 128 tokens; speed with 16 more). Speed: processor time, in turn with the dense host,
+medians. Memory: what a process of its own needs at most above what it has before the model is read. Writes
+`results/distillation.json`, and tables and pictures under `docs/results/distillation/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from _record import RESULTS, environment, write
+from athena_host import tested
+
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.distillation.options import DistillOptions
+
+ROOT = RESULTS.parent.parent
+OUTPUT = ROOT / "docs/results/distillation"
+TASK = "prune_asdiv_a_equation"
+JUDGED, ROUNDS = 96, 7  # problems whose gold graphs are judged, and how often
+OURS, DENSE = "ours", "dense"
+
+# what differs from "ours", which follows the recipe
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "pruning only": {"distill_weight": 0.0, "task_weight": 1.0},
+    "random": {"method": "random"},
+    "response only": {"feature": False},
+    "feature only": {"response": False},
+    "alpha 1.0": {"options": {"alpha": 1.0}},
+    "alpha 0.0": {"options": {"alpha": 0.0}},
+    "global threshold": {"method": "global_threshold", "stages": 1},
+    "attention visualisation": {"method": "confidence"},
+    "distillation only": {"ratio": 0.0},
+    "pruned, not trained": {"epochs": 0},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model that is made and tested."""
+
+    host: str  # athena or smollm2
+    kind: str
+    ratio: float
+    fold: int
+    seed: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return f"{self.host}, fold{self.fold}, {self.kind}, {self.ratio:.0%}, seed {self.seed}"
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"\W+", "_", self.key)
+
+
+def rows() -> Iterator[Row]:
+    """What matters most first: Table 1 fold by fold, Table 4 on two folds, α, then the language model."""
+    for fold in range(5):
+        yield Row("athena", DENSE, 0.0, fold)
+        for ratio in (0.25, 0.3, 0.2):
+            yield Row("athena", OURS, ratio, fold)
+        if fold == 1:  # what the method is made of, before more folds
+            for kind, changes in ABLATIONS.items():
+                for one in (0, 1):
+                    yield Row("athena", kind, changes.get("ratio", 0.25), one, changes=changes)
+            for alpha in (0.3, 0.7):
+                for one in (0, 1):
+                    yield Row("athena", f"alpha {alpha}", 0.25, one, changes={"options": {"alpha": alpha}})
+            yield Row("smollm2", DENSE, 0.0, 0)
+            for ratio in (0.25, 0.3, 0.2):
+                yield Row("smollm2", OURS, ratio, 0)
+            channels = {"ffn_ratio": 0.3, "ffn_method": "random"}
+            yield Row("smollm2", f"{OURS} + channels", 0.3, 0, changes=channels)
+            yield Row("athena", f"{OURS} + channels", 0.3, 0, changes=channels)
+
+
+def recipe(name: str, section: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))[section]
+    return found
+
+
+def made(row: Row, work: Path, hosts: Path) -> tuple[Path, Path]:
+    """The model of a row, and its dense host; made if they are not there."""
+    dense = work / "models" / Row(row.host, DENSE, 0.0, row.fold, row.seed).folder
+    if row.host == "athena" and not row.seed:  # the same that athena_host.py trains
+        dense = hosts / f"dense_fold{row.fold}"
+    _train_dense(row, dense)
+    if row.kind == DENSE:
+        return dense, dense
+    folder = work / "models" / row.folder
+    name = "distillation/minilm" if row.host == "athena" else "distillation/smollm2"
+    given = {**recipe(name, "distill"), "ratio": row.ratio, **row.changes}
+    given |= {"pretrained": str(dense), "output": str(folder), "seed": row.seed}
+    if row.host == "smollm2":
+        given["test"] = f"fold{row.fold}"
+    if row.changes.get("stages") == 1:  # as many epochs as in all stages of the others
+        given["epochs"] *= recipe(name, "distill")["stages"]
+    from lmeval_prune.distillation.recursion import distill
+
+    distill(DistillOptions(**given))
+    return folder, dense
+
+
+def _train_dense(row: Row, folder: Path) -> None:
+    """Train it, or see that it was trained by the same recipe."""
+    if row.host == "athena":
+        from lmeval_prune.athena import training
+        from lmeval_prune.athena.options import TrainOptions
+
+        given = {**recipe("athena/minilm", "athena"), "output": str(folder), "test": f"fold{row.fold}"}
+        training.train(TrainOptions(**given, seed=row.seed))
+    else:
+        from lmeval_prune.distillation.recursion import distill
+
+        given = {**recipe("distillation/smollm2_finetune", "distill"), "output": str(folder), "seed": row.seed}
+        distill(DistillOptions(**{**given, "test": f"fold{row.fold}"}))
+
+
+# ---------------------------------------------------------------- what it is worth
+
+
+def measured(row: Row, folder: Path, dense: Path, work: Path) -> dict[str, Any]:
+    kept = work / "answers" / f"{row.folder}.json"
+    if row.host == "athena":
+        tested(folder, row.fold, None, kept)
+        costs = athena_costs(folder, dense, row.fold)
+    else:
+        _tested_language(folder, row.fold, kept)
+        costs = language_costs(folder, dense)
+    answers = json.loads(kept.read_text(encoding="utf-8"))
+    right = "".join(str(int(one["right"])) for one in answers)
+    note = json.loads((folder / "distillation.json").read_text()) if (folder / "distillation.json").exists() else {}
+    stages = note.get("stages", [])
+    removed = {name: sum(stage["removed"][name] for stage in stages) for name in ("heads", "kv_heads", "channels")}
+    return {
+        "host": {"athena": "ATHENA over MiniLM", "smollm2": "SmolLM2-135M"}[row.host],
+        "task": TASK,
+        "removed_by": _removed_by(row),
+        "kind": row.kind,
+        "ratio": row.ratio,
+        "split": f"fold{row.fold}",
+        "seed": row.seed,
+        "accuracy": right.count("1") / len(right),
+        "right": right,
+        "removed": removed,
+        **costs,
+        "stages": stages,
+    }
+
+
+def _removed_by(row: Row) -> str:
+    given = recipe("distillation/minilm" if row.host == "athena" else "distillation/smollm2", "distill") | row.changes
+    return (
+        f"unit={given.get('unit', 'head')}, {given['stages']} stages of {given['epochs']} epochs, rate {given['rate']}"
+    )
+
+
+def _tested_language(folder: Path, fold: int, kept: Path) -> None:
+    if kept.exists():
+        return
+    from lm_eval import simple_evaluate
+
+    from lmeval_prune.plugin import registration
+
+    registration.register()
+    found = simple_evaluate(
+        model="pruned-hf", model_args={"pretrained": str(folder), "dtype": "float32"}, batch_size=8, tasks=[TASK],
+        metadata={"data_split": f"fold{fold}"}, bootstrap_iters=0, apply_chat_template=True,
+        gen_kwargs="max_gen_toks=48",
+    )  # fmt: skip
+    samples = [
+        {"id": one["doc"]["id"], "right": one["exact_match"], "answer": one["resps"][0][0]}
+        for one in found["samples"][TASK]
+    ]
+    write_text(kept, json.dumps(samples, indent=0) + "\n")
+
+
+def judged(model: Any, fold: int) -> dict[str, Any]:
+    """Test problems with their gold graphs: what a model judges, whatever it would have searched through."""
+    from lmeval_prune.athena.batches import Collator
+    from lmeval_prune.athena.data import Grounded
+    from lmeval_prune.tasks import data
+
+    problems = [one for row in data.load("asdiv_a", f"fold{fold}") if (one := Grounded.of(row))][:JUDGED]
+    made = [one.example(model.tokenizer, model.settings.max_length, model.settings.constants) for one in problems]
+    batch = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)([one for one in made if one])
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def athena_costs(folder: Path, dense: Path, fold: int) -> dict[str, Any]:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lmeval_prune.athena import checkpoint
+    from lmeval_prune.interventions.attention_call import eager_attention
+
+    models = {"dense": checkpoint.read(dense), "own": checkpoint.read(folder)}
+    own, batch = models["own"], judged(models["own"], fold)
+    with torch.no_grad():
+        with eager_attention(own.encoder), FlopCounterMode(display=False) as counter:
+            own(**batch)
+        seconds = _in_turn({name: lambda model=model: model(**batch) for name, model in models.items()})
+    found = {
+        "parameters": sum(parameter.numel() for parameter in own.parameters()),
+        "flops": int(counter.get_total_flops()),
+        "seconds": seconds,
+    }
+    del models, own
+    gc.collect()
+    return {**found, "memory": _memory_of(_judge, str(folder), fold)}
+
+
+def _in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Processor time of each, the median of several rounds after one that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(ROUNDS + 1):
+        for name, run in runs.items():
+            begun = time.process_time()
+            run()
+            if number:
+                times[name].append(time.process_time() - begun)
+    return {name: round(statistics.median(all_), 4) for name, all_ in times.items()}
+
+
+def _memory_of(function: Callable[..., int], *arguments: Any) -> int:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _judge(folder: str, fold: int) -> int:
+    from lmeval_prune.athena import checkpoint
+    from lmeval_prune.profiling.speed import highest_memory
+    from lmeval_prune.tasks import data
+
+    torch.set_num_threads(1)
+    checkpoint.describe(folder)
+    data.load("asdiv_a", f"fold{fold}")
+    before = psutil.Process().memory_info().rss
+    model = checkpoint.read(folder)
+    with torch.no_grad():
+        model(**judged(model, fold))
+    return highest_memory() - before
+
+
+def language_costs(folder: Path, dense: Path) -> dict[str, Any]:
+    from lmeval_prune import load_pretrained
+    from lmeval_prune.profiling.costs import counted_flops, parameters
+    from lmeval_prune.profiling.speed import Workload, measure, peak_memory
+
+    work = Workload(prompt=128, new=16, batches=(1,), rounds=ROUNDS, clock="processor")
+    models = {"dense": load_pretrained(dense), "own": load_pretrained(folder)}
+    speeds = measure(models, work)
+    seconds = {
+        name: round(work.prompt / one["prefill_1"] + work.new / one["decode_1"], 4) for name, one in speeds.items()
+    }
+    found = {
+        "parameters": parameters(models["own"])[0],
+        "flops": counted_flops(models["own"], 128),
+        "seconds": seconds,
+        "speeds": speeds,
+    }
+    del models
+    gc.collect()
+    return {**found, "memory": int(peak_memory(str(folder), work) * 2**20)}
+
+
+# ---------------------------------------------------------------- rows in a file
+
+
+def known(work: Path) -> dict[str, dict[str, Any]]:
+    """Rows that are done."""
+    found = {}
+    for row in rows():
+        path = work / "rows" / f"{row.folder}.json"
+        if path.exists():
+            found[row.key] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def finish(work: Path) -> None:
+    """Write what is known, each row with the run that measured it."""
+    found = known(work)
+    if not found:
+        print("no row is done yet")
+        return
+    from lmeval_prune.distillation.report import write as report
+    from lmeval_prune.tasks import data
+
+    environments: list[dict[str, Any]] = []
+    for row in found.values():
+        if row["environment"] not in environments:
+            environments.append(row["environment"])
+        row["environment"] = environments.index(row["environment"])
+    splits = sorted({row["split"] for row in found.values()})
+    questions = {
+        split: [{"id": one["id"], "complexity": one["complexity"]} for one in data.load("asdiv_a", split)]
+        for split in splits
+    }
+    content = {"written": environment(), "environments": environments, "questions": questions, "rows": found}
+    write("distillation", content)
+    for path in report(RESULTS / "distillation.json", OUTPUT):
+        print(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=1000, help="so many at most")
+    parser.add_argument("--match", default="", help="only rows whose name has this regular expression")
+    parser.add_argument("--work", default="out/distillation")
+    parser.add_argument("--hosts", default="out/athena", help="folder of the dense hosts of athena_host.py")
+    parser.add_argument("--list", action="store_true", help="show rows and whether they are done")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write what is known")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    work = Path(options.work)
+    wanted = [row for row in rows() if re.search(options.match, row.key)]
+    done = known(work)
+    if options.list:
+        for row in wanted:
+            print(("done  " if row.key in done else "      ") + row.key)
+        return
+    if not options.report:
+        for row in [row for row in wanted if row.key not in done][: options.rows]:
+            begun, about = time.time(), environment()
+            print(f"--- {row.key}", flush=True)
+            folder, dense = made(row, work, Path(options.hosts))
+            found = {**measured(row, folder, dense, work), "environment": about, "load": os.getloadavg()[0]}
+            write_text(work / "rows" / f"{row.folder}.json", json.dumps(found) + "\n")
+            minutes = (time.time() - begun) / 60
+            print(f"--- {row.key}: {found['accuracy']:.1%}, {minutes:.1f} min in this run", flush=True)
+    finish(work)
+
+
+if __name__ == "__main__":
+    main()

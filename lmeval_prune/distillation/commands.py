@@ -1,0 +1,58 @@
+"""`lmeval-prune distill` and `report distillation`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lmeval_prune.distillation.options import DistillOptions
+
+
+def distill(**options: Any) -> int:
+    """Prune a model stage by stage, each stage taught by the one before it."""
+    wanted = DistillOptions(**options)
+    from transformers.utils.logging import disable_progress_bar
+
+    from lmeval_prune.distillation import recursion
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    disable_progress_bar()
+    try:
+        note = recursion.distill(wanted)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on beside {wanted.output}")
+        return 130
+    if not recursion.this_process().is_main_process:
+        return 0
+    for stage in note["stages"]:
+        removed = stage["removed"]
+        gone = f"{removed['heads']} heads, {removed['channels']} channels removed"
+        print(f"stage {stage['stage']}: {gone}; {stage['parameters'] / 1e6:.2f} million parameters are left")
+    splits = note["material"]["splits"]
+    if "data" in splits:
+        task, model = f"prune_{splits['data']}_equation", "athena"
+    else:
+        task, model = splits["task"], "pruned-hf"
+    metadata = f' --metadata \'{{"data_split": "{splits["test"]}"}}\'' if splits["test"] else ""
+    chat = " --apply_chat_template" if wanted.chat else ""
+    print(
+        f"{wanted.output}: test it with\n  lm_eval --model {model} --model_args pretrained={wanted.output} "
+        f"--tasks {task}{metadata}{chat}"
+    )
+    return 0
+
+
+def report(results: str, output: str) -> int:
+    """Write the second paper's tables from results, beside its figures.
+
+    Args:
+        results: file of rows, as benchmarks/distillation_result.py writes it
+        output: folder for the tables and pictures
+    """
+    from pathlib import Path
+
+    from lmeval_prune.distillation.report import write
+
+    for path in write(Path(results), Path(output)):
+        print(path)
+    return 0

@@ -1,0 +1,464 @@
+"""The second paper's tables from rows of results, beside its own figures, with paired tests against the dense host.
+
+A row is one model: of which kind, on which split, by which seed, and which questions it answers rightly. What was never
+measured is left out; nothing is run here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.distillation import curves, paper
+from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.reporting.plot_style import COLOURS, figure, save
+from lmeval_prune.reporting.statistics import holm, sign_flip_test
+from lmeval_prune.reporting.tables import csv, markdown
+
+ALPHAS, LEVELS = tuple(paper.TABLE_3A), ("low", "medium", "high")
+DENSE, OURS = "dense", "ours"
+TEXTS = ("host", "kind", "split", "task", "removed_by")  # that each row has
+
+Chosen = Callable[[dict[str, Any]], Any]  # of a row, which of its questions
+
+
+Unit = tuple[str, int]  # a split and a seed
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of a kind, on all splits and seeds that it was measured on.
+
+    Attributes:
+        rows: its rows.
+        dense: of each, the row of its dense host.
+    """
+
+    rows: list[dict[str, Any]]
+    dense: list[dict[str, Any]]
+
+    @property
+    def units(self) -> set[Unit]:
+        """Splits and seeds of its rows."""
+        return {_unit(row) for row in self.rows}
+
+    def on(self, units: Collection[Unit]) -> Variant:
+        """The rows of these splits and seeds."""
+        pairs = [pair for pair in zip(self.rows, self.dense, strict=True) if _unit(pair[0]) in units]
+        return Variant([row for row, _ in pairs], [row for _, row in pairs])
+
+    def differences(self, chosen: Chosen = lambda row: slice(None)) -> list[np.ndarray]:
+        """Of each split, question by question: right minus right of the dense host, the mean over seeds.
+
+        Args:
+            chosen: which questions of a row.
+        """
+        splits: dict[str, list[np.ndarray]] = {}
+        for row, other in zip(self.rows, self.dense, strict=True):
+            places = chosen(row)
+            splits.setdefault(row["split"], []).append(_right(row)[places] - _right(other)[places])
+        return [np.mean(seeds, axis=0) for seeds in splits.values()]
+
+    @property
+    def accuracy(self) -> float:
+        """In %, the mean over splits of means over seeds."""
+        return _mean_accuracy(self.rows)
+
+    @property
+    def difference(self) -> float:
+        """To the dense host, in points."""
+        return self.accuracy - _mean_accuracy(self.dense)
+
+    def test(self, chosen: Chosen = lambda row: slice(None)) -> tuple[float, float]:
+        """p of a paired test over questions, and of one over splits (NaN of a single one).
+
+        Args:
+            chosen: which questions of a row.
+        """
+        found = [one for one in self.differences(chosen) if len(one)]
+        if not found:
+            return float("nan"), float("nan")
+        over_questions = float(sign_flip_test(np.concatenate(found)[:, None])[0])
+        if len(found) < 2:
+            return over_questions, float("nan")
+        return over_questions, float(sign_flip_test(np.array([[one.mean()] for one in found]))[0])
+
+    def removed(self) -> str:
+        """What was removed, the mean over rows; empty where rows do not say."""
+        known = [row["removed"] for row in self.rows if row.get("removed")]
+        means = [(name, np.mean([one.get(name, 0) for one in known])) for name in ("heads", "channels") if known]
+        return ", ".join(f"{mean:g} {name}" for name, mean in means)
+
+    def fewer(self, name: str) -> float:
+        """By how many % a figure is smaller than the dense host's; NaN if it was not measured."""
+        pairs = [(row.get(name), other.get(name)) for row, other in zip(self.rows, self.dense, strict=True)]
+        known = [1 - mine / theirs for mine, theirs in pairs if mine and theirs]
+        return 100 * float(np.mean(known)) if known else float("nan")
+
+    def faster(self) -> float:
+        """By how many % it is faster than the dense host that was timed beside it; NaN if it was not."""
+        known = [row["seconds"]["dense"] / row["seconds"]["own"] - 1 for row in self.rows if row.get("seconds")]
+        return 100 * float(np.mean(known)) if known else float("nan")
+
+
+def _unit(row: dict[str, Any]) -> Unit:
+    return row["split"], row["seed"]
+
+
+def _mean_accuracy(rows: Sequence[dict[str, Any]]) -> float:
+    splits: dict[str, list[float]] = {}
+    for row in rows:
+        splits.setdefault(row["split"], []).append(row["accuracy"])
+    return 100 * float(np.mean([np.mean(seeds) for seeds in splits.values()]))
+
+
+def _right(row: dict[str, Any]) -> np.ndarray:
+    return np.array([float(mark) for mark in row["right"]])
+
+
+class Results:
+    """What was measured.
+
+    Args:
+        content: of a results file.
+
+    Attributes:
+        hosts: names, in order.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.rows: list[dict[str, Any]] = list(content["rows"].values())
+        self.questions: dict[str, list[dict[str, Any]]] = content["questions"]
+        self.hosts = list(dict.fromkeys(row["host"] for row in self.rows))
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Read a results file.
+
+        Raises:
+            InputError: it is none.
+        """
+        if not path.is_file():
+            raise InputError(f"no such file: {path}")
+        try:
+            found = cls(json.loads(path.read_text(encoding="utf-8")))
+            for row in found.rows:
+                if len(row["right"]) != len(found.questions[row["split"]]):
+                    raise ValueError(f"{row['kind']} on {row['split']} has other questions than the file says")
+                float(row["ratio"]), float(row["accuracy"]), int(row["seed"])
+                if not all(isinstance(row[name], str) for name in TEXTS):
+                    raise ValueError(f"{', '.join(TEXTS)} are texts")
+        except KeyError as error:
+            raise InputError(f"{path} holds no rows of distillation ({error} is not there)") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} holds no rows of distillation ({first_line(error)})") from error
+        return found
+
+    def dense(self, host: str) -> dict[tuple[str, int], dict[str, Any]]:
+        """Rows of the unpruned host by split and seed."""
+        return {_unit(row): row for row in self.rows if row["host"] == host and row["kind"] == DENSE}
+
+    def variant(self, host: str, kind: str, ratio: float) -> Variant | None:
+        """Rows of one kind at one ratio that have a dense host; None if there are none."""
+        dense = self.dense(host)
+        rows = [row for row in self.rows if (row["host"], row["kind"], row["ratio"]) == (host, kind, ratio)]
+        rows = [row for row in rows if _unit(row) in dense]
+        return Variant(rows, [dense[_unit(row)] for row in rows]) if rows else None
+
+    def ratios(self, host: str, kind: str = OURS) -> list[float]:
+        """Ratios that were measured."""
+        return sorted({row["ratio"] for row in self.rows if row["host"] == host and row["kind"] == kind})
+
+
+def write(results: Path, output: Path) -> list[Path]:
+    """Write `tables.md`, a CSV of all rows, and pictures.
+
+    Returns:
+        What was written.
+
+    Raises:
+        InputError: the file holds no rows.
+    """
+    found = Results.read(results)
+    parts = ["# Recursive distillation: the second paper's tables", _legend(found)]
+    for host in found.hosts:
+        if not found.dense(host):
+            continue
+        parts.append(f"## {host}\n\n{_what(found, host)}")
+        kinds = [kind for kind in dict.fromkeys(row["kind"] for row in found.rows) if kind.startswith(OURS)]
+        for title, table in (
+            *((f"Table 1: {kind}, by share of heads", table_1(found, host, kind)) for kind in kinds),
+            ("Table 3 (a): α, 25% of heads", table_3a(found, host)),
+            ("Table 3 (b): complexity, 25% of heads", table_3b(found, host)),
+            ("Table 4: ablations, 25% of heads", table_4(found, host)),
+        ):
+            if table is not None:
+                parts.append(f"### {title}\n\n{_shown(table)}")
+    sizes = table_2(found)
+    if sizes is not None:
+        parts.append(f"## Table 2: hosts, 25% of heads\n\n{_shown(sizes)}")
+    parts.append(f"## What the paper's description cannot give\n\n{_arithmetic()}")
+    write_text(output / "tables.md", "\n\n".join(parts) + "\n")
+    write_text(output / "rows.csv", csv(_flat(found)))
+    written = [output / "tables.md", output / "rows.csv"]
+    if any(len(found.ratios(host)) > 1 for host in found.hosts):
+        _draw(found, output / "ratios")
+        written += [output / "ratios.png", output / "ratios.svg"]
+    for row in found.rows:
+        if row.get("stages") and row["kind"] == OURS and _unit(row) == _unit(found.rows[0]):
+            stem = output / f"{_slug(row['host'])}_{round(100 * row['ratio'])}"
+            curves.draw(row["stages"], stem)
+            written += [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    return written
+
+
+def _shown(table: pd.DataFrame) -> str:
+    """A table, and the splits and seeds that all its rows have."""
+    units: set[Unit] = table.attrs["units"]
+    names = ", ".join(f"{split} seed {seed}" for split, seed in sorted(units))
+    return f"On {names}.\n\n{markdown(table, [table.columns[0]])}"
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name.lower()).strip("_")
+
+
+def _signed(value: float, digits: int = 1) -> str:
+    return "" if np.isnan(value) else f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _share(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.1f}".replace("-", "−")
+
+
+def _p(value: float) -> str:
+    if np.isnan(value):
+        return ""
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _legend(found: Results) -> str:
+    units = len({_unit(row) for row in found.rows})
+    return (
+        f"{len(found.rows)} rows; pairs of a split and a seed: {units}. A table has only those that all its rows have, "
+        f"and names them; where rows have none in common there is no table. Accuracy in %, the mean over splits of "
+        f"means over seeds; in brackets the difference to the dense host of the same splits and seeds. p: sign-flip "
+        f"tests of these differences, over questions and over splits (the mean over seeds of each): over five splits "
+        f"it cannot be below 2/2⁵ = 0.0625. Holm: the former, corrected for the rows of its table. Parameters, FLOPs, "
+        f"memory: by how much smaller; speed: by how much faster than the dense host timed beside it; all in %. Memory "
+        f"is that of a process, of which a small model is little: a few % either way are noise. *paper*: its own "
+        f"figures, whose unpruned rows are another paper's to the digit; in its Table 4 each pruned model needs "
+        f"{paper.MEMORY}% less memory. Empty: not measured."
+    )
+
+
+def _what(found: Results, host: str) -> str:
+    rows = [row for row in found.rows if row["host"] == host]
+    return "\n".join(sorted({f"{row['task']}; {row['removed_by']}." for row in rows if row["kind"] == OURS}))
+
+
+Named = Sequence[tuple[list[str], Variant | None, list[str]]]  # first cells of a line, what was measured, last cells
+
+
+def _comparable(variants: Sequence[Variant | None]) -> tuple[list[Variant | None], set[Unit]]:
+    """Variants on the splits and seeds that all of them have; none are left if they have none in common."""
+    measured = [one.units for one in variants if one is not None]
+    units = set.intersection(*measured) if measured else set()
+    return [one.on(units) if one is not None and units else None for one in variants], units
+
+
+def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -> pd.DataFrame | None:
+    """A table of variants, with Holm's correction over those that are tested; None of fewer than `least`."""
+    variants, units = _comparable([one for _, one, _ in named])
+    measured = [(cells, one, rest) for (cells, _, rest), one in zip(named, variants, strict=True) if one is not None]
+    if len(measured) < least:
+        return None
+    tests = [one.test() if not _is_dense(one) else (float("nan"), float("nan")) for _, one, _ in measured]
+    corrected = holm([test[0] for test in tests])
+    lines = []
+    for (cells, one, rest), test, adjusted in zip(measured, tests, corrected, strict=True):
+        change = "" if _is_dense(one) else f" ({_signed(one.difference)})"
+        costs = [
+            _share(one.fewer("parameters")),
+            _share(one.faster()),
+            _share(one.fewer("flops")),
+            _share(one.fewer("memory")),
+        ]
+        tested = [f"{one.accuracy:.1f}{change}", _p(test[0]), _p(adjusted), _p(test[1])]
+        lines.append([*cells, one.removed(), *tested, *costs, *rest])
+    costs = ["parameters↓", "speed↑", "FLOPs↓", "memory↓"]
+    return _table(lines, [head, "removed", "accuracy", "p questions", "Holm", "p splits", *costs, *tail], units)
+
+
+def _table(lines: list[list[str]], columns: list[str], units: set[Unit]) -> pd.DataFrame:
+    found = pd.DataFrame(lines, columns=columns)
+    found.attrs["units"] = units
+    return found
+
+
+def _is_dense(one: Variant) -> bool:
+    return one.rows[0]["kind"] == DENSE
+
+
+def table_1(found: Results, host: str, kind: str = OURS) -> pd.DataFrame | None:
+    """By share of heads."""
+    named: list[tuple[list[str], Variant | None, list[str]]] = [(["0"], found.variant(host, DENSE, 0.0), _paper_1(0.0))]
+    for ratio in found.ratios(host, kind):
+        named.append(([f"{100 * ratio:.0f}"], found.variant(host, kind, ratio), _paper_1(ratio)))
+    theirs = [f"paper, {data}: accuracy, parameters↓, speed↑, FLOPs↓" for data in paper.TABLE_1]
+    return _rows_with_tests(named, "heads removed, %", theirs, 2)
+
+
+def _paper_1(ratio: float) -> list[str]:
+    rows = [table.get(ratio) for table in paper.TABLE_1.values()]
+    return [", ".join(f"{value:.1f}" for value in row) if row else "" for row in rows]
+
+
+def table_2(found: Results) -> pd.DataFrame | None:
+    """Hosts of different sizes."""
+    variants, units = _comparable([found.variant(host, OURS, 0.25) for host in found.hosts])
+    measured = [(host, one) for host, one in zip(found.hosts, variants, strict=True) if one is not None]
+    if not measured:
+        return None
+    tests = [one.test() for _, one in measured]
+    lines = [
+        [
+            host,
+            one.removed(),
+            f"{_mean_accuracy(one.dense):.1f}",
+            f"{one.accuracy:.1f} ({_signed(one.difference)})",
+            *(_p(test[0]), _p(adjusted), _p(test[1])),
+            *(_share(one.fewer("parameters")), _share(one.faster())),
+        ]
+        for (host, one), test, adjusted in zip(measured, tests, holm([test[0] for test in tests]), strict=True)
+    ]
+    lines += [
+        [f"*paper*: {host}, {data}", "", f"{a:.1f}", f"{b:.1f} ({_signed(b - a)})", "", "", "", f"{c:.1f}", f"{d:.1f}"]
+        for (host, data), (a, b, c, d) in paper.TABLE_2.items()
+    ]
+    tested = ["p questions", "Holm", "p splits"]
+    return _table(lines, ["host", "removed", "dense", "25% removed", *tested, "parameters↓", "speed↑"], units)
+
+
+def table_3a(found: Results, host: str) -> pd.DataFrame | None:
+    """By α."""
+    kinds = {alpha: OURS if alpha == 0.5 else f"alpha {alpha}" for alpha in ALPHAS}
+    named = [
+        ([f"{alpha}"], found.variant(host, kind, 0.25), [f"{paper.TABLE_3A[alpha]}"]) for alpha, kind in kinds.items()
+    ]
+    return _rows_with_tests(named, "α", ["paper, Math23k"], 2)
+
+
+def table_3b(found: Results, host: str) -> pd.DataFrame | None:
+    """By the complexity of problems."""
+    one = found.variant(host, OURS, 0.25)
+    if one is None:
+        return None
+    levels = {split: [row.get("complexity") for row in rows] for split, rows in found.questions.items()}
+
+    def of_level(level: str) -> Chosen:
+        return lambda row: np.array([level in ("all", own) for own in levels[row["split"]]], dtype=bool)
+
+    tests = [one.test(of_level(level)) for level in (*LEVELS, "all")]
+    corrected = [*holm([test[0] for test in tests[:-1]]), float("nan")]  # all of them are tested in Table 1
+    lines = []
+    for level, test, adjusted in zip((*LEVELS, "all"), tests, corrected, strict=True):
+        chosen = [of_level(level)(row) for row in one.rows]
+        count = sum(int(places.sum()) for places in chosen)
+        was, now = paper.TABLE_3B[level]
+        theirs = f"{was} → {now} ({_signed(now - was)})"
+        if not count:
+            lines.append([level, "0", "", "", "", "", "", "", theirs])
+            continue
+        before, after = (
+            100 * sum(_right(row)[places].sum() for row, places in zip(rows, chosen, strict=True)) / count
+            for rows in (one.dense, one.rows)
+        )
+        tested = [_signed(after - before), _p(test[0]), _p(adjusted), _p(test[1])]
+        lines.append([level, str(count), f"{before:.1f}", f"{after:.1f}", *tested, theirs])
+    tested = ["difference", "p questions", "Holm", "p splits"]
+    return _table(lines, ["complexity", "answers", "dense", "25% removed", *tested, "paper, Math23k"], one.units)
+
+
+def table_4(found: Results, host: str) -> pd.DataFrame | None:
+    """Ablations."""
+    kinds = {"without entropy": "alpha 1.0", "without norm": "alpha 0.0"}
+    named: list[tuple[list[str], Variant | None, list[str]]] = []
+    for name, theirs in paper.TABLE_4.items():
+        ratio = 0.0 if name in (DENSE, "distillation only") else 0.25
+        one = found.variant(host, name, ratio) or found.variant(host, kinds.get(name, ""), ratio)
+        named.append(([name], one, [f"{theirs}"]))
+    named.insert(2, (["pruned, not trained"], found.variant(host, "pruned, not trained", 0.25), [""]))
+    return _rows_with_tests(named, "strategy", ["paper, Math23k"], 3)
+
+
+def _arithmetic() -> str:
+    lines = []
+    printed = {("base", ratio): row[1] for ratio, row in paper.TABLE_1["Math23k"].items() if ratio}
+    printed["large", 0.25] = paper.TABLE_2["ATHENA-large", "Math23k"][2]
+    for (size, ratio), theirs in printed.items():
+        gone, parameters, share = paper.head_share(size, ratio)
+        lines.append(
+            f"- ATHENA-{size}, {ratio:.0%} of the encoder's heads: {gone} heads, "
+            f"{parameters / 1e6:.2f} million parameters, {share:.1f}% of the model; the paper prints {theirs}%."
+        )
+    return (
+        "A head of 64 numbers is 64 rows of three projections and 64 columns of a fourth, with 192 biases; RoBERTa's "
+        "encoder and ATHENA's own modules (56.7 and 100.8 million) make the model.\n\n" + "\n".join(lines) + "\n- Its "
+        "rows at 25% have one parameter figure whatever was removed by which score, and the same speed: with heads of "
+        "equal size that follows. Reaching its figures takes feed-forward channels, too."
+    )
+
+
+def _flat(found: Results) -> pd.DataFrame:
+    names = ("host", "kind", "ratio", "split", "seed", "accuracy", "parameters", "flops", "memory")
+    return pd.DataFrame([{**{name: row.get(name) for name in names}, **_removed_where(row)} for row in found.rows])
+
+
+def _removed_where(row: dict[str, Any]) -> dict[str, Any]:
+    """What was removed, and which layers the heads are in that are left."""
+    removed, stages = row.get("removed") or {}, row.get("stages") or [{}]
+    left = "; ".join(f"{label} {len(heads)}" for label, heads in stages[-1].get("heads", {}).items())
+    return {"heads_removed": removed.get("heads"), "channels_removed": removed.get("channels"), "heads_left": left}
+
+
+def _draw(found: Results, stem: Path) -> None:
+    made, axes = figure(5.5, 3.4, "Accuracy by share of heads removed")
+    for colour, host in zip(COLOURS, found.hosts, strict=False):
+        shares = [0.0, *found.ratios(host)]
+        variants, _ = _comparable([found.variant(host, OURS if share else DENSE, share) for share in shares])
+        points = [(100 * share, one) for share, one in zip(shares, variants, strict=True) if one is not None]
+        for number, unit in enumerate(sorted({_unit(row) for _, one in points for row in one.rows})):
+            own = [(x, 100 * row["accuracy"]) for x, one in points for row in one.rows if _unit(row) == unit]
+            axes.plot(
+                *zip(*own, strict=True),
+                color=colour,
+                lw=0.6,
+                alpha=0.5,
+                marker=".",
+                label=None if number else f"{host}: one run",
+            )
+        axes.plot(
+            [x for x, _ in points], [one.accuracy for _, one in points], color=colour, marker="o", label=f"{host}: mean"
+        )
+    theirs = paper.TABLE_1["ASDiv-A"]
+    axes.plot(
+        [100 * x for x in theirs],
+        [row[0] for row in theirs.values()],
+        color=COLOURS[6],
+        ls="--",
+        marker="s",
+        ms=4,
+        label="paper, ASDiv-A",
+    )
+    axes.set_xlabel("heads removed, %")
+    axes.set_ylabel("accuracy, %")
+    axes.legend(frameon=False, fontsize=7)
+    save(made, stem)

@@ -1,0 +1,933 @@
+"""Recursive distillation: stages, heads, going on after a kill, equal losses however batches are put together, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from lmeval_prune.tasks.data import load
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune.athena import checkpoint, training
+from lmeval_prune.athena.data import question_key
+from lmeval_prune.athena.options import TrainOptions
+from lmeval_prune.athena.training import ByLength
+from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.cli import main
+from lmeval_prune.distillation import curves, language_host, recursion
+from lmeval_prune.distillation.host import note_of
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.distillation.recursion import distill, due, host_of
+from lmeval_prune.distillation.trainer import DistillTrainer, Filled, attend_without_dropout, collated, filled
+from lmeval_prune.interventions.attention_call import eager_attention
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.surgery.cut import cut_to
+from tests.athena_hosts import data_folder, encoder_folder
+from tests.conftest import ROOT
+from tests.tiny_models import tiny
+
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
+    """A host, trained for one epoch on 20 problems; 4 for validation, 6 for the test."""
+    folder = tmp_path_factory.mktemp("dense")
+    options = TrainOptions(
+        output=str(folder / "host"),
+        encoder=str(encoder_folder(folder / "encoder", dtype=torch.float32)),
+        data_dir=str(data_folder(folder / "data")),
+        validation=0.2,
+        epochs=1,
+        batch=8,
+        seed=1,
+    )
+    training.train(options)
+    return options
+
+
+@pytest.fixture(scope="module")
+def own_tasks() -> Iterator[None]:
+    """Tasks are looked up among ours alone, which takes no time."""
+    from lm_eval.tasks import TaskManager
+
+    from lmeval_prune.plugin import registration
+
+    registration.register()
+
+    def found(name: str, data_dir: str | None) -> Any:
+        manager = TaskManager(include_path=str(ROOT / "tasks"), include_defaults=False, metadata={"data_dir": data_dir})
+        return manager.load([name])["tasks"][name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_host, "task_named", found)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_pictures() -> Iterator[None]:
+    """They take as long as the rest; one test draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recursion, "draw", lambda *_: None)
+        patch.setattr(training, "draw", lambda *_: None)
+        yield
+
+
+@pytest.fixture
+def athena(dense: TrainOptions, tmp_path: Path) -> DistillOptions:
+    """Two stages of two epochs; two of eight heads go in each."""
+    return DistillOptions(
+        pretrained=dense.output,
+        output=str(tmp_path / "student"),
+        data_dir=dense.data_dir,
+        ratio=0.5,
+        stages=2,
+        epochs=2,
+        calibration=6,
+        rate=1e-3,
+    )
+
+
+@pytest.fixture
+def language(dense: TrainOptions, tiny_folder: Path, tmp_path: Path, own_tasks: None) -> DistillOptions:
+    """The same of a language model with grouped queries, and without validation."""
+    return DistillOptions(
+        pretrained=str(tiny_folder),
+        output=str(tmp_path / "student"),
+        data_dir=dense.data_dir,
+        task="prune_asdiv_a_equation",
+        test="fold0",
+        limit=8,
+        validation=0.25,
+        answer="\\boxed{{}}",
+        ratio=0.5,
+        unit="balanced",
+        stages=1,
+        epochs=1,
+        batch=3,
+        calibration=4,
+        rate=1e-3,
+    )
+
+
+def losses(folder: str) -> list[list[tuple[str, float]]]:
+    names = ("loss", "task", "response", "feature", "eval_loss", "eval_task", "eval_accuracy")
+    stages = note_of(Path(folder))["stages"]
+    return [[(name, row[name]) for row in stage["log"] for name in names if name in row] for stage in stages]
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    if (Path(folder) / "athena.json").is_file():
+        return checkpoint.read(folder).state_dict()
+    return load_pretrained(folder).state_dict()
+
+
+def assert_same(one: str, other: str, tolerance: float = 1e-6) -> None:
+    for stage, again in zip(losses(one), losses(other), strict=True):
+        assert [name for name, _ in stage] == [name for name, _ in again]
+        assert [value for _, value in stage] == pytest.approx([value for _, value in again], abs=tolerance)
+    expected, got = weights(one), weights(other)
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
+
+
+class Killed(BaseException):
+    """Ends the work where it stands, as a kill would."""
+
+
+def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    """Let a function end everything when it is called for the n-th time."""
+    original, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def stop(*args: Any, **named: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return original(*args, **named)
+
+    patch.setattr(owner, name, stop)
+
+
+# ---------------------------------------------------------------- stages
+
+
+def test_two_stages_of_athena(
+    athena: DistillOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recursion, "draw", curves.draw)
+    note = distill(athena)
+    said = capsys.readouterr().out
+    assert "stage 2 of 2, epoch 2.00 of 2" in said
+    assert "min left in all stages" in said
+    first, second = note["stages"]
+    assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
+    left = {label: len(heads) for label, heads in second["heads"].items()}
+    assert sum(left.values()) == 4
+    for label, heads in second["heads"].items():
+        assert set(heads) < set(range(4)) or left[label] == 4
+        assert set(heads) <= set(first["heads"][label])
+    assert note["material"]["splits"] == {"data": "asdiv_a", "test": "fold0", "train": []}
+    model = checkpoint.read(athena.output)
+    assert [layer.heads for layer in map_model(model.encoder).attention] == list(left.values())
+    assert second["parameters"] == sum(x.numel() for x in model.parameters())
+    manifest = read_manifest(f"{athena.output}/encoder")
+    assert manifest is not None
+    assert [stage["removed"]["heads"] for stage in manifest["stages"]] == [2, 2]
+    for stage in note["stages"]:
+        rows = [row for row in stage["log"] if "loss" in row]
+        assert len(rows) == 2
+        for row in rows:
+            assert row["loss"] == pytest.approx(0.5 * row["task"] + 0.5 * (row["response"] + row["feature"]))
+    assert {"distillation.json", "distillation.png", "distillation.svg"} <= {
+        path.name for path in Path(athena.output).iterdir()
+    }
+    assert not Path(f"{athena.output}.distilling").exists()
+
+
+def test_a_distilled_host_is_asked_by_lm_eval(athena: DistillOptions) -> None:
+    from lmeval_prune.models.athena import AthenaLM
+
+    distill(replace(athena, epochs=0))
+    lm = AthenaLM(athena.output)
+    info = lm.get_model_info()["pruning"]
+    assert info["checkpoint"]["removed"]["heads"] == 4
+    assert info["checkpoint"]["stages"] == 2
+
+
+def test_a_language_model(language: DistillOptions) -> None:
+    note = distill(replace(language, stages=2, ffn_ratio=0.25, ffn_method="random"))
+    assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
+    model = load_pretrained(language.output)
+    assert sum(layer.heads for layer in map_model(model).attention) == 4
+    assert sum(block.channels for block in map_model(model).feed_forward) == 72
+    assert model.lm_head.weight.shape[0] == model.config.vocab_size
+    manifest = read_manifest(language.output)
+    assert manifest is not None
+    assert len(manifest["stages"]) == 2
+    logged = {name for stage in losses(language.output) for name, _ in stage}
+    assert logged == {"loss", "task", "response", "feature", "eval_loss", "eval_task"}
+
+
+def test_answers_are_learned_and_nothing_else(language: DistillOptions) -> None:
+    host = host_of(language)
+    material = host.material()
+    assert (len(material.train), len(material.validation)) == (6, 2)
+    text = material.train[0]
+    decode = host.tokenizer.decode  # type: ignore[attr-defined]
+    assert decode(text.ids[: text.start]).endswith("Do not compute it.")
+    answer = decode(text.ids[text.start :])
+    assert answer.startswith(" \\boxed{")
+    assert answer.endswith("}</s>")
+    inputs = host.collate(material.train[:3])
+    counted = sum(len(one.ids) - one.start for one in material.train[:3])
+    assert host.items(inputs) == counted
+    in_chat = host_of(replace(language, chat=True))
+    asked = in_chat.material().train[0]
+    prompt = in_chat.tokenizer.decode(asked.ids[: asked.start])  # type: ignore[attr-defined]
+    assert prompt.startswith("u: ")
+    assert prompt.endswith("a:")
+
+
+def trainer_of(options: DistillOptions, folder: Path, kept: list[list[int]] | None = None, **changes: Any) -> Any:
+    """A trainer whose student is the teacher itself, in float64."""
+    host = host_of(options)
+    student, teacher = (host.read(options.pretrained).double() for _ in range(2))
+    layers = map_model(host.part(student)).attention
+    kept = kept or [list(range(layer.heads)) for layer in layers]
+    return DistillTrainer(host, student, teacher, kept, host.material(), folder)
+
+
+@pytest.mark.parametrize("kind", ["athena", "language"])
+def test_nothing_removed_is_no_distillation_loss_and_no_gradient(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    options = replace(request.getfixturevalue(kind), task_weight=0.0, distill_weight=1.0)
+    trainer = trainer_of(options, tmp_path / "work")
+    trainer.model.train()
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout_prob", None), float):
+            module.dropout_prob = 0.0
+    inputs = trainer.host.collate(trainer.material.train[:4])
+    counts = trainer.counts([inputs])
+    part = trainer.host.part
+    with eager_attention(part(trainer.student)), eager_attention(part(trainer.teacher)):
+        _, parts = trainer.losses(trainer.model, inputs, counts)
+        assert set(parts) == {"task", "response", "feature"}
+        assert float(parts["response"].detach()) == pytest.approx(0, abs=1e-12)
+        assert float(parts["feature"].detach()) == pytest.approx(0, abs=1e-12)
+        assert float(parts["task"].detach()) > 0
+        trainer.total(parts).backward()
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.grad is None or float(parameter.grad.abs().max()) < 1e-8, name
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "gpt_bigcode", "gptj", "llama", "opt", "bloom", "phi"])
+def test_maps_are_compared_before_dropout(family: str) -> None:
+    """Families give them out after it; other dropout of attention modules stays."""
+    drops = {name: 0.5 for name in tiny(family).config.to_dict() if "att" in name and "drop" in name}
+    model = tiny(family, **drops)
+    ids = torch.arange(3, 17).reshape(2, 7)
+
+    def dropped() -> bool:
+        with torch.no_grad(), eager_attention(model):
+            rows = model(input_ids=ids, output_attentions=True).attentions[0].sum(-1)
+        return not torch.allclose(rows, torch.ones_like(rows))
+
+    def others() -> list[float]:
+        inner = [named for layer in map_model(model).attention for named in layer.module.named_modules()]
+        return [x.p for name, x in inner if isinstance(x, torch.nn.Dropout) and ("resid" in name or "output" in name)]
+
+    before = others()
+    assert len(drops) == 1
+    assert dropped() is False
+    model.train()
+    assert dropped()
+    attend_without_dropout(map_model(model))
+    assert dropped() is False
+    assert others() == before
+
+
+def test_dropout_is_no_distance(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    """Of a student that is its teacher, with the dropout of attention alone."""
+    model = checkpoint.read(dense.output)
+    model.encoder.config.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5})
+    checkpoint.write(model, tmp_path / "dropping")
+    trainer = trainer_of(replace(athena, pretrained=str(tmp_path / "dropping")), tmp_path / "work")
+    trainer.model.train()
+    inputs = trainer.host.collate(trainer.material.train[:4])
+    with eager_attention(trainer.student.encoder), eager_attention(trainer.teacher.encoder), torch.no_grad():
+        _, parts = trainer.losses(trainer.model, inputs, trainer.counts([inputs]))
+    assert float(parts["feature"]) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Path) -> None:
+    """Token by token, of a student with other weights."""
+    options = replace(language, temperature=3.0, distill_weight=0.7, task_weight=0.2)
+    trainer = trainer_of(options, tmp_path / "work")
+    with torch.no_grad():
+        for parameter in trainer.student.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).double()
+    inputs = trainer.host.collate(trainer.material.train[:3])
+    assert len(inputs["logits_to_keep"]) < inputs["labels"].shape[1] / 2
+    with eager_attention(trainer.student), eager_attention(trainer.teacher), torch.no_grad():
+        trainer.model.eval()
+        loss = float(trainer.compute_loss(trainer.model, dict(inputs)))
+        outputs = [
+            model(inputs["input_ids"], attention_mask=inputs["attention_mask"], output_attentions=True)
+            for model in (trainer.teacher, trainer.student)
+        ]
+    task = response = items = 0.0
+    for row in range(3):
+        for place in range(1, inputs["labels"].shape[1]):
+            label = int(inputs["labels"][row, place])
+            if label < 0:
+                continue
+            p, q = ((x.logits[row, place - 1] / 3.0).softmax(-1) for x in outputs)
+            response += float((p * (p / q).log()).sum())
+            task -= float(outputs[1].logits[row, place - 1].softmax(-1)[label].log())
+            items += 1
+    feature = 0.0
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    for expected, got in zip(outputs[0].attentions, outputs[1].attentions, strict=True):
+        squares = [(expected[i, :, :n, :n] - got[i, :, :n, :n]).square().flatten() for i, n in enumerate(lengths)]
+        feature += float(torch.cat(squares).mean()) / len(outputs[0].attentions)
+    expected_loss = 0.7 * (9 * response / items + feature) + 0.2 * task / items
+    assert loss == pytest.approx(expected_loss, rel=1e-9)
+    del inputs["logits_to_keep"]  # of a family that computes all of them
+    with eager_attention(trainer.student), eager_attention(trainer.teacher), torch.no_grad():
+        assert float(trainer.compute_loss(trainer.model, dict(inputs))) == pytest.approx(loss, rel=1e-9)
+
+
+def test_heads_are_compared_with_those_that_they_were(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start of each stage: the query weights of each student's head are those of its teacher's."""
+    seen: list[int] = []
+
+    def compared(host: Any, model: Any, teacher: Any, heads: Any, *others: Any) -> Any:
+        layers = zip(map_model(host.part(model)).attention, map_model(host.part(teacher)).attention, strict=True)
+        for (student_layer, teacher_layer), kept in zip(layers, heads, strict=True):
+            assert len(kept) == student_layer.heads
+            for place, head in enumerate(kept):
+                own, theirs = student_layer.rows("q", place), teacher_layer.rows("q", head)
+                assert torch.equal(
+                    own.module.weight[own.start : own.stop], theirs.module.weight[theirs.start : theirs.stop]
+                )
+                seen.append(head)
+        with torch.no_grad():  # as if it had been trained, so that stages differ
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape))
+        return {"best_epoch": 0, "log": []}
+
+    monkeypatch.setattr(recursion, "train", compared)
+    note = distill(athena)
+    assert len(seen) == 6 + 4
+    base = map_model(checkpoint.read(athena.pretrained).encoder).attention
+    last = map_model(checkpoint.read(athena.output).encoder).attention
+    for layer, original in zip(last, base, strict=True):
+        for place, head in enumerate(note["stages"][1]["heads"][layer.label]):  # by the numbers of the unpruned model
+            own, theirs = layer.rows("q", place), original.rows("q", head)
+            far = own.module.weight[own.start : own.stop] - theirs.module.weight[theirs.start : theirs.stop]
+            assert float(far.abs().max()) < 0.1
+
+
+def test_the_stages_remove_what_the_schedule_says() -> None:
+    base = map_model(tiny("bert", num_attention_heads=8, num_hidden_layers=3))
+    wanted = PruneOptions(0.5, steps=3)
+    for allocation, left, expected in (("global", 24, 4), ("global", 20, 4), ("uniform", 24, 3)):
+        assert due(wanted, 1 if left == 24 else 2, base, _left(base, left), allocation).ratio * left == pytest.approx(
+            expected
+        )
+
+
+def _left(base: Any, heads: int) -> Any:
+    class Left:
+        total_heads = heads
+
+        def channels(self) -> dict[str, int]:
+            return dict(base.channels())
+
+    return Left()
+
+
+# ---------------------------------------------------------------- going on
+
+
+@pytest.fixture(scope="module")
+def whole(dense: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
+    """Without interruption."""
+    options = DistillOptions(
+        pretrained=dense.output,
+        output=str(tmp_path_factory.mktemp("whole") / "student"),
+        data_dir=dense.data_dir,
+        ratio=0.5,
+        stages=2,
+        epochs=2,
+        calibration=6,
+        rate=1e-3,
+        save_steps=2,
+    )
+    distill(options)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (recursion, "cut", 2),
+        (DistillTrainer, "training_step", 4),
+        (DistillTrainer, "training_step", 10),
+        (DistillTrainer, "_save_rng_state", 2),
+        (DistillTrainer, "_load_best_model", 1),
+        (recursion, "write_artefact", 2),
+    ],
+)
+def test_what_was_killed_goes_on_and_ends_the_same(
+    whole: DistillOptions, tmp_path: Path, owner: Any, name: str, call: int
+) -> None:
+    again = replace(whole, output=str(tmp_path / "student"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, owner, name, call)
+        with pytest.raises(Killed):
+            distill(again)
+    assert not (tmp_path / "student").exists()
+    stage = tmp_path / "student.distilling" / "stage1"
+    before = (stage / "distillation.json").read_bytes() if stage.is_dir() else b""
+    distill(again)
+    assert_same(whole.output, again.output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["student"]
+    if before:
+        assert json.loads(before)["stages"] == note_of(Path(again.output))["stages"][:1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("owner", [DistillTrainer, recursion], ids=["trainer", "recursion"])
+def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, owner: Any) -> None:
+    names = (
+        {"training_step": 12, "evaluation_loop": 6, "_save_checkpoint": 6, "_save_rng_state": 6, "_load_best_model": 2}
+        if owner is DistillTrainer
+        else {"cut": 2, "write_artefact": 2, "write_text": 1, "train": 2}
+    )
+    for name, calls in names.items():
+        for call in range(1, calls + 1):
+            folder = tmp_path / f"{name}{call}"
+            folder.mkdir()
+            test_what_was_killed_goes_on_and_ends_the_same(whole, folder, owner, name, call)
+
+
+def test_killed_by_the_system_in_the_middle_of_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
+    import multiprocessing
+
+    from tests.kills import killing_after
+
+    again = replace(whole, output=str(tmp_path / "student"))
+
+    def child() -> None:
+        DistillTrainer.training_step = killing_after(9)(DistillTrainer.training_step)  # type: ignore[method-assign]
+        distill(again)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == -9
+    distill(again)
+    assert_same(whole.output, again.output)
+
+
+def test_a_language_model_goes_on_too(language: DistillOptions, tmp_path: Path) -> None:
+    """Also where the output head is the embedding."""
+    tied = tmp_path / "tied"
+    shutil.copytree(language.pretrained, tied)
+    vocabulary = json.loads((tied / "config.json").read_text())["vocab_size"]
+    model = tiny("llama", vocab_size=vocabulary, max_position_embeddings=512, tie_word_embeddings=True)
+    model.save_pretrained(tied)
+    options = replace(language, pretrained=str(tied), epochs=2, output=str(tmp_path / "one"))
+    distill(options)
+    written = load_pretrained(options.output)
+    assert written.lm_head.weight is written.model.embed_tokens.weight
+    again = replace(options, output=str(tmp_path / "two"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, DistillTrainer, "training_step", 4)
+        with pytest.raises(Killed):
+            distill(again)
+    distill(again)
+    assert_same(options.output, again.output)
+
+
+def test_patience_ends_a_stage_and_survives_a_kill(athena: DistillOptions, tmp_path: Path) -> None:
+    still = replace(athena, stages=1, epochs=6, patience=1, rate=1e-12, output=str(tmp_path / "one"))
+    distill(still)
+    (log,) = losses(still.output)
+    assert sum(name == "loss" for name, _ in log) == 2  # nothing is learned, and the second epoch is no better
+    again = replace(still, output=str(tmp_path / "two"))
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, DistillTrainer, "training_step", 5)
+        with pytest.raises(Killed):
+            distill(again)
+    distill(again)
+    assert_same(still.output, again.output)
+
+
+def test_done_is_done_and_other_options_are_refused(whole: DistillOptions) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(patch, recursion, "check", 1)
+        distill(whole)
+    with pytest.raises(InputError, match=r"was made with other options \(epochs=2\)"):
+        distill(replace(whole, epochs=3))
+
+
+def test_stages_draw_their_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, orders = [], []
+    original = DistillTrainer.train
+
+    def seen(self: Any, *args: Any, **named: Any) -> Any:
+        seeds.append(torch.initial_seed())
+        orders.append(list(self._get_train_sampler()))
+        assert self.args.seed == seeds[-1]
+        return original(self, *args, **named)
+
+    monkeypatch.setattr(DistillTrainer, "train", seen)
+    distill(replace(athena, epochs=1, seed=3))
+    assert seeds == [1003, 2003]
+    assert orders[0] != orders[1]
+
+
+def test_a_damaged_beginning_is_one_line(athena: DistillOptions) -> None:
+    work = Path(f"{athena.output}.distilling")
+    for content in ("{", "[]"):
+        work.mkdir(exist_ok=True)
+        (work / "options.json").write_text(content)
+        with pytest.raises(InputError, match=r"options\.json is damaged"):
+            distill(athena)
+
+
+def test_patience_needs_something_to_wait_for(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that was trained without validation, and no other is given: said before anything is scored."""
+    model = checkpoint.read(dense.output)
+    model.about["options"] |= {"validation": 0.0}
+    checkpoint.write(model, tmp_path / "host")
+    monkeypatch.setattr(recursion, "_run_stage", lambda *_: pytest.fail("a stage was begun"))
+    with pytest.raises(InputError, match="patience needs a validation split"):
+        distill(replace(athena, pretrained=str(tmp_path / "host"), patience=1))
+
+
+def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) -> None:
+    work = tmp_path / "student.distilling"
+    work.mkdir()
+    with FileLock(work / ".lock"), pytest.raises(InputError, match="another process makes"):
+        distill(athena)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def plain_descent(patch: pytest.MonkeyPatch) -> None:
+    """Problems in order, and steps that are their gradients: Adam would turn rounding into steps."""
+    patch.setattr(ByLength, "__iter__", lambda self: iter(range(len(self))))
+    patch.setattr(DistillTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
+
+
+@pytest.mark.parametrize("kind", ["athena", "language"])
+def test_accumulated_batches_are_one_large_batch(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, dense: TrainOptions
+) -> None:
+    options = replace(request.getfixturevalue(kind), stages=1, epochs=1, rate=0.05, clip=1e9, decay=0.0)
+    if kind == "athena":
+        options = replace(options, pretrained=still_host(dense, tmp_path), validation=0.0)
+    found = []
+    for batch, accumulate in ((2, 3), (6, 1)):
+        one = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
+        with pytest.MonkeyPatch.context() as patch:
+            plain_descent(patch)
+            distill(one)
+        found.append(one.output)
+    assert_same(found[0], found[1], 1e-6 if kind == "athena" else 1e-9)
+
+
+@pytest.mark.parametrize("batch", [3, 4, 5, 7])
+def test_processes_share_an_epoch_and_repeat_nothing(athena: DistillOptions, tmp_path: Path, batch: int) -> None:
+    """Two of them count, in all updates, what one counts; one of them may have nothing to do at the end."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+
+    trainer = trainer_of(replace(athena, batch=batch, feature=False), tmp_path / "work")
+    host, material, examples = trainer.host, trainer.material, trainer.material.train
+    order = ByLength(material.lengths, batch, 1)
+    dataset = filled(examples, 2 * batch)
+    shards = [
+        list(BatchSamplerShard(BatchSampler(Filled(order, len(dataset)), batch, False), 2, process))
+        for process in (0, 1)
+    ]
+    assert sorted(place for shard in shards for one in shard for place in one if place < 20) == list(range(20))
+    alone = [list(order)[i : i + batch] for i in range(0, 20, batch)]
+    made = [[collated(host, examples[0], [dataset[x] for x in one]) for one in shard] for shard in shards]
+    for update, both in enumerate(zip(*made, strict=True)):
+        expected = [host.collate([examples[x] for x in one]) for one in alone[2 * update : 2 * update + 2]]
+        assert trainer.counts(both).tolist() == trainer.counts(expected).tolist()
+    idle = [one for shard in made for one in shard if "nobody" in one]
+    assert len(idle) == len(alone) % 2
+    trainer.model.eval()
+    for one in idle:
+        assert float(trainer.compute_loss(trainer.model, one)) == 0
+        assert {name: float(over) for name, (_, over) in trainer._validated.items()} == dict.fromkeys(
+            ("task", "response"), 0.0
+        )
+        assert all(float(total) == 0 for total, _ in trainer._validated.values())
+
+
+def still_host(dense: TrainOptions, folder: Path) -> str:
+    """The host without dropout."""
+    model = checkpoint.read(dense.output)
+    model.encoder.config.update(STILL)
+    model.settings = replace(model.settings, dropout=0.0)
+    checkpoint.write(model, folder / "still")
+    return str(folder / "still")
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratio": 0.5, "stages": 9}, "stage 1 of 9 has nothing left to remove"),
+        ({"ratio": 0.9, "stages": 7}, "stage 7 of 7 has nothing left to remove: 6 of 8 heads"),
+        ({"train": ("fold0",), "test": "fold0"}, "the training split fold0 is the test split"),
+        ({"train": ("all",)}, "hold 6 of the 6 questions of the test split fold0"),
+        ({"test": "fold1"}, "was trained on 6 of the 6 questions of the test split fold1"),
+        ({"task": "prune_gsm8k"}, "task is for language models"),
+        ({"unit": "balanced"}, "unit=balanced does not suit this bert model"),
+        ({"method": "norm_entropi"}, "did you mean 'norm_entropy'"),
+        ({"method": "confidence", "ffn_ratio": 0.5}, "confidence scores heads only"),
+        ({"method": "slimgpt"}, "slimgpt goes through the layers by its own budget of parameters"),
+        ({"trainer": {"epochs": 3}}, "has no 'epochs'"),
+        ({"trainer": {"seed": 3}}, "seed follows from the other options"),
+        ({"trainer": {"save_only_model": True}}, "save_only_model does not suit distillation"),
+        ({"trainer": {"max_steps": 3}}, "max_steps does not suit distillation"),
+        ({"trainer": {"ignore_data_skip": True}}, "ignore_data_skip does not suit distillation"),
+        ({"trainer": {"label_smoothing_factor": 0.5}}, "label_smoothing_factor does not suit distillation"),
+        ({"trainer": {"lr_scheduler_type": "nonsense"}}, "transformers refuses .*nonsense"),
+        ({"trainer": {"optim": "adamm"}}, "transformers refuses .*adamm"),
+        ({"trainer": {"bf16": "maybe"}}, "bf16=maybe is neither true nor false"),
+        ({"trainer": {"per_device_eval_batch_size": 0}}, "per_device_eval_batch_size must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": 2**40}, "seed must be at least 0"),
+        ({"patience": 2, "validation": 0.0}, "patience needs a validation split"),
+        (
+            {
+                "ratio": 0.0,
+                "ffn_ratio": 0.4,
+                "p_min": 0.3333,
+                "stages": 2,
+                "ffn_multiple": 16,
+                "allocation": "uniform",
+                "ffn_method": "random",
+            },
+            "stage 2 of 2 has nothing left to remove: 0 of 8 heads and 32 of 96 channels",
+        ),
+        ({"response": False, "feature": False, "task_weight": 0.0}, "nothing would be learned"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"ratio": 1.0}, "a ratio must be at least 0 and below 1"),
+    ],
+)
+def test_mistakes_are_one_line_before_any_weights_are_read(
+    athena: DistillOptions, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(checkpoint, "read", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match=message) as raised:
+        distill(replace(athena, **changes))
+    assert "\n" not in str(raised.value)
+    assert not Path(athena.output).exists()
+
+
+def test_mistakes_with_language_models(
+    language: DistillOptions, dense: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_host, "load_pretrained", lambda *_: pytest.fail("weights were read"))
+    other = tmp_path / "other"
+    shutil.copytree(language.pretrained, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    for changes, message in (
+        ({"teacher": str(other)}, "has another vocabulary"),
+        ({"unit": "head"}, "use group or balanced"),
+        ({"test": "fold0", "train": ("all",)}, "questions of the test split fold0"),
+        ({"answer": "none"}, "answer must have {}"),
+        ({"answer_field": "working"}, "have no text in answer_field=working"),
+        ({"max_length": 5}, "too few to train and validate"),
+        ({"pretrained": dense.encoder}, "neither a causal language model nor an ATHENA"),
+        ({"pretrained": str(tmp_path / "nowhere")}, "nowhere"),
+    ):
+        with pytest.raises(InputError, match=message):
+            distill(replace(language, **changes))
+
+
+def test_a_language_model_needs_a_task(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="name the task"):
+        distill(DistillOptions(str(tiny_folder), str(tmp_path / "student"), unit="balanced", ratio=0.5, stages=1))
+
+
+def test_what_a_language_model_was_tuned_on_is_no_test(language: DistillOptions, tmp_path: Path) -> None:
+    """Fine-tuning is distillation of nothing by nobody."""
+    tuned = replace(language, ratio=0.0, distill_weight=0.0, task_weight=1.0, output=str(tmp_path / "tuned"))
+    (stage,) = distill(tuned)["stages"]
+    assert {name for row in stage["log"] for name in row} >= {"loss", "task"}
+    assert not {"response", "feature"} & {name for row in stage["log"] for name in row}
+    assert stage["removed"]["heads"] == 0
+    distill(replace(language, pretrained=tuned.output, epochs=0))
+    with pytest.raises(InputError, match=r"was trained on \d of the 6 questions of the test split fold1"):
+        distill(replace(language, pretrained=tuned.output, test="fold1", output=str(tmp_path / "other")))
+
+
+def test_what_parents_and_teachers_were_trained_on_is_no_test(language: DistillOptions, tmp_path: Path) -> None:
+    """Also two generations before, of a copy that was cut, and of the teacher."""
+    from transformers import AutoTokenizer
+
+    tuning = replace(
+        language, ratio=0.0, distill_weight=0.0, task_weight=1.0, limit=None, validation=0.0, epochs=0
+    )  # what it sees is the same without epochs
+    first = replace(tuning, train=("fold1",), output=str(tmp_path / "first"))
+    distill(first)
+    second = replace(tuning, pretrained=first.output, train=("fold2",), output=str(tmp_path / "second"))
+    distill(second)
+    cut_to(
+        tmp_path / "cut", load_pretrained(first.output), Plan(("L0H0", "L0H1")),
+        AutoTokenizer.from_pretrained(first.output),
+    )  # fmt: skip
+    last = replace(tuning, train=("fold3",), test="fold1", output=str(tmp_path / "last"))
+    for changes in (
+        {"pretrained": second.output},
+        {"pretrained": str(tmp_path / "cut")},
+        {"teacher": first.output, "distill_weight": 0.5},
+    ):
+        with pytest.raises(InputError, match=r"was trained on 6 of the 6 questions of the test split fold1"):
+            distill(replace(last, **changes))
+    both = note_of(second.output)["material"]["trained_on"]
+    assert len(both) == 12
+    assert (read_manifest(second.output) or {})["trained_on"] == both
+
+
+def test_what_an_athena_was_trained_on_is_no_test(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    """Of a host of fold 1 that was distilled on fold 2; and of its teacher."""
+    own = replace(athena, stages=1, epochs=0, validation=0.0)
+    about = {"options": {**checkpoint.describe(dense.output)["options"], "train": ["fold1"]}}
+    model = checkpoint.read(dense.output)
+    fold1 = {question_key(row) for row in load("asdiv_a", "fold1", dense.data_dir)}
+    model.about = {**model.about, **about, "trained_on": sorted(fold1), "validated_on": []}
+    checkpoint.write(model, tmp_path / "of1")
+    first = replace(own, pretrained=str(tmp_path / "of1"), train=("fold2",))
+    distill(first)
+    described = checkpoint.describe(first.output)
+    assert fold1 < set(described["trained_on"])
+    assert described["trained_on"] == note_of(first.output)["material"]["trained_on"]
+    assert len(described["trained_on"]) == 12
+    changes = {"ratio": 0.25, "train": ("fold4",), "output": str(tmp_path / "second")}
+    for test in ("fold1", "fold2"):
+        with pytest.raises(InputError, match=f"was trained on 6 of the 6 questions of the test split {test}"):
+            distill(replace(own, pretrained=first.output, test=test, **changes))
+    with pytest.raises(InputError, match="student was trained on 6 of the 6 questions of the test split fold2"):
+        distill(
+            replace(own, pretrained=str(tmp_path / "of1"), teacher=first.output, test="fold2", feature=False, **changes)
+        )
+
+
+def test_an_older_host_draws_its_validation_split_again(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
+) -> None:
+    model = checkpoint.read(dense.output)
+    expected = model.about.pop("validated_on")
+    checkpoint.write(model, tmp_path / "older")
+    seen = host_of(athena).seen(str(tmp_path / "older"))
+    assert seen.content()["validated_on"] == expected
+    assert len(expected) == 4
+    assert seen == host_of(athena).seen(dense.output)
+
+
+def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:
+    for changes in ({"validation": 0.4}, {"limit": 12}):
+        with pytest.raises(InputError, match=r"of the \d+ validation problems"):
+            distill(replace(athena, **changes))
+    tuned = replace(language, ratio=0.0, limit=None, output=str(tmp_path / "tuned"), epochs=0)
+    distill(tuned)
+    for changes in ({"seed": 1}, {"validation": 0.5}):
+        with pytest.raises(InputError, match=r"of the \d+ validation problems"):
+            distill(replace(tuned, pretrained=tuned.output, output=str(tmp_path / "other"), **changes))
+    material = host_of(replace(tuned, pretrained=tuned.output)).material()
+    assert material.about["validated_on"] == note_of(tuned.output)["material"]["validated_on"]
+    assert len(material.about["validated_on"]) == len(material.validation) == 6
+
+
+def test_fillers_are_not_trained_again(language: DistillOptions, tmp_path: Path) -> None:
+    """Zeroed heads of groups, the head that stands for an empty layer, the channel that stands for an empty block."""
+    model = load_pretrained(language.pretrained)
+    for name, plan in (
+        ("head", Plan(("L0H1",))),
+        ("layer", Plan(tuple(f"L0H{head}" for head in range(4)), allow_empty_layer=True)),
+        ("block", Plan(channels={"L1": "0-47"}, allow_empty_layer=True)),
+    ):
+        cut_to(tmp_path / name, model, plan)
+        with pytest.raises(InputError, match="was cut with zeroed fillers") as raised:
+            distill(replace(language, pretrained=str(tmp_path / name), ratio=0.0, output=str(tmp_path / "out")))
+        assert "(L1)" in str(raised.value) if name == "block" else "(L0)" in str(raised.value)
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["athena", "language"])
+def test_transformers_own_switches(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputed activations change nothing; bfloat16 changes little."""
+    options = replace(request.getfixturevalue(kind), stages=1, epochs=1, ratio=0.25 if kind == "athena" else 0.5)
+    if kind == "language":  # the fixture's is of float64, which autocast leaves alone
+        single = tmp_path / "single"
+        shutil.copytree(options.pretrained, single)
+        load_pretrained(options.pretrained).float().save_pretrained(single)
+        options = replace(options, pretrained=str(single))
+    recomputed: list[int] = []
+    original = GradientCheckpointingLayer.__call__
+
+    def called(self: Any, *args: Any, **named: Any) -> Any:
+        recomputed.append(self.gradient_checkpointing and self.training)
+        return original(self, *args, **named)
+
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", called)
+    found = []
+    for trainer in ({}, {"gradient_checkpointing": True}, {"bf16": True}):
+        recomputed.clear()
+        one = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
+        distill(one)
+        assert any(recomputed) == ("gradient_checkpointing" in trainer)
+        found.append([value for name, value in losses(one.output)[0] if name in ("task", "response", "feature")])
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=0.1, abs=0.05)
+    assert found[2] != found[0]
+
+
+def test_attention_maps_that_cannot_be_had(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    original = LlamaForCausalLM.forward
+
+    def without(self: Any, *args: Any, **named: Any) -> Any:
+        found = original(self, *args, **named)
+        found.attentions = None
+        return found
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", without)
+    with pytest.raises(InputError, match="feature needs attention maps"):
+        distill(language)
+    distill(replace(language, feature=False))
+
+
+def test_what_stands_at_the_output_is_left(athena: DistillOptions, dense: TrainOptions) -> None:
+    Path(athena.output).mkdir()
+    (Path(athena.output) / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="is no distilled model"):
+        distill(athena)
+    assert (Path(athena.output) / "notes.txt").read_text() == "mine"
+    with pytest.raises(InputError, match="is no distilled model"):
+        distill(replace(athena, output=athena.pretrained))
+
+
+def test_a_host_without_a_mask_token(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    shutil.copytree(dense.output, tmp_path / "host")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = tmp_path / "host" / "encoder" / name
+        if path.is_file():
+            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "mask_token"}))
+    with pytest.raises(InputError, match="has no mask token"):
+        distill(replace(athena, pretrained=str(tmp_path / "host")))
+
+
+def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"distill:\n  pretrained: {athena.pretrained}\n  output: {athena.output}\n  data_dir: {athena.data_dir}\n"
+        f"  stages: 1\n  epochs: 0\n  ratio: 0.25\n  options: {{alpha: 1.0}}\n"
+    )
+    assert main(["distill", "--config", str(recipe)]) == 0
+    assert "2 heads, 0 channels removed" in capsys.readouterr().out
+    assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
+    assert "was made with other options" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_two_processes_are_one(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+    from dataclasses import asdict
+
+    options = replace(
+        athena, pretrained=still_host(dense, tmp_path), batch=4, rate=0.05, clip=1e9, decay=0.0
+    )  # five batches of twenty problems, four for validation: the second process has less to do
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "import pytest\n"
+        "from lmeval_prune.distillation.options import DistillOptions\n"
+        "from lmeval_prune.distillation.recursion import distill\n"
+        "from tests.test_distillation import plain_descent\n"
+        "plain_descent(pytest.MonkeyPatch())\n"
+        "distill(DistillOptions(**json.loads(sys.argv[1])))\n"
+    )
+    for processes, accumulate in ((1, 2), (2, 1)):
+        one = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
+        said = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+             str(script), json.dumps(asdict(one))],
+            check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, capture_output=True, text=True,
+        )  # fmt: skip
+        assert said.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
+    assert_same(str(tmp_path / "of1"), str(tmp_path / "of2"), 1e-5)

@@ -1,0 +1,117 @@
+"""The terms of the distillation loss, against literal formulas in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmeval_prune.distillation.losses import (
+    answer_divergence,
+    attention_distance,
+    choice_divergence,
+    judgement_divergence,
+)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def softmax(row: list[float], temperature: float) -> list[float]:
+    powers = [math.exp(x / temperature) for x in row]
+    return [power / sum(powers) for power in powers]
+
+
+def divergence(p: list[float], q: list[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
+def test_answers(temperature: float) -> None:
+    teacher, student = drawn(4, 7), drawn(4, 7, seed=1)
+    expected = sum(
+        divergence(softmax(a, temperature), softmax(b, temperature))
+        for a, b in zip(teacher.tolist(), student.tolist(), strict=True)
+    )
+    assert float(answer_divergence(teacher, student, temperature)) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_judgements(temperature: float) -> None:
+    teacher, student = drawn(9), drawn(9, seed=1)
+
+    def both(x: float) -> list[float]:
+        return [1 / (1 + math.exp(-x / temperature)), 1 / (1 + math.exp(x / temperature))]
+
+    expected = sum(divergence(both(a), both(b)) for a, b in zip(teacher.tolist(), student.tolist(), strict=True))
+    assert float(judgement_divergence(teacher, student, temperature)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_choices_are_among_the_thoughts_of_one_problem() -> None:
+    teacher, student = drawn(8), drawn(8, seed=1)
+    problem = torch.tensor([0, 2, 0, 2, 2, 1, 0, 2])  # not in order, one with a single thought
+    expected = 0.0
+    for number in range(3):
+        rows = [place for place, own in enumerate(problem.tolist()) if own == number]
+        p, q = (softmax([float(x[row]) for row in rows], 2.0) for x in (teacher, student))
+        expected += divergence(p, q)
+    assert float(choice_divergence(teacher, student, problem, 2.0)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_attention_of_the_heads_that_are_left_over_real_positions() -> None:
+    teacher = [drawn(2, 4, 5, 5, seed=layer).softmax(-1) for layer in range(2)]
+    student = [drawn(2, 2, 5, 5, seed=7).softmax(-1), drawn(2, 3, 5, 5, seed=8).softmax(-1)]
+    heads = [[1, 3], [0, 1, 3]]
+    lengths = [5, 3]
+    real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    expected = 0.0
+    for layer, own in enumerate(heads):
+        squares = [
+            (float(teacher[layer][text, kept, q, k]) - float(student[layer][text, place, q, k])) ** 2
+            for text, length in enumerate(lengths)
+            for place, kept in enumerate(own)
+            for q in range(length)
+            for k in range(length)
+        ]
+        expected += sum(squares) / len(squares) / len(heads)
+    pairs = sum(length**2 for length in lengths)
+    assert float(attention_distance(teacher, student, heads, real)) / pairs == pytest.approx(expected, abs=1e-12)
+
+
+def test_equal_outputs_have_no_loss_and_no_gradient() -> None:
+    logits, problem = drawn(6, 5), torch.tensor([0, 0, 1, 1, 1, 2])
+    maps = [drawn(2, 3, 4, 4).softmax(-1)]
+    for term, given in (
+        (lambda x: answer_divergence(logits, x, 2.0), logits),
+        (lambda x: judgement_divergence(logits[:, 0], x, 2.0), logits[:, 0]),
+        (lambda x: choice_divergence(logits[:, 0], x, problem, 2.0), logits[:, 0]),
+        (lambda x: attention_distance(maps, [x], [[0, 1, 2]], torch.ones(2, 4)), maps[0]),
+    ):
+        student = given.clone().requires_grad_()
+        loss = term(student)
+        loss.backward()
+        assert float(loss.detach()) == 0
+        assert student.grad is not None
+        assert float(student.grad.abs().max()) < 1e-15
+
+
+def test_logits_of_half_precision_are_compared_in_float32() -> None:
+    teacher, student = drawn(4, 9).bfloat16(), drawn(4, 9, seed=1).bfloat16()
+    got = answer_divergence(teacher, student, 2.0)
+    assert got.dtype == torch.float32
+    assert float(got) == pytest.approx(float(answer_divergence(teacher.double(), student.double(), 2.0)), rel=1e-4)
+
+
+def test_extreme_logits_stay_finite() -> None:
+    teacher, student = torch.tensor([300.0, -300.0]), torch.tensor([-300.0, 300.0], requires_grad=True)
+    for loss in (
+        judgement_divergence(teacher, student, 1.0),
+        choice_divergence(teacher, student, torch.tensor([0, 0]), 1.0),
+        answer_divergence(teacher[None], student[None], 1.0),
+    ):
+        (slope,) = torch.autograd.grad(loss, student)
+        assert float(loss.detach()) == pytest.approx(600, rel=0.01)
+        assert bool(slope.isfinite().all())

@@ -1,0 +1,220 @@
+"""Tables of recursive distillation from rows of results: means, paired tests, the paper's figures and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lmeval_prune import InputError
+from lmeval_prune.cli import main
+from lmeval_prune.distillation.paper import TABLE_4, head_share
+from lmeval_prune.distillation.report import Results, table_1, table_2, table_3a, table_3b, table_4, write
+
+HOST = "ATHENA over MiniLM"
+RIGHT = {  # of three questions on each of two splits
+    ("dense", 0.0): ("110111", "1101"),
+    ("ours", 0.25): ("110011", "1101"),
+    ("ours", 0.3): ("010010", "1100"),
+    ("alpha 1.0", 0.25): ("000000", "0001"),
+    ("alpha 0.0", 0.25): ("110111", "1101"),
+    ("random", 0.25): ("100000", "0101"),
+    ("distillation only", 0.0): ("111111", "1111"),
+}
+
+
+def row(kind: str, ratio: float, split: int, right: str, seed: int = 0) -> dict[str, Any]:
+    return {
+        "host": HOST,
+        "task": "prune_asdiv_a_equation",
+        "removed_by": "unit=head, 3 stages of 2 epochs",
+        "kind": kind,
+        "ratio": ratio,
+        "split": f"fold{split}",
+        "seed": seed,
+        "right": right,
+        "accuracy": right.count("1") / len(right),
+        "parameters": int(1000 * (1 - 0.2 * ratio)),
+        "flops": int(5000 * (1 - 0.1 * ratio)),
+        "memory": 100,
+        "removed": {"heads": round(72 * ratio), "kv_heads": 0, "channels": 3},
+        "seconds": {"dense": 2.0, "own": 2.0 - ratio},
+        "stages": [],
+    }
+
+
+@pytest.fixture
+def content() -> dict[str, Any]:
+    levels = [["low", "low", "low", "medium", "medium", "medium"], ["low", "low", "medium", "medium"]]
+    return {
+        "questions": {
+            f"fold{number}": [{"id": f"{number}-{i}", "complexity": level} for i, level in enumerate(own)]
+            for number, own in enumerate(levels)
+        },
+        "rows": {
+            f"{kind} {ratio} {split}": row(kind, ratio, split, right)
+            for (kind, ratio), both in RIGHT.items()
+            for split, right in enumerate(both)
+        },
+    }
+
+
+def cell(table: pd.DataFrame | None, first: str, column: str) -> str:
+    assert table is not None
+    return str(table.loc[table[table.columns[0]] == first, column].iloc[0])
+
+
+def test_accuracies_differences_and_costs(content: dict[str, Any]) -> None:
+    found = Results(content)
+    table = table_1(found, HOST)
+    dense, ours = 100 * np.mean([5 / 6, 3 / 4]), 100 * np.mean([4 / 6, 3 / 4])
+    assert cell(table, "0", "accuracy") == f"{dense:.1f}"
+    assert cell(table, "25", "accuracy") == f"{ours:.1f} (−{dense - ours:.1f})"
+    assert cell(table, "25", "parameters↓") == "5.0"
+    assert cell(table, "25", "FLOPs↓") == "2.5"
+    assert cell(table, "25", "speed↑") == f"{100 * (2 / 1.75 - 1):.1f}"
+    assert cell(table, "25", "memory↓") == "0.0"
+    assert cell(table, "30", table.columns[-1]) == "85.5, 19.5, 26.5, 17.2"  # type: ignore[union-attr]
+
+
+def test_tests_are_paired_and_exact(content: dict[str, Any]) -> None:
+    found = Results(content)
+    variant = found.variant(HOST, "ours", 0.3)
+    assert variant is not None
+    # of ten questions three and one are lost, none is won: all of 2⁴ signs, two as extreme
+    assert np.concatenate(variant.differences()).sum() == -4
+    over_questions, over_splits = variant.test()
+    assert over_questions == pytest.approx(2 / 16, abs=0.01)
+    assert over_splits == pytest.approx(0.5)
+    table = table_1(found, HOST)
+    assert float(cell(table, "30", "Holm")) == pytest.approx(min(1, 2 * over_questions), abs=0.01)
+
+
+def test_seeds_of_one_question_are_one_difference(content: dict[str, Any]) -> None:
+    content["rows"]["dense again"] = row("dense", 0.0, 0, "111111", seed=1)
+    content["rows"]["ours again"] = row("ours", 0.25, 0, "011111", seed=1)
+    variant = Results(content).variant(HOST, "ours", 0.25)
+    assert variant is not None
+    first, second = variant.differences()
+    assert first.tolist() == [-0.5, 0, 0, -0.5, 0, 0]
+    assert second.tolist() == [0, 0, 0, 0]
+
+
+def test_seeds_of_one_split_are_one_unit_of_the_test_over_splits(content: dict[str, Any]) -> None:
+    """Three seeds of one split are no three independent differences: there is nothing to test."""
+    content["rows"] = {}
+    for seed in range(3):
+        content["rows"][f"dense {seed}"] = row("dense", 0.0, 0, "111111", seed)
+        content["rows"][f"ours {seed}"] = row("ours", 0.25, 0, "011111", seed)
+    variant = Results(content).variant(HOST, "ours", 0.25)
+    assert variant is not None
+    assert np.isnan(variant.test()[1])
+
+
+def test_a_table_compares_on_the_same_splits(content: dict[str, Any]) -> None:
+    """Ours on a further, easier split does not count beside what was not measured there."""
+    content["questions"]["fold2"] = [{"id": f"2-{i}", "complexity": "low"} for i in range(4)]
+    content["rows"]["dense more"] = row("dense", 0.0, 2, "1111")
+    content["rows"]["ours more"] = row("ours", 0.25, 2, "1111")
+    found = Results(content)
+    for table in (table_1(found, HOST), table_3a(found, HOST), table_4(found, HOST)):
+        assert table is not None
+        assert table.attrs["units"] == {("fold0", 0), ("fold1", 0)}
+        ours = table.loc[table[table.columns[0]].isin(["25", "0.5", "ours"]), "accuracy"].iloc[0]
+        assert ours == f"{100 * np.mean([4 / 6, 3 / 4]):.1f} (−8.3)"
+    assert table_3b(found, HOST).attrs["units"] >= {("fold2", 0)}  # type: ignore[union-attr]
+
+
+def test_what_was_removed_is_said(content: dict[str, Any]) -> None:
+    assert cell(table_1(Results(content), HOST), "25", "removed") == "18 heads, 3 channels"
+
+
+def test_small_p_is_no_zero() -> None:
+    rows = {"a": row("dense", 0.0, 0, "1" * 60), "b": row("ours", 0.25, 0, "0" * 60)}
+    found = Results({"rows": rows, "questions": {"fold0": [{"complexity": "low"}] * 60}})
+    assert cell(table_1(found, HOST), "25", "p questions") == "<0.001"
+    assert cell(table_3b(found, HOST), "low", "p questions") == "<0.001"
+    assert cell(table_2(found), HOST, "p questions") == "<0.001"
+
+
+@pytest.mark.parametrize("name", ["host", "kind", "split", "seed", "task", "removed_by", "right"])
+def test_rows_that_lack_something_are_refused(content: dict[str, Any], tmp_path: Path, name: str) -> None:
+    del content["rows"]["ours 0.25 0"][name]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=f"'{name}' is not there"):
+        write(tmp_path / "results.json", tmp_path / "out")
+
+
+def test_the_other_tables(content: dict[str, Any]) -> None:
+    found = Results(content)
+    alphas = table_3a(found, HOST)
+    assert alphas is not None
+    assert alphas["α"].tolist() == ["0.0", "0.5", "1.0"]
+    assert cell(alphas, "1.0", "paper, Math23k") == "71.2"
+    levels = table_3b(found, HOST)
+    assert cell(levels, "low", "dense") == cell(levels, "low", "25% removed") == f"{100 * 4 / 5:.1f}"
+    assert cell(levels, "medium", "difference") == "−20.0"
+    assert cell(levels, "high", "answers") == "0"
+    ablations = table_4(found, HOST)
+    assert ablations is not None
+    assert cell(ablations, "without entropy", "accuracy").startswith("12.5")
+    assert ablations["strategy"].tolist() == ["dense", "without entropy", "without norm", "random", "distillation only", "ours"]  # fmt: skip
+    assert cell(ablations, "distillation only", "paper, Math23k") == str(TABLE_4["distillation only"])
+    sizes = table_2(found)
+    assert sizes is not None
+    assert len(sizes) == 5
+
+
+def test_rows_without_a_dense_host_do_not_count(content: dict[str, Any]) -> None:
+    del content["rows"]["dense 0.0 1"]
+    variant = Results(content).variant(HOST, "ours", 0.25)
+    assert variant is not None
+    assert [one["split"] for one in variant.rows] == ["fold0"]
+    assert np.isnan(variant.test()[1])
+
+
+def test_what_heads_are_worth() -> None:
+    """A quarter of 144 heads: 36 · (4 · 768 · 64 + 3 · 64) parameters of about 181 million."""
+    gone, parameters, share = head_share("base", 0.25)
+    assert (gone, parameters) == (36, 36 * (4 * 768 * 64 + 3 * 64))
+    assert share == pytest.approx(3.9, abs=0.05)
+    assert head_share("large", 0.25)[0] == 96
+
+
+def test_the_command_writes_it_all(content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = [{"epoch": 1.0, "loss": 1.0, "task": 1.5, "response": 0.5}, {"epoch": 1.0, "eval_loss": 0.9}]
+    content["rows"]["ours 0.25 0"]["stages"] = [{"stage": 1, "removed": {"heads": 6}, "log": log}]
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps(content))
+    assert main(["report", "distillation", "--results", str(results), "--output", str(tmp_path / "out")]) == 0
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"tables.md", "rows.csv", "ratios.png", "ratios.svg"} | {
+        f"athena_over_minilm_25.{kind}" for kind in ("png", "svg")
+    }
+    assert set(capsys.readouterr().out.split()) == {str(tmp_path / "out" / name) for name in written}
+    text = (tmp_path / "out" / "tables.md").read_text(encoding="utf-8")
+    for piece in (
+        "Table 1",
+        "Table 2",
+        "Table 3 (a)",
+        "Table 3 (b)",
+        "Table 4",
+        "3.9% of the model",
+        "prints 15.8%",
+        "On fold0 seed 0, fold1 seed 0.",
+    ):
+        assert piece in text
+
+
+@pytest.mark.parametrize("broken", ["{}", '{"rows": {"a": {"host": "x"}}, "questions": {}}', "rows"])
+def test_other_files_are_refused(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(broken)
+    with pytest.raises(InputError, match="holds no rows of distillation"):
+        write(path, tmp_path / "out")
+    with pytest.raises(InputError, match="no such file"):
+        write(tmp_path / "none.json", tmp_path / "out")

@@ -147,6 +147,35 @@ class Pruner(ABC):
         return {}
 
 
+class ReadingPruner(Pruner):
+    """A way that always reads calibration text, and scores heads and channels in one run of it, by `scores`."""
+
+    def needs_text(self, heads: bool, channels: bool) -> bool:
+        """Always; see the base class."""
+        return True
+
+    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
+        """Those of `scores`; see the base class."""
+        return self.scores(model_map, text, True, False).heads
+
+    def channel_scores(
+        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
+    ) -> Scores:
+        """Those of `scores`; see the base class."""
+        return self.scores(model_map, text, False, True).channels
+
+    @abstractmethod
+    def scores(
+        self,
+        model_map: ModelMap,
+        text: CalibrationText | None,
+        heads: bool,
+        channels: bool,
+        removed: tuple[Removed, Removed] = ({}, {}),
+    ) -> Scored:
+        """Both from one run of the text; see the base class."""
+
+
 def by_member(scores: Tensor) -> Tensor:
     """A score of each head or channel: of heads whose columns are scored, the mean over columns."""
     return scores.mean(1) if scores.dim() > 1 else scores

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.base import Pruner, Scored, Scores, needed, pruner_name
+from lmeval_prune.pruners.base import ReadingPruner, Scored, Scores, needed, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments, weight_of
 from lmeval_prune.pruners.selection import Removed
@@ -23,7 +23,7 @@ METRICS = ("wifv", "ifv", "wifn")
 
 
 @dataclass(frozen=True)
-class Flap(Pruner):
+class Flap(ReadingPruner):
     """Scores columns of the output and down projections by what their inputs do over calibration text.
 
     Attributes:
@@ -43,10 +43,6 @@ class Flap(Pruner):
         if self.metric not in METRICS:
             raise InputError(f"metric={self.metric!r} is not known; use {', '.join(METRICS)}")
 
-    def needs_text(self, heads: bool, channels: bool) -> bool:
-        """Always; see the base class."""
-        return True
-
     @property
     def costs(self) -> tuple[float, float] | None:
         """Those of the reference, a third of 512 rounded down; see the base class."""
@@ -55,16 +51,6 @@ class Flap(Pruner):
     def check_model(self, model_map: ModelMap) -> None:
         """Refuse quantised ones; see the base class."""
         check_not_quantised(model_map, pruner_name(self))
-
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
-        """Of each column of each head; see the base class."""
-        return self.scores(model_map, text, True, False).heads
-
-    def channel_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
-    ) -> Scores:
-        """As the class says; see the base class."""
-        return self.scores(model_map, text, False, True).channels
 
     def scores(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import ModelMap, Rows
 from lmeval_prune.architectures.blocks import is_transposed, projection_in
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.base import Pruner, Scored, Scores, needed, pruner_name
+from lmeval_prune.pruners.base import ReadingPruner, Scored, Scores, needed, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.moments import weight_of
 from lmeval_prune.pruners.selection import Removed
@@ -28,7 +28,7 @@ IMPORTANCES = ("first", "second", "mix", "vectorize")
 
 
 @dataclass(frozen=True)
-class LlmPruner(Pruner):
+class LlmPruner(ReadingPruner):
     """Scores heads and channels by a Taylor expansion of the loss on calibration text.
 
     Attributes:
@@ -44,10 +44,6 @@ class LlmPruner(Pruner):
         if self.importance not in IMPORTANCES:
             raise InputError(f"importance={self.importance!r} is not known; use {', '.join(IMPORTANCES)}")
 
-    def needs_text(self, heads: bool, channels: bool) -> bool:
-        """Always; see the base class."""
-        return True
-
     def check_model(self, model_map: ModelMap) -> None:
         """Refuse what has no gradients, no next token or unknown projections; see the base class."""
         name = pruner_name(self)
@@ -60,16 +56,6 @@ class LlmPruner(Pruner):
         for layer in model_map.attention:
             if projection_in(layer.module, layer.family.query) is None:
                 raise InputError(f"{name} needs the query projection of {layer.name}, which is not known")
-
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
-        """As the class says; see the base class."""
-        return self.scores(model_map, text, True, False).heads
-
-    def channel_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
-    ) -> Scores:
-        """As the class says; see the base class."""
-        return self.scores(model_map, text, False, True).channels
 
     def scores(
         self,

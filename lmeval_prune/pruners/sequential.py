@@ -23,7 +23,7 @@ from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.interventions.plan import Plan, ranges_of
-from lmeval_prune.pruners.base import Pruner, Scored, Scores, needed, pruner_name
+from lmeval_prune.pruners.base import ReadingPruner, Scored, Scores, needed, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_after
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.layer_store import Done, LayerStore
@@ -34,7 +34,7 @@ Units = Sequence[tuple[int, ...]]  # of inputs of a projection, those that go to
 
 
 @dataclass(frozen=True)
-class SequentialPruner(Pruner):
+class SequentialPruner(ReadingPruner):
     """A way to select units of a projection's inputs when the layers before it have lost theirs.
 
     Attributes:
@@ -46,10 +46,6 @@ class SequentialPruner(Pruner):
     allocation: ClassVar[str] = "uniform"
     pairs: ClassVar[bool] = False
     afresh: ClassVar[bool] = False
-
-    def needs_text(self, heads: bool, channels: bool) -> bool:
-        """Always; see the base class."""
-        return True
 
     @abstractmethod
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
@@ -66,16 +62,6 @@ class SequentialPruner(Pruner):
         """Which units go, by default those of the lowest scores; as of `unit_scores`."""
         lowest: list[int] = self.unit_scores(weight, moments, second, units).argsort(stable=True)[:count].tolist()
         return lowest
-
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
-        """Scores of the model's heads as it is; see the base class."""
-        return self.scores(model_map, text, True, False).heads
-
-    def channel_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
-    ) -> Scores:
-        """Scores of the model's channels as it is; see the base class."""
-        return self.scores(model_map, text, False, True).channels
 
     def scores(
         self,

@@ -400,9 +400,7 @@ def test_masks_of_other_models_broken_files_and_pickles_are_refused(tiny_folder:
     with pytest.raises(InputError, match="schema version 99"):
         model(tiny_folder, mask=str(path))
     path.write_text(json.dumps({**content, "schema": "other"}))
-    with pytest.raises(
-        InputError, match="not a lmeval-prune/head-mask or lmeval-prune/plan or .* artefact"
-    ):
+    with pytest.raises(InputError, match=r"not a lmeval-prune/head-mask or lmeval-prune/plan or .* artefact"):
         model(tiny_folder, mask=str(path))
     path.write_text(json.dumps({**content, "model": {**content["model"], "name": 5}}))
     with pytest.raises(InputError, match="lacks the fields"):

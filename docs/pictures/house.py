@@ -7,11 +7,15 @@ from matplotlib.patches import FancyBboxPatch
 
 FLOORS = [
     [("cli · demo", "the commands"), ("plugin", "how lm-eval finds us")],
-    [("sprint", "outcomes, router, report"), ("grid", "cells, runners, comparison, page")],
+    [
+        ("sprint", "outcomes, router, report"),
+        ("distillation", "stages, losses, hosts"),
+        ("grid", "cells, comparison, page"),
+    ],
     [("models", "pruned-hf and the store of answers; athena")],
-    [("surgery", "executes a plan"), ("pruners", "scores, schedule, plans")],
+    [("surgery", "executes a plan"), ("pruners", "scores, budgets, compensation, plans")],
     [("decoding", "the engine"), ("profiling", "parameters, FLOPs, speed"), ("athena", "the second paper's host")],
-    [("interventions", "head masks, row masks, plans, the attention call; kernels/")],
+    [("interventions", "head masks, plans, token filter, probe pruning, the attention call; kernels/")],
     [("checkpoints", "embedded models, models without weights, cut ones")],
     [("architectures", "the model map, names of heads, fingerprints")],
 ]

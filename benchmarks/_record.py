@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
 
     packages = ("lmeval-prune", "lm_eval", "transformers", "torch")
     return {
-        "command": "python " + " ".join([str(Path(sys.argv[0]).name), *sys.argv[1:]]),
+        "command": " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
         "commit": git("rev-parse", "--short", "HEAD")
         + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else ""),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),

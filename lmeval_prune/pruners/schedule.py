@@ -92,7 +92,7 @@ def stages(
             allocation = options.allocation or pruner.allocation
             heads = select_heads(
                 model_map,
-                standardised_by_layer(head_scores, heads) if allocation == "standardised" else head_scores,
+                _compared(head_scores, heads, allocation),
                 of_heads.at(step),
                 options.unit or "head",
                 allocation,
@@ -102,11 +102,13 @@ def stages(
             made |= {"head_allocation": allocation}
         if options.ffn_ratio:
             allocation = options.allocation or channel_pruner.allocation
-            compared = channel_scores
-            if allocation == "standardised":
-                compared = standardised_by_layer(channel_scores, channels)
             channels = select_channels(
-                model_map, compared, of_channels.at(step), options.ffn_multiple, allocation, channels
+                model_map,
+                _compared(channel_scores, channels, allocation),
+                of_channels.at(step),
+                options.ffn_multiple,
+                allocation,
+                channels,
             )
             made |= {"ffn_allocation": allocation}
         if step == options.steps:
@@ -242,7 +244,7 @@ def check_methods(
     later = options.steps > 1
     for_heads = wants_heads(options) and (later or not scores[0])
     for_channels = wants_channels(options, model_map) and (later or not scores[1])
-    if channel_pruner is not pruner and SequentialPruner in {*type(pruner).__mro__, *type(channel_pruner).__mro__}:
+    if channel_pruner is not pruner and any(isinstance(one, SequentialPruner) for one in (pruner, channel_pruner)):
         raise InputError("a method that goes layer by layer takes heads and channels itself; leave out ffn_method")
     if isinstance(pruner, SequentialPruner) and any(scores):
         raise InputError(f"{pruner_name(pruner)} scores each layer when those before have gone; leave out --scores")
@@ -259,6 +261,11 @@ def check_methods(
             raise InputError(f"compensation={options.compensation} needs a text; give --task NAME or --text FILE")
 
 
+def _compared(scores: Scores, removed: Removed, allocation: str) -> Scores:
+    """Scores as an allocation compares them."""
+    return standardised_by_layer(scores, removed) if allocation == "standardised" else scores
+
+
 def _by_parameters(
     pruner: Pruner,
     model_map: ModelMap,
@@ -269,9 +276,7 @@ def _by_parameters(
 ) -> tuple[Removed, Removed, dict[str, Any]]:
     """What goes in all, and what a plan says of the budget."""
     allocation, empty = options.allocation or "global", options.allow_empty_layer
-    compared = scores
-    if allocation == "standardised":
-        compared = (standardised_by_layer(scores[0], before[0]), standardised_by_layer(scores[1], before[1]))
+    compared = [_compared(one, gone, allocation) for one, gone in zip(scores, before, strict=True)]
     given = (compared[0] if wants_heads(options) else None, compared[1] if wants_channels(options, model_map) else None)
     pots = pots_of(model_map, options, *given, *before, pruner.costs)
     counts = counts_of(pots, ratio, allocation, options.log_start, empty)
@@ -364,14 +369,13 @@ def _layer_by_layer(
         name: sum(map(len, one.values())) for name, one in (("heads", found.heads), ("channels", found.channels))
     }
     more = {"parameters": _spent(pots, counts), **({"damping": found.damping} if found.damping else {})}
-    plan = _plan(
+    return _plan(
         found.heads,
         found.channels,
         options.allow_empty_layer,
         compensation=found.compensation,
         made={**made, **more, "stages": [{"step": 1, "ratio": options.ratio, **numbers}]},
     )
-    return plan
 
 
 def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import itertools
 import json
 import os
@@ -581,3 +583,26 @@ def test_figures_are_better_or_worse_not_right(browser: Any, tmp_path: Path) -> 
     assert labels == ["answers differ: 6", "A better: 6", "B better: 0", "all: 6"]
     assert page.query_selector_all(".answer.right") == []
     page.close()
+
+
+def test_a_page_without_the_texts_of_a_task(browser: Any, tmp_path: Path) -> None:
+    values: dict[str, dict[str, Any]] = {
+        name: {task: [question(task, i, float(right), f"{name} of {task} {i}") for i in range(6)] for task in "tu"}
+        for name, right in (("dense", True), ("worse", False))
+    }
+    path = made(tmp_path / "g", values, "dense")
+    assert main(["grid", "compare", str(path), "--without_texts", "t"]) == 0
+    page = browser.new_page()
+    page.goto((path / "compare" / "page.html").as_uri())
+    page.wait_for_selector("body[data-ready=true]")
+    page.select_option("#asked", "t")
+    packed = re.findall(r"[A-Za-z0-9+/=]{300,}", (path / "compare" / "page.html").read_text())
+    everything = gzip.decompress(base64.b64decode(max(packed, key=len))).decode()
+    assert "u question 3?" in everything and "dense of u 3" in everything
+    assert "t question 3?" not in everything and "dense of t 3" not in everything
+    shown = page.inner_text("#questions")
+    assert "question 3" in shown and "not shown: this page is without the texts of this task" in shown
+    assert "only A right: 6" in page.inner_text("#counts")
+    page.close()
+    with pytest.raises(InputError, match="the grid has no task 'tt'"):
+        write(str(path), without_texts=["tt"])

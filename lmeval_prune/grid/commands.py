@@ -86,7 +86,12 @@ def _check_selected(grid: Grid) -> None:
 
 @first("folder")
 def compare(
-    folder: str, baseline: str | None = None, output: str | None = None, lm_eval: str | None = None, seed: int = 0
+    folder: str,
+    baseline: str | None = None,
+    output: str | None = None,
+    without_texts: tuple[str, ...] = (),
+    lm_eval: str | None = None,
+    seed: int = 0,
 ) -> int:
     """Compare a grid's variants with one of them, question by question: tables and a page.
 
@@ -94,12 +99,13 @@ def compare(
         folder: of the grid; `--folder` may be left out
         baseline: name of a variant (default: the one that the grid names, else its first)
         output: folder for the tables and the page (default: `compare` in the grid's folder)
+        without_texts: tasks whose questions and answers are left out of the page, as their licence may ask
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
         seed: of bootstrap and tests
     """
     from lmeval_prune.grid.report import write, write_lm_eval
 
-    page, notes = write(folder, baseline, output, seed)
+    page, notes = write(folder, baseline, output, seed, without_texts)
     for note in notes:
         print(f"note: {note}")
     print(page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,17 @@ LONGEST = 1600  # characters of an answer that are shown
 MOST = 40_000_000  # characters of all answers of a page; beyond, a page has none
 
 
-def write_page(found: Comparison, folder: GridFolder, path: Path) -> None:
+def write_page(found: Comparison, folder: GridFolder, path: Path, without_texts: Sequence[str] = ()) -> None:
     """Write the page.
 
     Args:
         found: what it shows.
         folder: of the grid, for questions and answers.
         path: of the HTML file.
+        without_texts: tasks whose questions and answers it does not show.
     """
     known = [name for name in COSTS if any(found.costs[variant].get(name) is not None for variant in found.variants)]
-    questions = _questions(found, folder)
+    questions = _questions(found, folder, without_texts)
     data = {
         "title": found.title,
         "baseline": found.baseline,
@@ -65,21 +67,22 @@ def _variant(found: Comparison, name: str) -> dict[str, Any]:
     return {"name": name, "rows": rows, "costs": costs, "commands": commands}
 
 
-def _questions(found: Comparison, folder: GridFolder) -> dict[str, Any]:
+def _questions(found: Comparison, folder: GridFolder, without_texts: Sequence[str]) -> dict[str, Any]:
     """Of each task its questions, and of each variant figures and, if they are not too many, answers."""
     result: dict[str, Any] = {}
     left = MOST
     for task, (questions, outcomes) in found.outcomes.items():
         base = read_answers(folder.cell(found.cells[found.baseline, task]["key"]))
         several = len({own for own, _, _ in questions}) > 1
-        shown = []
+        shown, withheld = [], task in without_texts
         for own, number, _ in questions:
             row = base[own, number]
             place = f"{own}, {number}" if several else f"{number}"
-            shown.append({"id": place, "question": _short(row["question"]), "target": _short(row["target"])})
+            texts_of = {} if withheld else {"question": _short(row["question"]), "target": _short(row["target"])}
+            shown.append({"id": place, **texts_of})
         answers: dict[str, list[int]] = {}
         texts: dict[str, int] = {}
-        for name in outcomes if left > 0 else ():
+        for name in outcomes if left > 0 and not withheld else ():
             said = read_answers(folder.cell(found.cells[name, task]["key"]))
             answers[name] = []
             for own, number, _ in questions:
@@ -90,9 +93,9 @@ def _questions(found: Comparison, folder: GridFolder) -> dict[str, Any]:
                 break
         values = {name: [round(float(value), 6) for value in figures] for name, figures in outcomes.items()}
         binary = all(value in (0.0, 1.0) for own in values.values() for value in own)
-        result[task] = {"shown": shown, "values": values, "binary": binary}
+        result[task] = {"shown": shown, "values": values, "binary": binary, "withheld": withheld}
         result[task]["lower"] = found.rows[found.baseline, task].lower_is_better
-        if left > 0:
+        if left > 0 and not withheld:
             result[task] |= {"texts": list(texts), "answers": answers}
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.grid.comparison import COSTS, Comparison, Row, compare
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.page import write_page
@@ -21,7 +22,13 @@ from lmeval_prune.reporting.tables import bold, csv, markdown
 LEFT = ["variant"]
 
 
-def write(path: str, baseline: str | None = None, output: str | None = None, seed: int = 0) -> tuple[Path, list[str]]:
+def write(
+    path: str,
+    baseline: str | None = None,
+    output: str | None = None,
+    seed: int = 0,
+    without_texts: Sequence[str] = (),
+) -> tuple[Path, list[str]]:
     """Compare a grid and write everything.
 
     Args:
@@ -29,17 +36,21 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
         baseline: name of a variant; default the grid's.
         output: folder; default `compare` in the grid's.
         seed: of bootstrap and tests.
+        without_texts: tasks whose questions and answers the page does not show.
 
     Returns:
         The page, and what a reader must know besides, a line each.
 
     Raises:
-        InputError: as of `compare`, or the output is a file.
+        InputError: as of `compare`, the output is a file, or there is no such task.
     """
     target = Path(output) if output else GridFolder(path).path / "compare"
     if target.is_file():
         raise InputError(f"{target} is a file; name a folder")
     found = compare(path, baseline, seed)
+    for task in without_texts:
+        if task not in found.outcomes:
+            raise InputError(f"without_texts: the grid has no task {task!r}{nearest(task, found.outcomes)}")
     write_text(target / "table.csv", csv(pd.DataFrame([asdict(row) for row in found.rows.values()])))
     tests = [row for row in found.rows.values() if row.p is not None]
     costs = [name for name in COSTS if any(found.costs[variant].get(name) is not None for variant in found.variants)]
@@ -68,7 +79,7 @@ def write(path: str, baseline: str | None = None, output: str | None = None, see
         where=", ".join(sorted({_where(one) for one in found.costs.values() if one})),
     )
     write_text(target / "report.md", text)
-    write_page(found, GridFolder(path), target / "page.html")
+    write_page(found, GridFolder(path), target / "page.html", without_texts)
     return target / "page.html", found.notes
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
-from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 from lmeval_prune.artefacts import content_digest, digest, new_folder, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
@@ -151,10 +151,8 @@ class AdapterExport:
 
     def _named(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
         """Masks of single heads in the model's order, each once, by name; those of one layer stand together."""
-        if any(mask.origin for mask in masks):  # artefacts know the weights that they were made for
-            fit_to = map_model(self.projections.model)
-        else:
-            fit_to = self.model_map
+        known = any(mask.origin for mask in masks)  # artefacts know the weights that they were made for
+        fit_to = map_model(self.projections.model) if known else self.model_map
         found = {}
         for mask in masks:
             resolved = mask.fit_to(fit_to)
@@ -261,8 +259,8 @@ class AdapterExport:
 
     def memory(self, slots: int) -> int:
         """Bytes that so many slots take in a server that restricts adapters to the output projections."""
-        size = max(2, (TYPES[self.dtype] if self.dtype else torch.bfloat16).itemsize)
-        widths = sum(sum(one.o_proj.weight.shape) for one in self.model_map.attention)
+        size = TYPES[self.dtype].itemsize if self.dtype else 2
+        widths = sum(in_features(one.o_proj) + out_features(one.o_proj) for one in self.model_map.attention)
         return slots * self.rank * widths * size
 
 

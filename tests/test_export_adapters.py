@@ -6,22 +6,25 @@ import copy
 import json
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
+from lmeval_prune.architectures.blocks import in_features
 from lmeval_prune.cli import main
 from lmeval_prune.export import adapters
 from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapters
-from lmeval_prune.export.servers import RANKS, largest_rank
+from lmeval_prune.export.servers import largest_rank
 from lmeval_prune.interventions.plan import Plan
 from tests.kills import killing_after
 from tests.tiny_models import ALL, SEQ2SEQ, output, tiny, tokens
@@ -251,6 +254,109 @@ def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder
 # --------------------------------------------------------------------------- what is refused
 
 
+def test_weights_are_those_that_transformers_reads(tiny_folder: Path, tmp_path: Path) -> None:
+    """Not of other files in the folder, whatever their names."""
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for name in ("model_old", "a", "model-00001-of-00002"):
+        save_file({key: value + 1 for key, value in weights.items()}, tmp_path / "model" / f"{name}.safetensors")
+    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
+    layer = export.model_map.attention[0]
+    assert torch.equal(export.projections.weight(layer), weights["model.layers.0.self_attn.o_proj.weight"])
+    assert "model" not in export.projections.__dict__
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "a.safetensors")}
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "other"))
+    layer = export.model_map.attention[0]
+    assert torch.equal(export.projections.weight(layer), weights["model.layers.0.self_attn.o_proj.weight"] + 1)
+
+
+def test_a_folder_has_adapters_of_one_type_for_a_server(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The resolver serves whatever has the name; the type of the weights counts as one that is given."""
+    saved("llama", tmp_path / "model", dtype=torch.float32)
+    given = ["--pretrained", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--heads"]
+    assert main(["export", "adapter", *given, "L0H0", "--dtype", "bfloat16"]) == 0
+    for words in (["L0H1", "--dtype", "float32"], ["L0H0"], ["L1H1"]):
+        assert "L0H0 is an adapter of another dtype (bfloat16, not float32)" in refused(capsys, *given, *words)
+    saved("llama", tmp_path / "other", dtype=torch.float32, seed=1)
+    other = ["--pretrained", str(tmp_path / "other"), "--served", str(tmp_path / "model"), "--dtype", "bfloat16"]
+    assert "another base model" in refused(capsys, *other, *given[2:], "L1H1")
+    assert list(read_adapters(tmp_path / "out")) == ["L0H0"]
+
+
+def test_what_else_is_in_the_folder_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint has a manifest of the same name; a broken adapter is refused."""
+    saved("llama", tmp_path / "model", dtype=torch.float32)
+    model = ["--pretrained", str(tmp_path / "model"), "--heads", "L0H0-1"]
+    assert main(["export", "model", *model, "--output", str(tmp_path / "out" / "smaller")]) == 0
+    capsys.readouterr()
+    assert len(lines_of(capsys, *model, "--output", str(tmp_path / "out"))) == 2
+    assert list(read_adapters(tmp_path / "out")) == ["L0H0+L0H1"]
+    manifest = tmp_path / "out" / "L0H0+L0H1" / "lmeval_prune.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: value for name, value in content.items() if name != "hash"}))
+    with pytest.raises(InputError, match=r"no whole manifest \(it has no hash"):
+        read_adapters(tmp_path / "out")
+    manifest.write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        read_adapters(tmp_path / "out")
+
+
+def test_two_exports_do_not_write_to_one_folder(tiny_folder: Path, tmp_path: Path) -> None:
+    masks = [HeadMask("L0H0"), HeadMask("L0H1")]
+    first, second = (AdapterExport(str(tiny_folder), masks, str(tmp_path / "out")) for _ in range(2))
+    steps = first.run()
+    next(steps)
+    with pytest.raises(InputError, match="another export writes to"):
+        list(second.run())
+    assert list(steps) == [("L0H1", True)]
+    assert list(second.run()) == [("L0H0", False), ("L0H1", False)]
+
+
+def gguf_base(path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama", width: int = 32) -> Path:
+    """A file with output projections, and nothing else."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for layer in range(2):
+        array = gguf.quants.quantize(np.ones((32, width), np.float32), kind)
+        writer.add_tensor(f"blk.{layer}.attn_output.weight", array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_file_that_llama_cpp_serves_is_looked_at(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = gguf.GGMLQuantizationType
+    given = ("--pretrained", str(tiny_folder), "--format", "gguf", "--heads", "L0H0", "--dtype", "float16", "--output")
+
+    def said(file: Path) -> str:
+        return refused(capsys, *given, str(tmp_path / "out"), "--served", str(file))
+
+    assert "attn_output.weight in Q4_0, not F16: an adapter cannot cancel" in said(
+        gguf_base(tmp_path / "base-q4_0.gguf", kinds.Q4_0)
+    )
+    assert "in F32, not F16: give --dtype float32" in said(gguf_base(tmp_path / "f32.gguf", kinds.F32))
+    assert "is a qwen2 model, and the adapter one of llama" in said(
+        gguf_base(tmp_path / "qwen2.gguf", kinds.F16, "qwen2")
+    )
+    assert "of shape [64, 32]: it is another model" in said(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
+    assert "there is no file" in said(tmp_path / "none.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    assert "no whole GGUF file" in said(tmp_path / "broken.gguf")
+    assert not (tmp_path / "out").exists()
+    base = str(gguf_base(tmp_path / "f16.gguf", kinds.F16))
+    (line,) = lines_of(capsys, *given, str(tmp_path / "out"), "--served", base)
+    assert line == (
+        f"llama-server -m {base} --lora-init-without-apply --lora {tmp_path / 'out' / 'L0H0' / 'adapter.gguf'}"
+    )
+
+
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["export", "adapter", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -266,10 +372,16 @@ def test_what_no_adapter_can_do_is_one_line(
     Plan("L0H1", {"L0": "3"}).save(tmp_path / "plan.json", model_map)
     assert "channels or updated weights" in refused(capsys, *given, "--mask", str(tmp_path / "plan.json"))
     HeadMask("L0H1").save(tmp_path / "mask.json", model_map)
-    assert "other weights" in refused(capsys, *given, "--mask", str(tmp_path / "mask.json"))
+    error = refused(capsys, *given, "--mask", str(tmp_path / "mask.json"))
+    assert "other weights" in error and "--allow_other_model" in error and "=true" not in error
     assert "name what is to be pruned" in refused(capsys, *given)
     assert "no attention in layer 7" in refused(capsys, *given, "--heads", "L7H0")
-    assert "all 4 heads of layer L0" in refused(capsys, *given, "--heads", "L0H*")
+    error = refused(capsys, *given, "--heads", "L0H*")
+    assert "all 4 heads of layer L0" in error and "--allow_empty_layer" in error and "=true" not in error
+    (tmp_path / "file").touch()
+    assert "is a file; name a folder" in refused(
+        capsys, "--pretrained", str(tiny_folder), "--output", str(tmp_path / "file"), "--heads", "L0H0"
+    )
     assert "--dtype int8 is not known" in refused(capsys, *given, "--heads", "L0H0", "--dtype", "int8")
     assert "--format onnx is not known" in refused(capsys, *given, "--heads", "L0H0", "--format", "onnx")
     saved("gpt2", tmp_path / "gpt2")
@@ -282,6 +394,12 @@ def test_what_no_adapter_can_do_is_one_line(
         capsys, "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "out"), "--heads", "L0H0-8"
     )
     assert "needs rank 576" in error and "export model --zeroed --heads L0H0+L0H1" in error
+    saved("llama", tmp_path / "many", hidden_size=640, num_attention_heads=40, num_key_value_heads=40, head_dim=16)
+    error = refused(
+        capsys, "--pretrained", str(tmp_path / "many"), "--output", str(tmp_path / "out"), "--heads", "L0H0-34"
+    )
+    assert error.startswith("lmeval-prune: error: heads-35-")
+    assert error.endswith(f"export model --zeroed --heads {'+'.join(f'L0H{head}' for head in range(35))}`")
     config = json.loads((tmp_path / "wide" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
@@ -324,26 +442,83 @@ def test_an_adapter_that_leaves_something_is_refused() -> None:
 
 def test_ranks_are_those_of_vllm() -> None:
     assert [largest_rank(rank) for rank in (1, 2, 64, 96, 257, 512)] == [1, 8, 64, 128, 320, 512]
-    assert max(RANKS) == adapters.LARGEST_RANK
 
 
 def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32"]
     assert main([*given, "--output", str(tmp_path / "peft"), "--heads", "L0H0+L1H2", "--each", "L1H0-1"]) == 0
-    shown = capsys.readouterr().out
-    assert "3 adapters written, 0 kept; rank 8" in shown
-    for words in (
-        f"VLLM_LORA_RESOLVER_CACHE_DIR={tmp_path / 'peft'}",
+    pool, names = tmp_path / "peft", ["L1H0", "L1H1", "L0H0+L1H2"]
+    (pool / "notes").mkdir()
+    assert capsys.readouterr().out.splitlines() == [
+        *(str(pool / name) for name in (names[2], *names[:2])),
+        f"{pool}: 3 adapters written, 0 kept; rank 8, float32; merged, all are exact",
+        "their slots take 0.0164 MB in vLLM; with a smaller --max-loras some requests wait",  # 4 · 8 · 2 · 2 · 32 · 4
+        "",
+        "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+        f"VLLM_LORA_RESOLVER_CACHE_DIR={pool} vllm serve {tiny_folder} --dtype float32 --enable-lora "
         "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj",
-        f"--model-path {tiny_folder} --dtype float32",
-        "--max-loras-per-batch 4",
+        "",
+        f"python -m sglang.launch_server --model-path {tiny_folder} --dtype float32 --enable-lora "
+        f"--lora-paths {' '.join(f'{name}={pool / name}' for name in names)} "
+        "--max-loras-per-batch 4 --max-lora-rank 8 --lora-target-modules o_proj",
+    ]
+    pool = tmp_path / "a pool"
+    assert main([*given, "--output", str(pool), "--layers", "1", "--format", "gguf"]) == 0
+    files = " ".join(f"--lora '{pool}/L1H{head}/adapter.gguf'" for head in range(4))
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"{pool}: 4 adapters written, 0 kept; rank 8, float32; merged, all are exact",
+        "",
+        f"llama-server -m MODEL.gguf --lora-init-without-apply {files}   # MODEL.gguf has weights in float32, "
+        "not quantised",
+    ]
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines that say how to serve."""
+    assert main(["export", "adapter", *words]) == 0
+    shown = capsys.readouterr().out.partition("merged, all are exact\n")[2]
+    return [line for line in shown.splitlines() if line and not line.startswith("their slots")]
+
+
+def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other families, types, classes and revisions: what an engine would refuse is not printed."""
+    for family in ("gpt2", "t5", "bert"):
+        saved(family, tmp_path / family, dtype=torch.float32)
+        head = "decoder.L0H0" if family == "t5" else "L0H0"
+        given = ("--pretrained", str(tmp_path / family), "--output", str(tmp_path / f"{family}-out"))
+        (line,) = lines_of(capsys, *given, "--heads", head)
+        assert line.startswith("for PEFT") and f"{family} models with adapters are served by none" in line
+    saved("llama", tmp_path / "wide")
+    given = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "wide-out"))
+    (line,) = lines_of(capsys, *given)
+    assert "servers do not compute in float64" in line
+    given = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--dtype", "bfloat16")
+    vllm, _ = lines_of(capsys, *given, "--output", str(tmp_path / "own"), "--revision", "main")
+    assert f"vllm serve {tmp_path / 'wide'} --revision main --dtype bfloat16" in vllm
+    own = ("--output", str(tmp_path / "served"), "--revision", "main", "--served", "org/NAME")
+    vllm, sglang = lines_of(capsys, *given, *own)
+    assert "vllm serve org/NAME --dtype" in vllm and "--model-path org/NAME --dtype" in sglang
+    for family, heads, options in (
+        ("llama", "L0H0-1", "--trust-remote-code"),
+        ("qwen2", "L0H0-1+L1H2-3", "--model-impl transformers"),
     ):
-        assert words in shown
-    words = ["--layers", "1", "--format", "gguf", "--served", "dense.gguf"]
-    assert main([*given, "--output", str(tmp_path / "gguf"), *words]) == 0
-    shown = capsys.readouterr().out
-    assert "llama-server -m dense.gguf --lora-init-without-apply" in shown
-    assert f"--lora {tmp_path / 'gguf' / 'L1H0' / 'adapter.gguf'} --lora " in shown and "4 adapters" in shown
+        saved(family, tmp_path / f"{family}-whole", dtype=torch.float32)
+        model = ("export", "model", "--pretrained", str(tmp_path / f"{family}-whole"), "--heads", heads)
+        assert main([*model, "--output", str(tmp_path / f"{family}-cut")]) == 0
+        capsys.readouterr()
+        given = ("--pretrained", str(tmp_path / f"{family}-cut"), "--heads", "L0H0")
+        (line,) = lines_of(capsys, *given, "--output", str(tmp_path / f"{family}-pool"))
+        assert f"vllm serve {tmp_path / f'{family}-cut'} {options} --dtype float32 --enable-lora" in line
+        remark = "--lora-target-modules o_proj   # not needed where lmeval-prune is installed"
+        assert line.endswith(remark if family == "llama" else "--lora-target-modules o_proj")
+
+
+def test_slots_are_as_large_as_vllm_makes_them(tmp_path: Path) -> None:
+    """Of the rank rounded up, in the type of the server."""
+    saved("llama", tmp_path / "model", dtype=torch.float32, hidden_size=384, num_key_value_heads=4)
+    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
+    width = in_features(export.model_map.attention[0].o_proj)
+    assert export.memory(3, 96) == 3 * 2 * 128 * (width + 384) * 4
 
 
 def test_lines_are_of_adapters_that_belong_together(

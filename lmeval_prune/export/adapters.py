@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import save
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
@@ -23,17 +24,26 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.gguf_adapter import write_gguf_adapter
+from lmeval_prune.export.gguf_adapter import check_gguf_base, write_gguf_adapter
 from lmeval_prune.export.gguf_names import gguf_architecture
-from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
+from lmeval_prune.export.gguf_tensors import TYPES
+from lmeval_prune.export.manifest import (
+    MANIFEST,
+    SCHEMA,
+    VERSION,
+    adapter_name,
+    has_adapters,
+    read_adapter,
+    read_adapters,
+)
 from lmeval_prune.export.projections import Projections
+from lmeval_prune.export.servers import RANKS, largest_rank
 from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import hash_of
+from lmeval_prune.surgery.cut import is_quantised
 
 FORMATS = ("peft", "gguf")
-TYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.bfloat16, torch.float16, torch.float32)}
-LARGEST_RANK = 512  # that vLLM takes
 PLAIN = ("Linear", "Conv1D", "FalconLinear")  # classes that multiply by their weight, and nothing else
 
 
@@ -68,19 +78,26 @@ class AdapterExport:
             raise InputError(f"--dtype {dtype} is not known; use {', '.join(TYPES)}")
         if Path(output).is_file():
             raise InputError(f"{output} is a file; name a folder for the adapters")
-        self.output, self.format, self.dtype = Path(output), format, dtype
+        self.output, self.format = Path(output), format
         self.served = served or embedded.resolve(pretrained)
         self.model_map = map_model(skeleton_of(pretrained, revision))
         check_adaptable(self.model_map, pretrained)
         self.architecture = gguf_architecture(self.model_map) if format == "gguf" else ""
         self.projections = Projections(pretrained, self.model_map, revision)
+        self.kind = TYPES[dtype] if dtype else self.projections.weight(self.model_map.attention[0]).dtype
+        self.dtype = str(self.kind).removeprefix("torch.")
+        if self.kind not in (*TYPES.values(), torch.float64) or (format == "gguf" and self.dtype not in TYPES):
+            raise InputError(f"the weights are {self.dtype}, in which no server computes; give --dtype float32")
+        if format == "gguf" and self.served.endswith(".gguf"):
+            check_gguf_base(Path(self.served), self.architecture, self.model_map, self.kind)
         self.masks = self._named(masks)
         self.rank = max(self._rank(mask) for mask in self.masks.values())
-        if format == "peft" and self.rank > LARGEST_RANK:
-            worst = next(name for name, mask in self.masks.items() if self._rank(mask) == self.rank)
+        if format == "peft" and self.rank > RANKS[-1]:
+            worst, mask = next((name, mask) for name, mask in self.masks.items() if self._rank(mask) == self.rank)
+            heads = "+".join(mask.heads)
             raise InputError(
-                f"{worst} needs rank {self.rank} in one layer, and vLLM takes up to {LARGEST_RANK}; write a whole "
-                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --heads {worst}`"
+                f"{worst} needs rank {self.rank} in one layer, and vLLM takes up to {RANKS[-1]}; write a whole "
+                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --heads {heads}`"
             )
         self.base = {
             "pretrained": self.served,
@@ -114,35 +131,56 @@ class AdapterExport:
             Name of an adapter, and whether it was written now; it was there, made from the same weights, if not.
 
         Raises:
-            InputError: its folder holds something else, or the adapter is not exact.
+            InputError: its folder holds something else, the adapter is not exact, or another export writes there.
         """
-        for name, mask in self.masks.items():
-            folder = self.output / name
-            if folder.exists():
-                self._check_kept(folder, mask)
-                yield name, False
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.output.parent / f".{self.output.name}.lock", timeout=0):
+                self._check_folder()
+                for name, mask in self.masks.items():
+                    yield name, self._made(name, mask)
+        except Timeout:
+            raise InputError(f"another export writes to {self.output}; run this when it is done") from None
+        except OSError as error:
+            raise InputError(f"{self.output} cannot be written: {error.strerror or error}") from error
+
+    def _made(self, name: str, mask: HeadMask) -> bool:
+        """Whether an adapter was written, and not there."""
+        folder = self.output / name
+        if folder.exists():
+            self._check_kept(folder, mask)
+            return False
+        updates = list(self.updates(mask))
+        with new_folder(folder) as half:
+            self._write(half, name, mask, updates)
+        return True
+
+    def _check_folder(self) -> None:
+        """Refuse a folder with adapters for the same server that it would serve wrongly beside these."""
+        for name, one in read_adapters(self.output).items() if has_adapters(self.output) else ():
+            if (one["format"], one["base"]["pretrained"]) != (self.format, self.served):
                 continue
-            updates = list(self.updates(mask))
-            with new_folder(folder) as half:
-                self._write(half, name, mask, updates)
-            yield name, True
+            if one["dtype"] != self.dtype:
+                differs = f"dtype ({one['dtype']}, not {self.dtype})"
+            elif one["base"]["checkpoint"] != self.base["checkpoint"]:
+                differs = "base model of the same name"
+            else:
+                continue
+            raise InputError(f"{self.output / name} is an adapter of another {differs}; name another folder")
 
     def updates(self, mask: HeadMask) -> Iterator[Update]:
         """What a mask's adapter adds, layer by layer; checked."""
         for layer, heads in self._layers(mask):
-            weight = self.projections.weight(layer)
-            kind = TYPES[self.dtype] if self.dtype else weight.dtype
-            if self.format == "gguf" and kind not in TYPES.values():
-                raise InputError(f"the weights are {kind}, which llama.cpp does not read; give --dtype float32")
-            yield Update.of(self.projections.name(layer), layer, heads, weight.to(kind), self.rank)
+            weight = self.projections.weight(layer).to(self.kind)
+            yield Update.of(self.projections.name(layer), layer, heads, weight, self.rank)
 
     def _check_kept(self, folder: Path, mask: HeadMask) -> None:
         try:
             there = read_adapter(folder)
         except InputError as error:
             raise InputError(f"{folder} is there and is no adapter of lmeval-prune's; name another folder") from error
-        asked = {"heads": list(mask.heads), "format": self.format, "base": json.loads(json.dumps(self.base))}
-        asked |= {"dtype": self.dtype} if self.dtype else {}
+        asked = {"heads": list(mask.heads), "format": self.format, "dtype": self.dtype}
+        asked["base"] = json.loads(json.dumps(self.base))
         differs = [name for name, value in asked.items() if there[name] != value]
         if differs:
             raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
@@ -151,7 +189,6 @@ class AdapterExport:
                 raise InputError(f"{folder}/{name} is not as it was written; remove {folder} to make it again")
 
     def _write(self, folder: Path, name: str, mask: HeadMask, updates: list[Update]) -> None:
-        kind = str(updates[0].lora_a.dtype).removeprefix("torch.")
         if self.format == "gguf":
             write_gguf_adapter(folder / "adapter.gguf", self.architecture, name, updates)
         else:
@@ -169,9 +206,9 @@ class AdapterExport:
             "name": name,
             "heads": list(mask.heads),
             "format": self.format,
-            "dtype": kind,
+            "dtype": self.dtype,
             "rank": self.rank,
-            "hash": digest([hash_of(used), modules, kind]),
+            "hash": digest([hash_of(used), modules, self.dtype]),
             "base": self.base,
             "modules": modules,
             "files": {one.name: content_digest(one) for one in sorted(folder.iterdir())},
@@ -198,11 +235,10 @@ class AdapterExport:
             "inference_mode": True,
         }
 
-    def memory(self, slots: int) -> int:
-        """Bytes that so many slots take in a server that restricts adapters to the output projections."""
-        size = TYPES[self.dtype].itemsize if self.dtype else 2
+    def memory(self, slots: int, rank: int) -> int:
+        """Bytes that so many slots of a rank take in vLLM, restricted to the output projections."""
         widths = sum(in_features(one.o_proj) + out_features(one.o_proj) for one in self.model_map.attention)
-        return slots * self.rank * widths * size
+        return slots * largest_rank(rank) * widths * self.kind.itemsize
 
 
 def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
@@ -211,7 +247,7 @@ def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
     Raises:
         InputError: saying why.
     """
-    if getattr(model_map.model.config, "quantization_config", None):
+    if is_quantised(model_map.model):
         raise InputError(
             f"{pretrained} is quantised, and an adapter cannot cancel weights that are rounded as they are used; give "
             f"its dequantised weights by --pretrained, and {pretrained} as --served"

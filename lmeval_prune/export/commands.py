@@ -7,6 +7,7 @@ from typing import Any
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.options import either
+from lmeval_prune.surgery.commands import as_options
 
 
 def adapter(
@@ -46,36 +47,42 @@ def adapter(
     from lmeval_prune.export.servers import adapter_lines
     from lmeval_prune.interventions import HeadMask
 
-    masks = [HeadMask(one, allow_empty_layer=allow_empty_layer) for one in heads]
-    masks += [_mask(one, allow_other_model, allow_empty_layer) for one in mask]
-    pool = [f"L{layer}H*" for layer in layers] + ([each] if each else [])
-    if pool:
-        model_map = map_model(skeleton_of(pretrained, revision))
-        masks += [HeadMask(str(head), allow_empty_layer=True) for head in Head.parse("+".join(pool), model_map)]
-    if not masks:
-        raise InputError("name what is to be pruned: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
-    export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
-    written = kept = 0
-    try:
-        for name, new in export.run():
-            written, kept = written + new, kept + (not new)
-            if new:
-                print(f"{export.output / name}", flush=True)
-    except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on in {output}")
-        return 130
-    alike = {"format": format, "base": export.base}
-    there = {name: one for name, one in read_adapters(output).items() if alike.items() <= one.items()}
-    kind = next(iter(there.values()))["dtype"]
-    rank = max(one["rank"] for one in there.values())
-    projection = next(iter(next(iter(there.values()))["modules"])).rpartition(".")[2]
-    print(f"{output}: {written} adapters written, {kept} kept; rank {export.rank}, {kind}; merged, all are exact")
-    if format == "peft":
-        size = export.memory(len(there) + 1) / 1e6
-        print(f"their slots take {size:.0f} MB in vLLM; with a smaller --max-loras some requests wait")
-    for line in adapter_lines(export.served, revision, export.output, format, list(there), rank, kind, projection):
-        print(f"\n{line}")
-    return 0
+    with as_options():
+        masks = [HeadMask(one, allow_empty_layer=allow_empty_layer) for one in heads]
+        masks += [_mask(one, allow_other_model, allow_empty_layer) for one in mask]
+        pool = [f"L{layer}H*" for layer in layers] + ([each] if each else [])
+        if pool:
+            model_map = map_model(skeleton_of(pretrained, revision))
+            masks += [HeadMask(str(head), allow_empty_layer=True) for head in Head.parse("+".join(pool), model_map)]
+        if not masks:
+            raise InputError(
+                "name what is to be pruned: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3"
+            )
+        export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
+        written = kept = 0
+        try:
+            for name, new in export.run():
+                written, kept = written + new, kept + (not new)
+                if new:
+                    print(f"{export.output / name}", flush=True)
+        except KeyboardInterrupt:
+            print(f"interrupted; the same command goes on in {output}")
+            return 130
+        alike = {"format": format, "base": export.base, "dtype": export.dtype}
+        there = {name: one for name, one in read_adapters(output).items() if alike.items() <= one.items()}
+        rank = max(one["rank"] for one in there.values())
+        projection = next(iter(next(iter(there.values()))["modules"])).rpartition(".")[2]
+        counts = f"{written} adapters written, {kept} kept"
+        print(f"{output}: {counts}; rank {export.rank}, {export.dtype}; merged, all are exact")
+        config = export.model_map.model.config
+        where = (export.served, None if served else revision, export.output)
+        lines = adapter_lines(*where, format, list(there), rank, export.dtype, projection, config)
+        if any("vllm serve" in line for line in lines):
+            size = export.memory(len(there) + 1, rank) / 1e6
+            print(f"their slots take {size:.3g} MB in vLLM; with a smaller --max-loras some requests wait")
+        for line in lines:
+            print(f"\n{line}")
+        return 0
 
 
 @either("plan", "heads")
@@ -111,23 +118,26 @@ def model(
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.surgery.commands import load_plan, write_cut
 
-    if format not in ("checkpoint", "gguf"):
-        raise InputError(f"--format {format} is not known; use checkpoint or gguf")
-    wanted = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
-    wanted = load_plan(plan, allow_other_model) if plan else wanted
-    if format == "gguf":
-        _gguf(pretrained, wanted, output, zeroed, dtype, splitting, revision)
-        own_code = False
-    else:
-        if wanted is None:
-            raise InputError("name what is to go: --plan FILE or --heads L5H3+L15H0")
-        if dtype or splitting:
-            raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
-        done = write_cut(pretrained, wanted, output, revision, zeroed)
-        own_code = done.manifest["class"].startswith("Pruned")
-    for line in model_lines(output, format, own_code):
-        print(f"\n{line}")
-    return 0
+    with as_options():
+        if format not in ("checkpoint", "gguf"):
+            raise InputError(f"--format {format} is not known; use checkpoint or gguf")
+        wanted = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
+        wanted = load_plan(plan, allow_other_model, allow_empty_layer) if plan else wanted
+        if format == "gguf":
+            _gguf(pretrained, wanted, output, zeroed, dtype, splitting, revision)
+            config = None
+        else:
+            if wanted is None:
+                raise InputError("name what is to go: --plan FILE or --heads L5H3+L15H0")
+            if dtype or splitting:
+                raise InputError(
+                    "--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer"
+                )
+            done = write_cut(pretrained, wanted, output, revision, zeroed)
+            config = done.model.config
+        for line in model_lines(output, format, config):
+            print(f"\n{line}")
+        return 0
 
 
 def _gguf(
@@ -144,10 +154,10 @@ def _gguf(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import manifest_of
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
-    from lmeval_prune.export.adapters import TYPES
     from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
+    from lmeval_prune.export.gguf_tensors import TYPES
     from lmeval_prune.export.gguf_tokenizer import check_tokenizer
-    from lmeval_prune.surgery.commands import loaded_for, tokenizer_of
+    from lmeval_prune.surgery.commands import check_plain, loaded_for, tokenizer_of
     from lmeval_prune.surgery.cut import cut, identity_of
 
     if not output.endswith(".gguf"):
@@ -157,6 +167,7 @@ def _gguf(
     if zeroed and not plan:
         raise InputError("--zeroed needs --plan FILE or --heads L5H3+L15H0")
     bare = skeleton_of(pretrained, revision)
+    check_plain(bare, pretrained)
     check_writable_as_gguf(map_model(bare))
     tokenizer = tokenizer_of(pretrained, revision)
     if tokenizer is not None:
@@ -168,7 +179,7 @@ def _gguf(
     else:
         written = with_weights(bare, pretrained, revision)
         manifest = manifest_of(written) or {"parent": identity_of(map_model(written)), "stages": [], "notes": []}
-    notes = [note for note in manifest["notes"] if "class" not in note]  # of transformers', which is not used
+    notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # which is not used here
     manifest = {**manifest, "notes": notes}
     kind = TYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, written, manifest, tokenizer, kind, splitting)

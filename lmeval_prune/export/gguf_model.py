@@ -12,18 +12,14 @@ import torch
 from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
 
 from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.artefacts import new_file
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.gguf_names import gguf_architecture, tensor_name
+from lmeval_prune.export.gguf_names import gguf_architecture, rope_of, tensor_names
 from lmeval_prune.export.gguf_tensors import KINDS, Tensors
-from lmeval_prune.export.gguf_tokenizer import add_tokenizer
+from lmeval_prune.export.gguf_tokenizer import add_tokenizer, ends_of
 
 MANIFEST = "lmeval_prune.manifest"  # among the file's settings, as JSON
 _INTERLEAVED = ("llama", "deci")  # rotate neighbouring rows of queries and keys
-_TYPES = {
-    torch.float32: LlamaFileType.ALL_F32,
-    torch.float16: LlamaFileType.MOSTLY_F16,
-    torch.bfloat16: LlamaFileType.MOSTLY_BF16,
-}
 
 
 def write_gguf_model(
@@ -56,24 +52,18 @@ def write_gguf_model(
     dtype = dtype or model.dtype
     if dtype not in KINDS:
         raise InputError(f"the weights are {dtype}, which llama.cpp does not read; give --dtype float32")
-    half = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    file_type = "ALL_F32" if dtype == torch.float32 else f"MOSTLY_{KINDS[dtype].name}"
+    with new_file(path) as half:
         tensors = Tensors(half, architecture)
         _add_settings(tensors.writer, model_map, architecture)
-        tensors.writer.add_file_type(_TYPES[dtype])
+        tensors.writer.add_file_type(LlamaFileType[file_type])
         tensors.writer.add_string(MANIFEST, json.dumps(manifest))
         if tokenizer is None:
             tensors.writer.add_tokenizer_model("no_vocab")
         else:
-            add_tokenizer(tensors.writer, tokenizer, model.config.vocab_size, splitting)
+            add_tokenizer(tensors.writer, tokenizer, model.config.vocab_size, splitting, ends_of(model))
         _add_tensors(tensors, model_map, architecture, dtype)
         tensors.write()
-        half.replace(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        half.unlink(missing_ok=True)
     return architecture
 
 
@@ -85,17 +75,12 @@ def check_writable_as_gguf(model_map: ModelMap) -> str:
     """
     config = model_map.model.config
     architecture = gguf_architecture(model_map)
-    kind = _rope(config)["rope_type"]
+    kind = rope_of(config)["rope_type"]
     if kind not in ("default", "linear", "llama3"):
         raise InputError(f"rotary embedding of type {kind} is not written as GGUF yet; write a checkpoint instead")
     if config.hidden_act != "silu":
         raise InputError(f"llama.cpp's {architecture} computes with silu, this model with {config.hidden_act}")
     return architecture
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    found = dict(getattr(config, "rope_parameters", None) or {})
-    return {"rope_type": "default", "rope_theta": 10000.0, **found}
 
 
 def _add_settings(writer: GGUFWriter, model_map: ModelMap, architecture: str) -> None:
@@ -115,7 +100,7 @@ def _add_settings(writer: GGUFWriter, model_map: ModelMap, architecture: str) ->
     writer.add_value_length(first.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(first.head_dim)
-    rope = _rope(config)
+    rope = rope_of(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -134,16 +119,17 @@ def _add_tensors(tensors: Tensors, model_map: ModelMap, architecture: str, dtype
         for layer in model_map.attention:
             heads[f"{names[layer.module]}.q_proj"] = layer.heads
             heads[f"{names[layer.module]}.k_proj"] = layer.kv_heads
+    own_name = tensor_names(architecture, len(model_map.attention))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
             continue  # read from the embeddings where it is missing
-        own = tensor_name(name)
+        own = own_name(name)
         if own is None:
             raise InputError(f"llama.cpp's {architecture} has no tensor for {name} of this model")
         kind = dtype if tensor.dim() > 1 else torch.float32
         tensors.add(own, tensor, kind, heads.get(name.rpartition(".")[0], 0))
-    if _rope(model.config)["rope_type"] == "llama3":
+    if rope_of(model.config)["rope_type"] == "llama3":
         own_frequencies = model.model.rotary_emb.inv_freq.to(torch.float64)
         steps = torch.arange(len(own_frequencies), dtype=torch.float64) / len(own_frequencies)
-        plain = _rope(model.config)["rope_theta"] ** -steps
+        plain = rope_of(model.config)["rope_theta"] ** -steps
         tensors.add("rope_freqs.weight", plain / own_frequencies, torch.float32)

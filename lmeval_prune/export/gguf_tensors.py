@@ -12,11 +12,14 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from torch import Tensor
 
+from lmeval_prune.errors import InputError
+
 KINDS = {
     torch.float32: GGMLQuantizationType.F32,
     torch.float16: GGMLQuantizationType.F16,
     torch.bfloat16: GGMLQuantizationType.BF16,
 }
+TYPES = {str(kind).removeprefix("torch."): kind for kind in KINDS}  # by name; those that engines compute in
 
 
 class Tensors:
@@ -43,13 +46,20 @@ class Tensors:
 
         def data() -> Any:
             values = interleaved(tensor, heads) if heads else tensor
-            return quantize(values.detach().cpu().to(dtype).to(torch.float32).contiguous().numpy(), kind)
+            values = values.detach().cpu().to(dtype)
+            if not values.isfinite().all():
+                raise InputError(f"{name} has weights that {kind.name} cannot hold; give another --dtype")
+            return quantize(values.to(torch.float32).contiguous().numpy(), kind)
 
         self.writer.add_tensor_info(name, list(tensor.shape), np.dtype("f4"), tensor.numel() * dtype.itemsize, kind)
         self._later.append(data)
 
     def write(self) -> None:
-        """Write the file."""
+        """Write the file.
+
+        Raises:
+            InputError: a tensor has values that its type cannot hold.
+        """
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
         self.writer.write_ti_data_to_file()

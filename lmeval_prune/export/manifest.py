@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,9 +49,27 @@ def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     """
     if not Path(folder).is_dir():
         raise InputError(f"there is no folder {folder}; make it with `lmeval-prune export adapter`")
-    places = [one.parent for one in Path(folder).glob(f"*/{MANIFEST}") if not one.parent.name.startswith(".")]
-    found = {one["name"]: one for one in map(read_adapter, places)}
+    found = {one["name"]: one for one in map(read_adapter, _places(Path(folder)))}
     if not found:
         raise InputError(f"{folder} has no adapters; make some with `lmeval-prune export adapter`")
     order = {name: (len(one["heads"]), [len(x) for x in one["heads"]], one["heads"]) for name, one in found.items()}
     return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+
+
+def has_adapters(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has adapters; it need not be there."""
+    return bool(_places(Path(folder)))
+
+
+def _places(folder: Path) -> list[Path]:
+    """Folders of adapters in a folder; those of checkpoints, whose manifests have the same name, are passed over."""
+    found = [one.parent for one in folder.glob(f"*/{MANIFEST}") if not one.parent.name.startswith(".")]
+    return [one for one in found if not _is_other(one / MANIFEST)]
+
+
+def _is_other(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False  # broken: to be refused
+    return isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA

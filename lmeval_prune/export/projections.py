@@ -70,9 +70,8 @@ class Projections:
     @cached_property
     def _files(self) -> dict[str, Path]:
         """By tensor, the file that it is in."""
-        folder = Path(embedded.resolve(self.pretrained)).expanduser()
         found: dict[str, Path] = {}
-        for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else self._hub_files():
+        for file in self._safetensors():
             try:
                 with safe_open(file, "pt") as opened:
                     found |= dict.fromkeys(opened.keys(), Path(file))
@@ -80,14 +79,18 @@ class Projections:
                 raise InputError(f"{file} cannot be read ({first_line(error)}); fetch the model again") from error
         return found
 
-    def _hub_files(self) -> list[Path]:
-        """A hub's files, as they lie in the cache or are fetched; none if it has no safetensors."""
+    def _safetensors(self) -> list[Path]:
+        """The files that transformers would read, of a folder or a hub; none if there are no safetensors.
+
+        Others beside them do not count: a folder may hold weights of other days.
+        """
         settings: dict[str, Any] = {"revision": self.revision}
+        source = embedded.resolve(self.pretrained)
         for name in ("model.safetensors", "model.safetensors.index.json"):
             try:
-                file = cached_file(self.pretrained, name, **settings)
+                file = cached_file(source, name, **settings)
                 if file and name.endswith(".json"):
-                    return [Path(one) for one in get_checkpoint_shard_files(self.pretrained, file, **settings)[0]]
+                    return [Path(one) for one in get_checkpoint_shard_files(source, file, **settings)[0]]
             except (OSError, ValueError):
                 continue
             if file:

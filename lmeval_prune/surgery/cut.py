@@ -151,6 +151,7 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
         "weights": loadable_fingerprints(smaller, own_map.weights),
         "removed": removed,
         "notes": notes,
+        "about_class": note,
         "scores": {
             name: [round(float(x.mean()), 6) for x in one] for name, one in plan.scores.items() if "heads." in name
         },
@@ -167,6 +168,11 @@ def seen_by(model: Any) -> dict[str, list[str]]:
         manifest = manifest_of(model) or {}
         known = {name: manifest[name] for name in ("trained_on", "validated_on") if name in manifest}
     return known
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether a model's weights are, or would be when loaded, no plain numbers."""
+    return bool(getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None))
 
 
 def check_cuttable(model_map: ModelMap, heads: bool) -> None:
@@ -343,7 +349,7 @@ def _stock_candidates(
     stock = stock_class(model)
     own = _changed(config, changes)
     if own is not None:
-        yield stock, own, _unusual_head_dim(own)
+        yield stock, own, unusual_head_dim(own)
     if stock.__name__ == "LlamaForCausalLM" and not getattr(config, "mlp_bias", False):
         from transformers import MistralConfig, MistralForCausalLM
 
@@ -368,9 +374,9 @@ def _head_dim(layer: AttentionLayer) -> dict[str, int]:
     return {} if layer.family.key_value_pairs else {"head_dim": layer.head_dim}
 
 
-def _unusual_head_dim(config: Any) -> str:
-    """What is to be said of a width of heads that the family's own configurations never give."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
+def unusual_head_dim(config: Any) -> str:
+    """What is to be said of a width of heads that the family's own configurations never give; else nothing."""
+    heads, hidden = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
     width = config.to_dict().get("head_dim")
     if width is None or width * heads == hidden or "head_dim" in type(config)().to_dict():
         return ""

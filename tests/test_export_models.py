@@ -12,15 +12,16 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
-from lmeval_prune import InputError, cut, load_pretrained, map_model
+from lmeval_prune import HeadMask, InputError, cut, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.export.gguf_model import write_gguf_model
-from lmeval_prune.export.gguf_tokenizer import splitting_of
+from lmeval_prune.export.gguf_tokenizer import check_tokenizer, splitting_of
 from lmeval_prune.interventions.plan import Plan
 from tests.conftest import ROOT
 from tests.tiny_models import EAGER_ONLY, SEQ2SEQ, output, tiny, tokens
@@ -117,6 +118,37 @@ def test_a_zeroed_checkpoint_is_the_plan_in_the_model_s_own_class(family: str, t
     assert f"4 heads and {6 if channels else 0} channels stay with zero weights" in manifest["notes"][0]
     again = {name: value.shape for name, value in loaded.state_dict().items()}
     assert again == {name: value.shape for name, value in model.state_dict().items()}
+
+
+def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain ones of what any engine builds; else what vLLM must be told, and no line of SGLang's."""
+    code = " --trust-remote-code"
+    for family, heads, options in (
+        ("llama", "L0H0-1+L1H2-3", None),
+        ("llama", "L0H0-1", f"{code}   # not needed where lmeval-prune is installed"),
+        ("gpt2", "L0H0", code),
+        ("phi3", "L0H0-1", code),
+        ("qwen2", "L0H0-1+L1H2-3", " --model-impl transformers"),
+    ):
+        saved(family, tmp_path / family, dtype=torch.float32)
+        assert export(tmp_path / family, tmp_path / "a b", "--heads", heads) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if "vllm serve" in line or "sglang" in line]
+        plain = [f"vllm serve '{tmp_path}/a b'", f"python -m sglang.launch_server --model-path '{tmp_path}/a b'"]
+        assert lines == (plain if options is None else [plain[0] + options])
+
+
+def test_a_layer_may_lose_all_its_heads_where_that_is_said(tmp_path: Path) -> None:
+    """Of a plan, too."""
+    model = saved("llama", tmp_path / "model", dtype=torch.float32)
+    empty = HeadMask("L0H*", allow_empty_layer=True)
+    empty.save(tmp_path / "mask.json", map_model(model))
+    for to, words in (("out", []), ("out.gguf", ["--format", "gguf"])):
+        given = ["--plan", str(tmp_path / "mask.json"), *words]
+        assert export(tmp_path / "model", tmp_path / to, *given) == 2
+        assert export(tmp_path / "model", tmp_path / to, *given, "--allow_empty_layer") == 0
+    loaded = load_pretrained(tmp_path / "out")
+    with empty.applied_to(model):
+        torch.testing.assert_close(output(loaded, tokens()), output(model, tokens()), rtol=0, atol=1e-5)
 
 
 # --------------------------------------------------------------------------- vLLM
@@ -251,6 +283,7 @@ EVEN, UNEVEN = ("L0H0-1+L1H2-3", CHANNELS), ("L0H0-1", {"L1": "5"})
         ("qwen2", ((), CHANNELS), "qwen2", {}),
         ("qwen2", EVEN, "llama", {}),
         ("qwen2", UNEVEN, "deci", {}),
+        ("qwen2", None, "llama", {"rope_parameters": LLAMA3}),
         ("qwen3", EVEN, "qwen3", {}),
     ],
 )
@@ -341,8 +374,8 @@ def bytes_(use_regex: bool = False) -> Any:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
-def split(expression: str) -> Any:
-    return pre_tokenizers.Split(Regex(expression), behavior="isolated")
+def split(expression: str, behavior: str = "isolated", invert: bool = False) -> Any:
+    return pre_tokenizers.Split(Regex(expression), behavior, invert)
 
 
 LLAMA_BPE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -352,6 +385,25 @@ def test_ways_to_split_text_are_recognised() -> None:
     def name(*steps: Any) -> str:
         return splitting_of(json.loads(trained(*steps).backend_tokenizer.to_str()))
 
+    def checked(*steps: Any, whole: bool = False, splitting: str | None = None) -> None:
+        tokenizer = trained(*steps)
+        tokenizer.backend_tokenizer.model.ignore_merges = whole
+        check_tokenizer(tokenizer, splitting)
+
+    checked(bytes_(True))
+    checked(split(LLAMA_BPE), bytes_(), whole=True)
+    checked(split(r"\w+"), bytes_(), whole=True, splitting="glm4")
+    with pytest.raises(InputError, match=r"ignore_merges false, and llama.cpp's llama-bpe the opposite"):
+        checked(split(LLAMA_BPE), bytes_())
+    with pytest.raises(InputError, match=r"ignore_merges true, and llama.cpp's gpt-2 the opposite"):
+        checked(bytes_(True), whole=True)
+    with pytest.raises(InputError, match=r"--splitting qwen is no rule of llama.cpp's; did you mean 'qwen2'"):
+        checked(split(r"\w+"), bytes_(), splitting="qwen")
+    with pytest.raises(InputError, match="--splitting"):
+        name(split(LLAMA_BPE, behavior="removed"), bytes_())
+    with pytest.raises(InputError, match="--splitting"):
+        name(split(LLAMA_BPE, invert=True), bytes_())
+
     assert name(bytes_(True)) == "gpt-2"
     assert name(pre_tokenizers.Digits(individual_digits=True), bytes_(True)) == "smollm"
     assert name(split(LLAMA_BPE), bytes_()) == "llama-bpe"
@@ -360,6 +412,76 @@ def test_ways_to_split_text_are_recognised() -> None:
         name(split(LLAMA_BPE.replace("{1,3}", "{2}")), bytes_())
     with pytest.raises(InputError, match="--splitting"):
         name(bytes_())
+
+
+def test_tokenizers_that_llama_cpp_would_read_otherwise_are_refused() -> None:
+    for change, what in ((normalizers.Lowercase(), "Lowercase"), (normalizers.NFKC(), "NFKC"), (None, "")):
+        tokenizer = trained(bytes_(True))
+        steps = [normalizers.NFC(), change] if change else [normalizers.NFC()]
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+        if change is None:
+            check_tokenizer(tokenizer)
+            continue
+        with pytest.raises(InputError, match=f"tokenizer has {what}, which llama.cpp does not do"):
+            check_tokenizer(tokenizer, "gpt-2")
+    with pytest.raises(InputError, match=r"has add_prefix_space, which llama.cpp does not do"):
+        check_tokenizer(trained(pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)))
+
+
+def settings_of(folder: Path, tokenizer: Any, ends: Any = None) -> dict[str, Any]:
+    """The tokenizer's settings in the GGUF file of a model with it."""
+    model: Any = tiny("llama", dtype=torch.float32, vocab_size=len(tokenizer))
+    model.config.eos_token_id = model.generation_config.eos_token_id = ends
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert export(folder, folder / "out.gguf", "--format", "gguf") == 0
+    found = {name: value for name, value in read(folder / "out.gguf")[0].items() if name.startswith("tokenizer.")}
+    return {name.rpartition(".ggml.")[2]: value for name, value in found.items()}
+
+
+def test_a_gguf_file_stops_and_begins_where_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All ends of its generation; tokens that the tokenizer adds; templates by name."""
+    tokenizer = trained(bytes_(True))
+    own = settings_of(tmp_path / "plain", tokenizer, 1)
+    assert own["eos_token_id"] == 1 and not {"eot_token_id", "eom_token_id"} & set(own)
+    assert (own["add_bos_token"], own["add_eos_token"]) == (False, False)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"], "pad_token": "<p>", "unk_token": "<u>"})
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    known = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    both = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = both
+    own = settings_of(tmp_path / "ends", tokenizer, [1, known, 7, 9])
+    assert (own["eos_token_id"], own["eot_token_id"], own["eom_token_id"]) == (1, 7, 9)
+    assert (own["add_bos_token"], own["add_eos_token"]) == (True, True)
+    pad, unknown = tokenizer.convert_tokens_to_ids(["<p>", "<u>"])
+    assert (own["padding_token_id"], own["unknown_token_id"]) == (pad, unknown)
+    assert own["tokenizer.chat_template"] == "{{ 1 }}" and own["tokenizer.chat_template.tool_use"] == "{{ 2 }}"
+    settings = json.loads((tmp_path / "ends" / "generation_config.json").read_text())
+    (tmp_path / "ends" / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, 7, 8, 9]}))
+    assert export(tmp_path / "ends", tmp_path / "no.gguf", "--format", "gguf") == 2
+    assert "[7, 8, 9] among them, and llama.cpp has places for 2" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*"))
+
+
+def test_a_tokenizer_is_the_folder_s_or_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformers makes one up for a Qwen2 without files; a broken one is not taken for none."""
+    saved("qwen2", tmp_path / "bare", dtype=torch.float32)
+    assert export(tmp_path / "bare", tmp_path / "bare.gguf", "--format", "gguf") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / 'bare.gguf'}: architecture qwen2, no tokenizer",
+        "",
+        f"llama-server -m {tmp_path / 'bare.gguf'}",
+    ]
+    assert export(tmp_path / "bare", tmp_path / "out", "--heads", "L0H0-1+L1H2-3") == 0
+    assert not list((tmp_path / "out").glob("*token*"))
+    capsys.readouterr()
+    trained(bytes_(True)).save_pretrained(tmp_path / "bare")
+    whole = (tmp_path / "bare" / "tokenizer.json").read_text()
+    (tmp_path / "bare" / "tokenizer.json").write_text(whole[:-300])
+    for words in (("--format", "gguf"), ("--heads", "L0H0-1")):
+        assert export(tmp_path / "bare", tmp_path / "no.gguf", *words) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"the tokenizer of {tmp_path / 'bare'} cannot be read" in error
 
 
 def test_a_gguf_file_has_the_tokenizer(tmp_path: Path) -> None:
@@ -383,6 +505,10 @@ def test_a_gguf_file_has_the_tokenizer(tmp_path: Path) -> None:
     again.pre_tokenizer = bytes_(True)
     text = "the mats that 12 cats sat on, 345 of them"
     assert again.encode(text).ids == tokenizer(text)["input_ids"]
+    assert not any(
+        "class" in note or "trust_remote_code" in note
+        for note in json.loads(settings["lmeval_prune.manifest"])["notes"]
+    )
     stage = json.loads(settings["lmeval_prune.manifest"])["stages"][0]
     assert stage["removed"]["fillers"] == {"L0": [1]} and stage["removed"]["heads"] == 0
 
@@ -440,7 +566,20 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert "give plan or heads, not both" in refused("llama", "out", "--heads", "L0H1", "--plan", "plan.json")
     assert "are for --format gguf" in refused("llama", "out", "--heads", "L0H1", "--dtype", "float32")
     assert "--format onnx is not known" in refused("llama", "out", "--heads", "L0H1", "--format", "onnx")
-    assert "cannot be cut" not in refused("llama", "out", "--heads", "L9H1")
+    assert "no attention in layer 9" in refused("llama", "out", "--heads", "L9H1")
+    error = refused("llama", "out", "--heads", "L0H*")
+    assert "all 4 heads of layer L0" in error and "--allow_empty_layer" in error and "=true" not in error
+    Plan("L0H1").save(tmp_path / "other.json", map_model(tiny("llama", seed=1)))
+    for words in ((), ("--format", "gguf")):
+        error = refused("llama", "out.gguf", *words, "--plan", str(tmp_path / "other.json"))
+        assert "other weights" in error and "--allow_other_model" in error and "=true" not in error
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    for method in ("bitsandbytes", "gptq", "awq", "fp8", "compressed-tensors"):
+        (tmp_path / method).mkdir()
+        settings = {"quant_method": method, "load_in_4bit": True, "bits": 4}
+        (tmp_path / method / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+        for words in (("--heads", "L0H0"), ("--format", "gguf"), ("--format", "gguf", "--heads", "L0H0")):
+            assert f"{tmp_path / method} is quantised, and cannot be cut" in refused(method, "out.gguf", *words)
     to = ("--format", "gguf")
     assert "must end in .gguf" in refused("llama", "out", *to)
     assert "--dtype int4 is not known" in refused("llama", "out.gguf", *to, "--dtype", "int4")
@@ -449,6 +588,16 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert "qwen3 has no form for a model whose layers differ" in refused("qwen3", "out.gguf", *to, "--heads", "L0H0-1")
     assert "computes with silu" in refused("gelu", "out.gguf", *to)
     assert "type yarn is not written" in refused("yarn", "out.gguf", *to)
+    saved("qwen3", tmp_path / "factors", rope_parameters=LLAMA3, **small)
+    assert "a model whose rope is llama3's; write a checkpoint instead of GGUF" in refused("factors", "out.gguf", *to)
+    model = saved("llama", tmp_path / "large", **small)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[3, 3] = 1e6
+    model.save_pretrained(tmp_path / "large")
+    error = refused("large", "out.gguf", *to, "--dtype", "float16")
+    assert "blk.1.attn_output.weight has weights that F16 cannot hold" in error
+    assert not list(tmp_path.glob(".out*"))
+    assert export(tmp_path / "large", tmp_path / "large.gguf", *to, "--dtype", "bfloat16") == 0
     trained(bytes_(True)).save_pretrained(tmp_path / "llama")
     assert "it is another model's" in refused("llama", "out.gguf", *to)
     unigram = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0), ("b", -1.0)], 0)))

@@ -242,6 +242,12 @@ def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder
     ):
         with pytest.raises(InputError, match=what):
             run(**settings)
+    manifest = tmp_path / "out" / "L0H0" / "lmeval_prune.json"
+    known = manifest.read_text()
+    manifest.write_text(json.dumps({**json.loads(known), "heads": ["L0H1"]}))
+    with pytest.raises(InputError, match="another heads"):
+        run()
+    manifest.write_text(known)
     file = tmp_path / "out" / "L0H0" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(InputError, match="not as it was written"):

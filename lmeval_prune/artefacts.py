@@ -144,6 +144,30 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(half, ignore_errors=True)
 
 
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Make a large file that appears whole, when the block ends; one that a killed process left half is made anew.
+
+    Yields:
+        Where to write. If the block raises, what stood at the path stays, and nothing else.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    path = Path(path)
+    half = path.with_name(f".{path.name}.half")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield half
+        with half.open("rb") as file:
+            os.fsync(file.fileno())
+        half.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        half.unlink(missing_ok=True)
+
+
 def replace_folder(half: Path, folder: Path) -> None:
     """Let a folder take another one's name, and remove that one.
 

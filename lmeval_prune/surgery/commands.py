@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.pruners.options import PruneOptions
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "source.spm"),
+)
+
+
+@contextmanager
+def as_options() -> Iterator[None]:
+    """A block whose refusals name options as the command line has them."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(re.sub(r"\b(allow_other_model|allow_empty_layer)=true", r"--\1", str(error))) from None
 
 
 def importance(
@@ -147,6 +164,7 @@ def prune(
         _check_apart(output, cut)
         check_folder(cut, [pretrained])
         check_cuttable(bare, wanted_parts[0])
+        check_plain(bare.model, pretrained)
     check_writable(output)
     uses = {
         "calibration": wanted_parts[0] and not at_hand[0] and pruner.needs_text(True, False),
@@ -176,13 +194,18 @@ def prune(
     for line in _short_of(plan, model_map, asked):
         print(f"  {line}")
     if cut:
-        done = cut_to(cut, model_map.model, plan, tokenizer or _tokenizer(pretrained, revision))
+        done = cut_to(cut, model_map.model, plan, tokenizer or tokenizer_of(pretrained, revision))
         _report(cut, done)
     return 0
 
 
 def execute(
-    pretrained: str, plan: str, output: str, revision: str | None = None, allow_other_model: bool = False
+    pretrained: str,
+    plan: str,
+    output: str,
+    revision: str | None = None,
+    allow_empty_layer: bool = False,
+    allow_other_model: bool = False,
 ) -> int:
     """Execute a plan: write the smaller checkpoint.
 
@@ -191,30 +214,80 @@ def execute(
         plan: the plan, or a mask
         output: folder for the checkpoint; an earlier one of ours there is replaced when the new one is whole
         revision: of the model
+        allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a plan of another model, if it fits
     """
-    from lmeval_prune.architectures import map_model
-    from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    with as_options():
+        write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
+        return 0
+
+
+def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: bool = False) -> Any:
+    """Read a plan, or a mask as one, that removes something.
+
+    Raises:
+        InputError: it is none, or removes nothing.
+    """
     from lmeval_prune.interventions import load_intervention
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
-    wanted = load_intervention(plan, allow_other_model).converted(Plan)
+    wanted = load_intervention(path, allow_other_model).converted(Plan)
     if not isinstance(wanted, Plan):
-        raise InputError(f"{plan} is no plan and no head mask")
+        raise InputError(f"{path} is no plan and no head mask")
     if not wanted.heads and not wanted.channels and not wanted.compensation:
-        raise InputError(f"{plan} removes nothing; make a plan with `lmeval-prune prune --scores {plan}`")
+        raise InputError(f"{path} removes nothing; make a plan with `lmeval-prune prune --scores {path}`")
+    return replace(wanted, allow_empty_layer=wanted.allow_empty_layer or allow_empty_layer)
+
+
+def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = None, keep_shapes: bool = False) -> Any:
+    """Cut a model by a plan, write its checkpoint, and say what was done.
+
+    Args:
+        pretrained, revision: the model, as for lm_eval.
+        plan: the plan.
+        output: folder for the checkpoint.
+        keep_shapes: as of `cut`.
+
+    Raises:
+        InputError: as of `cut_to`; before weights are loaded, where it can be.
+    """
+    from lmeval_prune.checkpoints.pruned import check_folder
+    from lmeval_prune.surgery.cut import cut_to
+
     check_folder(output, [pretrained])
-    bare = skeleton_of(pretrained, revision)
-    check_cuttable(map_model(bare), bool(wanted.heads))
-    try:
-        wanted.fit_to(map_model(bare))
-        done = cut_to(output, with_weights(bare, pretrained, revision), wanted, _tokenizer(pretrained, revision))
-    except InputError as error:  # as the option is called here
-        raise InputError(str(error).replace("allow_other_model=true", "--allow_other_model")) from None
+    model = loaded_for(pretrained, plan, revision, keep_shapes)
+    done = cut_to(output, model, plan, tokenizer_of(pretrained, revision), keep_shapes)
     _report(output, done)
-    return 0
+    return done
+
+
+def loaded_for(pretrained: str, plan: Any, revision: str | None, keep_shapes: bool = False) -> Any:
+    """A model with its weights, after a look at whether it can be cut by a plan.
+
+    Raises:
+        InputError: it cannot.
+    """
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.surgery.cut import check_cuttable
+
+    bare = skeleton_of(pretrained, revision)
+    check_plain(bare, pretrained)
+    check_cuttable(map_model(bare), bool(plan.heads) and not keep_shapes)
+    plan.fit_to(map_model(bare))
+    return with_weights(bare, pretrained, revision)
+
+
+def check_plain(bare: Any, pretrained: str) -> None:
+    """Refuse a quantised model, before its weights are loaded.
+
+    Raises:
+        InputError: it is one.
+    """
+    from lmeval_prune.surgery.cut import is_quantised
+
+    if is_quantised(bare):
+        raise InputError(f"{pretrained} is quantised, and cannot be cut or written anew; give its dequantised weights")
 
 
 def _check_json(output: str) -> None:
@@ -243,24 +316,41 @@ def _loaded(
     calibration = tokenizer = None
     if needs_text:
         check_length(bare, drawn[1])
-        tokenizer = _tokenizer(pretrained, revision)
+        tokenizer = tokenizer_of(pretrained, revision)
         if tokenizer is None:
             raise InputError(f"{pretrained} has no tokenizer, which calibration text needs")
         calibration = read_calibration(tokenizer, text, task, *drawn)
     return map_model(with_weights(bare, pretrained, revision)), calibration, tokenizer
 
 
-def _tokenizer(pretrained: str, revision: str | None) -> Any:
-    """The model's tokenizer; None if it has none."""
+def tokenizer_of(pretrained: str, revision: str | None) -> Any:
+    """The model's tokenizer; None if it has no files of one (transformers would make one up).
+
+    Raises:
+        InputError: it has, and they cannot be read.
+    """
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     from lmeval_prune.checkpoints import embedded
     from lmeval_prune.checkpoints.skeleton import UNREADABLE
 
-    try:
-        return AutoTokenizer.from_pretrained(embedded.resolve(pretrained), revision=revision)
-    except (*UNREADABLE, KeyError):
+    source = embedded.resolve(pretrained)
+    optional: dict[str, Any] = {
+        "revision": revision,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    if not any(cached_file(source, name, **optional) for name in TOKENIZER_FILES):
         return None
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision)
+    except Exception as error:  # a tokenizer's own errors are of no class but this
+        if not isinstance(error, (*UNREADABLE, KeyError, ImportError)) and type(error) is not Exception:
+            raise
+        raise InputError(
+            f"the tokenizer of {pretrained} cannot be read ({first_line(error)}); mend its files, or remove them"
+        ) from error
 
 
 def _scores_of(path: str) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:

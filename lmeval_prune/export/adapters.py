@@ -1,0 +1,260 @@
+"""Heads as LoRA adapters: pruning a head is a low-rank update of its layer's output projection.
+
+A picks the inputs that the pruned heads fill (rows of the identity), B is their columns of the weight, negated: what is
+added cancels what they write. B is taken from the weights in the type that the server computes in. In that type the
+merged columns are exactly zero, and it is checked before an adapter is written; unmerged, in 16 bits, what is left is
+of the size of rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import save
+
+from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
+from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
+from lmeval_prune.artefacts import content_digest, digest, new_folder, write_artefact, write_bytes
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.errors import InputError
+from lmeval_prune.export.gguf_adapter import check_gguf_base, write_gguf_adapter
+from lmeval_prune.export.gguf_names import gguf_architecture
+from lmeval_prune.export.gguf_tensors import TYPES
+from lmeval_prune.export.manifest import (
+    MANIFEST,
+    SCHEMA,
+    VERSION,
+    adapter_name,
+    has_adapters,
+    read_adapter,
+    read_adapters,
+)
+from lmeval_prune.export.projections import Projections
+from lmeval_prune.export.servers import RANKS, largest_rank
+from lmeval_prune.export.updates import Update
+from lmeval_prune.interventions.head_mask import HeadMask
+from lmeval_prune.interventions.plan import hash_of
+from lmeval_prune.surgery.cut import is_quantised
+
+FORMATS = ("peft", "gguf")
+PLAIN = ("Linear", "Conv1D", "FalconLinear")  # classes that multiply by their weight, and nothing else
+
+
+class AdapterExport:
+    """Writes adapters, a folder a mask, one after the other; what is there already is kept.
+
+    Args:
+        pretrained, revision: the model whose weights they are made from, as for lm_eval.
+        masks: heads of one adapter each.
+        output: folder for their folders.
+        dtype: type in which the server computes; default that of the weights.
+        format: `peft`, or `gguf` for llama.cpp.
+        served: what the server's model is called, if not `pretrained`.
+
+    Raises:
+        InputError: a mask does not fit the model, or such a model cannot have adapters.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        masks: Sequence[HeadMask],
+        output: str,
+        dtype: str | None = None,
+        format: str = "peft",
+        served: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        if format not in FORMATS:
+            raise InputError(f"--format {format} is not known; use {' or '.join(FORMATS)}")
+        if dtype is not None and dtype not in TYPES:
+            raise InputError(f"--dtype {dtype} is not known; use {', '.join(TYPES)}")
+        if Path(output).is_file():
+            raise InputError(f"{output} is a file; name a folder for the adapters")
+        self.output, self.format = Path(output), format
+        self.served = served or embedded.resolve(pretrained)
+        self.model_map = map_model(skeleton_of(pretrained, revision))
+        check_adaptable(self.model_map, pretrained)
+        self.architecture = gguf_architecture(self.model_map) if format == "gguf" else ""
+        self.projections = Projections(pretrained, self.model_map, revision)
+        self.kind = TYPES[dtype] if dtype else self.projections.weight(self.model_map.attention[0]).dtype
+        self.dtype = str(self.kind).removeprefix("torch.")
+        if self.kind not in (*TYPES.values(), torch.float64) or (format == "gguf" and self.dtype not in TYPES):
+            raise InputError(f"the weights are {self.dtype}, in which no server computes; give --dtype float32")
+        if format == "gguf" and self.served.endswith(".gguf"):
+            check_gguf_base(Path(self.served), self.architecture, self.model_map, self.kind)
+        self.masks = self._named(masks)
+        self.rank = max(self._rank(mask) for mask in self.masks.values())
+        if format == "peft" and self.rank > RANKS[-1]:
+            worst, mask = next((name, mask) for name, mask in self.masks.items() if self._rank(mask) == self.rank)
+            heads = "+".join(mask.heads)
+            raise InputError(
+                f"{worst} needs rank {self.rank} in one layer, and vLLM takes up to {RANKS[-1]}; write a whole "
+                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --heads {heads}`"
+            )
+        self.base = {
+            "pretrained": self.served,
+            "name": self.model_map.name,
+            "revision": self.model_map.revision,
+            "checkpoint": checkpoint_identity(pretrained, revision),
+            **self.model_map.signature(),
+        }
+
+    def _named(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
+        """Masks of single heads in the model's order, each once, by name; those of one layer stand together."""
+        known = any(mask.origin for mask in masks)  # artefacts know the weights that they were made for
+        fit_to = map_model(self.projections.model) if known else self.model_map
+        found = {}
+        for mask in masks:
+            resolved = mask.fit_to(fit_to)
+            found[adapter_name(resolved.heads)] = resolved
+        order = {name: [layer.index for layer, _ in self._layers(mask)] for name, mask in found.items()}
+        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+
+    def _layers(self, mask: HeadMask) -> list[tuple[AttentionLayer, list[int]]]:
+        return HeadMask(mask.heads, allow_empty_layer=True).by_layer(self.model_map)
+
+    def _rank(self, mask: HeadMask) -> int:
+        return max(len(heads) * layer.head_dim for layer, heads in self._layers(mask))
+
+    def run(self) -> Iterator[tuple[str, bool]]:
+        """Write the adapters.
+
+        Yields:
+            Name of an adapter, and whether it was written now; it was there, made from the same weights, if not.
+
+        Raises:
+            InputError: its folder holds something else, the adapter is not exact, or another export writes there.
+        """
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.output.parent / f".{self.output.name}.lock", timeout=0):
+                self._check_folder()
+                for name, mask in self.masks.items():
+                    yield name, self._made(name, mask)
+        except Timeout:
+            raise InputError(f"another export writes to {self.output}; run this when it is done") from None
+        except OSError as error:
+            raise InputError(f"{self.output} cannot be written: {error.strerror or error}") from error
+
+    def _made(self, name: str, mask: HeadMask) -> bool:
+        """Whether an adapter was written, and not there."""
+        folder = self.output / name
+        if folder.exists():
+            self._check_kept(folder, mask)
+            return False
+        updates = list(self.updates(mask))
+        with new_folder(folder) as half:
+            self._write(half, name, mask, updates)
+        return True
+
+    def _check_folder(self) -> None:
+        """Refuse a folder with adapters for the same server that it would serve wrongly beside these."""
+        for name, one in read_adapters(self.output).items() if has_adapters(self.output) else ():
+            if (one["format"], one["base"]["pretrained"]) != (self.format, self.served):
+                continue
+            if one["dtype"] != self.dtype:
+                differs = f"dtype ({one['dtype']}, not {self.dtype})"
+            elif one["base"]["checkpoint"] != self.base["checkpoint"]:
+                differs = "base model of the same name"
+            else:
+                continue
+            raise InputError(f"{self.output / name} is an adapter of another {differs}; name another folder")
+
+    def updates(self, mask: HeadMask) -> Iterator[Update]:
+        """What a mask's adapter adds, layer by layer; checked."""
+        for layer, heads in self._layers(mask):
+            weight = self.projections.weight(layer).to(self.kind)
+            yield Update.of(self.projections.name(layer), layer, heads, weight, self.rank)
+
+    def _check_kept(self, folder: Path, mask: HeadMask) -> None:
+        try:
+            there = read_adapter(folder)
+        except InputError as error:
+            raise InputError(f"{folder} is there and is no adapter of lmeval-prune's; name another folder") from error
+        asked = {"heads": list(mask.heads), "format": self.format, "dtype": self.dtype}
+        asked["base"] = json.loads(json.dumps(self.base))
+        differs = [name for name, value in asked.items() if there[name] != value]
+        if differs:
+            raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
+        for name, known in there["files"].items():
+            if not (folder / name).is_file() or content_digest(folder / name) != known:
+                raise InputError(f"{folder}/{name} is not as it was written; remove {folder} to make it again")
+
+    def _write(self, folder: Path, name: str, mask: HeadMask, updates: list[Update]) -> None:
+        if self.format == "gguf":
+            write_gguf_adapter(folder / "adapter.gguf", self.architecture, name, updates)
+        else:
+            tensors = {
+                f"base_model.model.{one.module}.lora_{part}.weight": tensor.contiguous()
+                for one in updates
+                for part, tensor in (("A", one.lora_a), ("B", one.lora_b))
+            }
+            write_bytes(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+            config = json.dumps(self._peft_config(updates), indent=2) + "\n"
+            write_bytes(folder / "adapter_config.json", config.encode())
+        used = {one.module: one.lora_b[:, : one.columns] for one in updates}
+        modules = {one.module: list(one.heads) for one in updates}
+        content = {
+            "name": name,
+            "heads": list(mask.heads),
+            "format": self.format,
+            "dtype": self.dtype,
+            "rank": self.rank,
+            "hash": digest([hash_of(used), modules, self.dtype]),
+            "base": self.base,
+            "modules": modules,
+            "files": {one.name: content_digest(one) for one in sorted(folder.iterdir())},
+        }
+        write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
+
+    def _peft_config(self, updates: list[Update]) -> dict[str, Any]:
+        model = self.model_map.model
+        task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
+        return {
+            "peft_type": "LORA",
+            "task_type": "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else task,
+            "base_model_name_or_path": self.served,
+            "r": self.rank,
+            "lora_alpha": self.rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": [one.module for one in updates],
+            "fan_in_fan_out": is_transposed(self.model_map.attention[0].o_proj),
+            "init_lora_weights": True,
+            "use_rslora": False,
+            "use_dora": False,
+            "modules_to_save": None,
+            "inference_mode": True,
+        }
+
+    def memory(self, slots: int, rank: int) -> int:
+        """Bytes that so many slots of a rank take in vLLM, restricted to the output projections."""
+        widths = sum(in_features(one.o_proj) + out_features(one.o_proj) for one in self.model_map.attention)
+        return slots * largest_rank(rank) * widths * self.kind.itemsize
+
+
+def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
+    """Refuse a model whose output projections no adapter can cancel.
+
+    Raises:
+        InputError: saying why.
+    """
+    if is_quantised(model_map.model):
+        raise InputError(
+            f"{pretrained} is quantised, and an adapter cannot cancel weights that are rounded as they are used; give "
+            f"its dequantised weights by --pretrained, and {pretrained} as --served"
+        )
+    for layer in model_map.attention:
+        if type(layer.o_proj).__name__ not in PLAIN:
+            raise InputError(
+                f"the output projection {layer.name} of this {model_map.model_type} model is a "
+                f"{type(layer.o_proj).__name__}, no plain projection, which LoRA cannot update"
+            )

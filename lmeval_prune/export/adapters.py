@@ -1,0 +1,285 @@
+"""Heads as LoRA adapters: pruning a head is a low-rank update of its layer's output projection.
+
+A picks the inputs that the pruned heads fill (rows of the identity), B is their columns of the weight, negated: what is
+added cancels what they write. B is taken from the weights in the type that the server computes in. In that type the
+merged columns are exactly zero, and it is checked before an adapter is written; unmerged, in 16 bits, what is left is
+of the size of rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
+from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.artefacts import content_digest, digest, new_folder, write_artefact, write_bytes
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.errors import InputError
+from lmeval_prune.export.gguf_adapter import write_gguf_adapter
+from lmeval_prune.export.gguf_names import gguf_architecture
+from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
+from lmeval_prune.export.projections import Projections
+from lmeval_prune.interventions.head_mask import HeadMask
+from lmeval_prune.interventions.plan import hash_of
+
+FORMATS = ("peft", "gguf")
+TYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.bfloat16, torch.float16, torch.float32)}
+LARGEST_RANK = 512  # that vLLM takes
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an adapter adds to one output projection: `lora_b @ lora_a`.
+
+    Attributes:
+        module: full name of the projection.
+        index: number of its layer.
+        heads: that are pruned there.
+        lora_a: (rank, inputs), rows of the identity.
+        lora_b: (outputs, rank), the columns of those inputs, negated.
+        columns: so many rows and columns of these are used; the others are zero.
+    """
+
+    module: str
+    index: int
+    heads: tuple[int, ...]
+    lora_a: Tensor
+    lora_b: Tensor
+    columns: int
+
+    @classmethod
+    def of(cls, module: str, layer: AttentionLayer, heads: Sequence[int], weight: Tensor, rank: int) -> Update:
+        """The update that prunes heads of a layer.
+
+        Args:
+            module: full name of its output projection.
+            layer, heads: the layer, and numbers of its heads.
+            weight: of the projection, (outputs, inputs), in the type of the adapter.
+            rank: of the adapter; what these heads do not need is zero.
+
+        Raises:
+            InputError: the weights have values that are no numbers in that type, or merged, a column is not zero.
+        """
+        columns = [c for head in heads for c in range(layer.columns(head).start, layer.columns(head).stop)]
+        if not weight.isfinite().all():
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise InputError(f"{module} has weights that {kind} cannot hold; give another --dtype")
+        lora_a = weight.new_zeros(rank, weight.shape[1])
+        lora_a[range(len(columns)), columns] = 1
+        lora_b = weight.new_zeros(weight.shape[0], rank)
+        lora_b[:, : len(columns)] = -weight[:, columns]
+        update = cls(module, layer.index, tuple(heads), lora_a, lora_b, len(columns))
+        update.check(weight, columns)
+        return update
+
+    def check(self, weight: Tensor, columns: Sequence[int]) -> None:
+        """Refuse an update that merged into a weight does not zero just these columns.
+
+        Raises:
+            InputError: it does not.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        merged = weight + (self.lora_b.to(wide) @ self.lora_a.to(wide)).to(weight.dtype)
+        expected = weight.clone()
+        expected[:, columns] = 0
+        if not torch.equal(merged, expected):
+            raise InputError(f"merged into {self.module}, the adapter does not prune its heads exactly; report this")
+
+
+class AdapterExport:
+    """Writes adapters, a folder a mask, one after the other; what is there already is kept.
+
+    Args:
+        pretrained, revision: the model whose weights they are made from, as for lm_eval.
+        masks: heads of one adapter each.
+        output: folder for their folders.
+        dtype: type in which the server computes; default that of the weights.
+        format: `peft`, or `gguf` for llama.cpp.
+        served: what the server's model is called, if not `pretrained`.
+
+    Raises:
+        InputError: a mask does not fit the model, or such a model cannot have adapters.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        masks: Sequence[HeadMask],
+        output: str,
+        dtype: str | None = None,
+        format: str = "peft",
+        served: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        if format not in FORMATS:
+            raise InputError(f"--format {format} is not known; use {' or '.join(FORMATS)}")
+        if dtype is not None and dtype not in TYPES:
+            raise InputError(f"--dtype {dtype} is not known; use {', '.join(TYPES)}")
+        if Path(output).is_file():
+            raise InputError(f"{output} is a file; name a folder for the adapters")
+        self.output, self.format, self.dtype = Path(output), format, dtype
+        self.served = served or embedded.resolve(pretrained)
+        self.model_map = map_model(skeleton_of(pretrained, revision))
+        check_adaptable(self.model_map, pretrained)
+        self.architecture = gguf_architecture(self.model_map) if format == "gguf" else ""
+        self.projections = Projections(pretrained, self.model_map, revision)
+        self.masks = self._named(masks)
+        self.rank = max(self._rank(mask) for mask in self.masks.values())
+        if format == "peft" and self.rank > LARGEST_RANK:
+            worst = next(name for name, mask in self.masks.items() if self._rank(mask) == self.rank)
+            raise InputError(
+                f"{worst} needs rank {self.rank} in one layer, and vLLM takes up to {LARGEST_RANK}; write a whole "
+                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --heads {worst}`"
+            )
+        self.base = {
+            "pretrained": self.served,
+            "name": self.model_map.name,
+            "revision": self.model_map.revision,
+            "checkpoint": checkpoint_identity(pretrained, revision),
+            **self.model_map.signature(),
+        }
+
+    def _named(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
+        """Masks of single heads in the model's order, each once, by name; those of one layer stand together."""
+        if any(mask.origin for mask in masks):  # artefacts know the weights that they were made for
+            fit_to = map_model(self.projections.model)
+        else:
+            fit_to = self.model_map
+        found = {}
+        for mask in masks:
+            resolved = mask.fit_to(fit_to)
+            found[adapter_name(resolved.heads)] = resolved
+        order = {name: [layer.index for layer, _ in self._layers(mask)] for name, mask in found.items()}
+        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+
+    def _layers(self, mask: HeadMask) -> list[tuple[AttentionLayer, list[int]]]:
+        return HeadMask(mask.heads, allow_empty_layer=True).by_layer(self.model_map)
+
+    def _rank(self, mask: HeadMask) -> int:
+        return max(len(heads) * layer.head_dim for layer, heads in self._layers(mask))
+
+    def run(self) -> Iterator[tuple[str, bool]]:
+        """Write the adapters.
+
+        Yields:
+            Name of an adapter, and whether it was written now; it was there, made from the same weights, if not.
+
+        Raises:
+            InputError: its folder holds something else, or the adapter is not exact.
+        """
+        for name, mask in self.masks.items():
+            folder = self.output / name
+            if folder.exists():
+                self._check_kept(folder, mask)
+                yield name, False
+                continue
+            updates = list(self.updates(mask))
+            with new_folder(folder) as half:
+                self._write(half, name, mask, updates)
+            yield name, True
+
+    def updates(self, mask: HeadMask) -> Iterator[Update]:
+        """What a mask's adapter adds, layer by layer; checked."""
+        for layer, heads in self._layers(mask):
+            weight = self.projections.weight(layer)
+            kind = TYPES[self.dtype] if self.dtype else weight.dtype
+            if self.format == "gguf" and kind not in TYPES.values():
+                raise InputError(f"the weights are {kind}, which llama.cpp does not read; give --dtype float32")
+            yield Update.of(self.projections.name(layer), layer, heads, weight.to(kind), self.rank)
+
+    def _check_kept(self, folder: Path, mask: HeadMask) -> None:
+        try:
+            there = read_adapter(folder)
+        except InputError as error:
+            raise InputError(f"{folder} is there and is no adapter of lmeval-prune's; name another folder") from error
+        asked = {"heads": list(mask.heads), "format": self.format, "base": json.loads(json.dumps(self.base))}
+        asked |= {"dtype": self.dtype} if self.dtype else {}
+        differs = [name for name, value in asked.items() if there[name] != value]
+        if differs:
+            raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
+        for name, known in there["files"].items():
+            if not (folder / name).is_file() or content_digest(folder / name) != known:
+                raise InputError(f"{folder}/{name} is not as it was written; remove {folder} to make it again")
+
+    def _write(self, folder: Path, name: str, mask: HeadMask, updates: list[Update]) -> None:
+        kind = str(updates[0].lora_a.dtype).removeprefix("torch.")
+        if self.format == "gguf":
+            write_gguf_adapter(folder / "adapter.gguf", self.architecture, name, updates)
+        else:
+            tensors = {
+                f"base_model.model.{one.module}.lora_{part}.weight": tensor.contiguous()
+                for one in updates
+                for part, tensor in (("A", one.lora_a), ("B", one.lora_b))
+            }
+            write_bytes(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+            config = json.dumps(self._peft_config(updates), indent=2) + "\n"
+            write_bytes(folder / "adapter_config.json", config.encode())
+        used = {one.module: one.lora_b[:, : one.columns] for one in updates}
+        modules = {one.module: list(one.heads) for one in updates}
+        content = {
+            "name": name,
+            "heads": list(mask.heads),
+            "format": self.format,
+            "dtype": kind,
+            "rank": self.rank,
+            "hash": digest([hash_of(used), modules, kind]),
+            "base": self.base,
+            "modules": modules,
+            "files": {one.name: content_digest(one) for one in sorted(folder.iterdir())},
+        }
+        write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
+
+    def _peft_config(self, updates: list[Update]) -> dict[str, Any]:
+        model = self.model_map.model
+        task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
+        return {
+            "peft_type": "LORA",
+            "task_type": "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else task,
+            "base_model_name_or_path": self.served,
+            "r": self.rank,
+            "lora_alpha": self.rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": [one.module for one in updates],
+            "fan_in_fan_out": is_transposed(self.model_map.attention[0].o_proj),
+            "init_lora_weights": True,
+            "use_rslora": False,
+            "use_dora": False,
+            "modules_to_save": None,
+            "inference_mode": True,
+        }
+
+    def memory(self, slots: int) -> int:
+        """Bytes that so many slots take in a server that restricts adapters to the output projections."""
+        size = max(2, (TYPES[self.dtype] if self.dtype else torch.bfloat16).itemsize)
+        widths = sum(sum(one.o_proj.weight.shape) for one in self.model_map.attention)
+        return slots * self.rank * widths * size
+
+
+def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
+    """Refuse a model whose output projections no adapter can cancel.
+
+    Raises:
+        InputError: saying why.
+    """
+    if getattr(model_map.model.config, "quantization_config", None):
+        raise InputError(
+            f"{pretrained} is quantised, and an adapter cannot cancel weights that are rounded as they are used; give "
+            f"its dequantised weights by --pretrained, and {pretrained} as --served"
+        )
+    for layer in model_map.attention:
+        if type(layer.o_proj) is not nn.Linear and not is_transposed(layer.o_proj):
+            raise InputError(
+                f"the output projection {layer.name} of this {model_map.model_type} model is a "
+                f"{type(layer.o_proj).__name__}, no plain projection, which LoRA cannot update"
+            )

@@ -245,8 +245,8 @@ class _Run:
             answered = len(self.jobs) - self.left - len(self.lost)
             self._end(
                 InputError(
-                    f"no server answers any more ({reasons}); {answered} of {len(self.jobs)} requests have been answered: "
-                    f"start it again, and give the same command with responses=FOLDER to go on"
+                    f"no server answers any more ({reasons}); {answered} of {len(self.jobs)} requests have been "
+                    f"answered: start it again; with responses=FOLDER the same command goes on"
                 )
             )
 

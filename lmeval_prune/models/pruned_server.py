@@ -107,8 +107,8 @@ class PrunedServerLM(LocalCompletionsAPI):
         for one in self.given.interventions:
             if not isinstance(one, HeadMask):
                 raise InputError(
-                    f"a server's adapters take heads away and nothing else: {type(one).__name__} cannot be served; give "
-                    f"heads=, mask= or router=, or use pruned-hf"
+                    f"a server's adapters take heads away and nothing else: {type(one).__name__} cannot be served; "
+                    f"give heads=, mask= or router=, or use pruned-hf"
                 )
         for name in self.given.others:
             known = [*our_names(), *(one.name for one in fields(ServerOptions)), *_ANSWERS, *_OTHERS]
@@ -132,7 +132,7 @@ class PrunedServerLM(LocalCompletionsAPI):
             if isinstance(error, InputError):
                 raise
             raise InputError(
-                f"cannot read the model {named} here ({first_line(error)}); give pretrained= of the model that is served"
+                f"cannot read the model {named} here ({first_line(error)}); give pretrained= of the one that is served"
             ) from error
         return path, config, map_model(bare, **self.given.description)
 
@@ -161,7 +161,7 @@ class PrunedServerLM(LocalCompletionsAPI):
         made = {one["dtype"] for one in self.adapters.values()}
         if given and made and made != {given}:
             raise InputError(
-                f"{self.options.adapters} was made for servers in {', '.join(sorted(made))}, and dtype={given} is given; "
+                f"{self.options.adapters} was made for servers in {', '.join(sorted(made))}, not in dtype={given}; "
                 f"export the adapters in the type in which the server computes"
             )
         found = given or (next(iter(made)) if len(made) == 1 else "")
@@ -460,9 +460,8 @@ class PrunedServerLM(LocalCompletionsAPI):
             if requests[place][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[place][0], response)
 
-        return self._asked(
-            [self._scoring(*one[1:], place) for place, one in enumerate(requests)], done, not disable_tqdm
-        )
+        jobs = [self._scoring(context, more, place) for place, (_, context, more) in enumerate(requests)]
+        return self._asked(jobs, done, not disable_tqdm)
 
     def _scoring(self, context: list[int], continuation: list[int], place: int) -> Job:
         """One request for a log-likelihood."""
@@ -594,6 +593,6 @@ class ServedAnswering(Answering):
 def _no_template(error: Exception | None) -> str:
     why = f" ({first_line(error)})" if error else ""
     return (
-        f"the tokenizer has no chat template{why}: leave out --apply_chat_template, give tokenizer= of one that has, or "
-        f"use --model pruned-server-chat with a server that has"
+        f"the tokenizer has no chat template{why}: leave out --apply_chat_template, give tokenizer= of one that has "
+        f"one, or use --model pruned-server-chat with a server that has one"
     )

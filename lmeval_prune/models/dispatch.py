@@ -29,7 +29,7 @@ FATAL = {401: "it wants another key (OPENAI_API_KEY)", 403: "it does not allow t
 LONGEST_WAIT = 60.0
 
 
-class Failure(Exception):
+class Failure(Exception):  # noqa: N818 - it may pass
     """A request failed in a way that may pass.
 
     Args:
@@ -43,7 +43,7 @@ class Failure(Exception):
         self.wait, self.innocent = wait, innocent
 
 
-class Rejection(Exception):
+class Rejection(Exception):  # noqa: N818 - nothing is wrong here
     """The server will not answer this request."""
 
 
@@ -245,8 +245,8 @@ class _Run:
             answered = len(self.jobs) - self.left - len(self.lost)
             self._end(
                 InputError(
-                    f"no server answers any more ({reasons}); {answered} of {len(self.jobs)} requests have been answered: "
-                    f"start it again, and give the same command with responses=FOLDER to go on"
+                    f"no server answers any more ({reasons}); {answered} of {len(self.jobs)} requests have been "
+                    f"answered: start it again; with responses=FOLDER the same command goes on"
                 )
             )
 

@@ -32,7 +32,7 @@ from lmeval_prune.errors import InputError, first_line, nearest, reported
 from lmeval_prune.export.manifest import adapter_name, read_adapters
 from lmeval_prune.interventions import HeadMask, Intervention, combined
 from lmeval_prune.models import generation
-from lmeval_prune.models.answer_store import AnswerStore, Missing, Recorder, answer, occurrences
+from lmeval_prune.models.answer_store import Missing, Recorder, answer, occurrences
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, EngineOptions, our_names, read_fields
 from lmeval_prune.models.dispatch import Dispatcher, Failure, Job, Server
@@ -69,7 +69,9 @@ class PrunedServerLM(LocalCompletionsAPI):
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
         left = {"base_url": base_url, **arguments}
         self.options = ServerOptions(**read_fields(ServerOptions, {k: v for k, v in left.items() if v is not None}))
-        others = {name: value for name, value in left.items() if name not in {one.name for one in fields(ServerOptions)}}
+        others = {
+            name: value for name, value in left.items() if name not in {one.name for one in fields(ServerOptions)}
+        }
         self.given = Arguments.of(others)
         self._check(others)
         self.kind, self.seed = self.options.kind, self.options.seed
@@ -99,14 +101,14 @@ class PrunedServerLM(LocalCompletionsAPI):
     # ------------------------------------------------------------------ getting ready
 
     def _check(self, others: dict[str, Any]) -> None:
-        for one in fields(EngineOptions):
-            if others.get(one.name) is not None:
-                raise InputError(f"{one.name}= is for pruned-hf, which decodes itself; leave it out")
+        for each in fields(EngineOptions):
+            if others.get(each.name) is not None:
+                raise InputError(f"{each.name}= is for pruned-hf, which decodes itself; leave it out")
         for one in self.given.interventions:
             if not isinstance(one, HeadMask):
                 raise InputError(
-                    f"a server's adapters take heads away and nothing else: {type(one).__name__} cannot be served; give "
-                    f"heads=, mask= or router=, or use pruned-hf"
+                    f"a server's adapters take heads away and nothing else: {type(one).__name__} cannot be served; "
+                    f"give heads=, mask= or router=, or use pruned-hf"
                 )
         for name in self.given.others:
             known = [*our_names(), *(one.name for one in fields(ServerOptions)), *_ANSWERS, *_OTHERS]
@@ -118,7 +120,9 @@ class PrunedServerLM(LocalCompletionsAPI):
         given = self.given.others
         named = self.options.pretrained or given.get("tokenizer") or self.options.model
         if not named:
-            raise InputError("name the model that is served: pretrained=NAME_OR_FOLDER with its configuration and tokenizer")
+            raise InputError(
+                "name the model that is served: pretrained=NAME_OR_FOLDER with its configuration and tokenizer"
+            )
         path, trust = embedded.resolve(str(named)), bool(given.get("trust_remote_code"))
         embedded.check_name(path)
         try:
@@ -128,7 +132,7 @@ class PrunedServerLM(LocalCompletionsAPI):
             if isinstance(error, InputError):
                 raise
             raise InputError(
-                f"cannot read the model {named} here ({first_line(error)}); give pretrained= of the model that is served"
+                f"cannot read the model {named} here ({first_line(error)}); give pretrained= of the one that is served"
             ) from error
         return path, config, map_model(bare, **self.given.description)
 
@@ -139,11 +143,11 @@ class PrunedServerLM(LocalCompletionsAPI):
             names = " and ".join(list(made_from.values())[:2])
             raise InputError(f"{self.options.adapters}: {names} were made from different models; export them again")
         for name, one in self.adapters.items():
-            theirs, ours = one["base"]["heads"], self.model_map.signature_heads()
+            theirs, ours = one["base"]["heads"], self.model_map.signature()["heads"]
             if theirs != ours:
                 raise InputError(
-                    f"adapter {name} was made for {one['base']['name']}, which has other layers than {path}; another base "
-                    f"model? Give pretrained= of the model that is served"
+                    f"adapter {name} was made for {one['base']['name']}, which has other layers than {path}; another "
+                    f"base model? Give pretrained= of the model that is served"
                 )
         if made_from:
             return str(next(iter(made_from)))
@@ -157,7 +161,7 @@ class PrunedServerLM(LocalCompletionsAPI):
         made = {one["dtype"] for one in self.adapters.values()}
         if given and made and made != {given}:
             raise InputError(
-                f"{self.options.adapters} was made for servers in {', '.join(sorted(made))}, and dtype={given} is given; "
+                f"{self.options.adapters} was made for servers in {', '.join(sorted(made))}, not in dtype={given}; "
                 f"export the adapters in the type in which the server computes"
             )
         found = given or (next(iter(made)) if len(made) == 1 else "")
@@ -207,15 +211,15 @@ class PrunedServerLM(LocalCompletionsAPI):
             for name in variant.heads if composed else (variant.name,):
                 if name not in self.adapters:
                     raise InputError(
-                        f"{self.options.adapters} has no adapter {name}; write it with `lmeval-prune export adapter`, and "
-                        f"start the server with it"
+                        f"{self.options.adapters} has no adapter {name}; write it with `lmeval-prune export adapter`, "
+                        f"and start the server with it"
                     )
                 if self.adapters[name]["format"] != wanted:
-                    raise InputError(f"adapter {name} is of another format than {self.kind.name} takes; export it as {wanted}")
+                    raise InputError(
+                        f"adapter {name} is of another format than {self.kind.name} takes; export it as {wanted}"
+                    )
 
     # ------------------------------------------------------------------ identity
-
-    rank_of_store = 0
 
     @property
     def store_rank(self) -> int | None:
@@ -258,7 +262,9 @@ class PrunedServerLM(LocalCompletionsAPI):
             InputError: the folder of adapters is not known.
         """
         if not self.adapters:
-            raise InputError("a sweep of a server names what was pruned: give adapters=FOLDER in model_args, as exported")
+            raise InputError(
+                "a sweep of a server names what was pruned: give adapters=FOLDER in model_args, as exported"
+            )
         served = {each: one for variant in self.answering.variants() for each, one in self.hashes(variant).items()}
         return {"adapters": dict(sorted(served.items()))}
 
@@ -454,14 +460,17 @@ class PrunedServerLM(LocalCompletionsAPI):
             if requests[place][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[place][0], response)
 
-        return self._asked([self._scoring(*one[1:], place) for place, one in enumerate(requests)], done, not disable_tqdm)
+        jobs = [self._scoring(context, more, place) for place, (_, context, more) in enumerate(requests)]
+        return self._asked(jobs, done, not disable_tqdm)
 
     def _scoring(self, context: list[int], continuation: list[int], place: int) -> Job:
         """One request for a log-likelihood."""
         tokens = [*context, *continuation][-(self.max_length - 1) :]  # a token more is generated
         length = len(tokens) - len(continuation)
         if length < 1:
-            raise InputError(f"a text of {len(continuation)} tokens cannot be scored within max_length={self.max_length}")
+            raise InputError(
+                f"a text of {len(continuation)} tokens cannot be scored within max_length={self.max_length}"
+            )
 
         def read(body: dict[str, Any]) -> Scored:
             (choice,) = body["choices"]
@@ -476,7 +485,7 @@ class PrunedServerLM(LocalCompletionsAPI):
 
     def scored_whole(self, requests: Sequence[Any], disable_tqdm: bool) -> list[float]:
         """Log-likelihoods of whole texts, window by window; each is reported when its last window is there."""
-        windows = [
+        windows: list[list[tuple[list[int], list[int]]]] = [
             [utils.make_disjoint_window(each) for each in self._windows(request.args[0])] for request in requests
         ]
         owner = [number for number, own in enumerate(windows) for _ in own]
@@ -489,8 +498,8 @@ class PrunedServerLM(LocalCompletionsAPI):
             if not left[number]:
                 self.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, sums[number])
 
-        jobs = [self._scoring(*each, place) for place, each in enumerate(each for own in windows for each in own)]
-        self._asked(jobs, done, not disable_tqdm)
+        every = [each for own in windows for each in own]
+        self._asked([self._scoring(*each, place) for place, each in enumerate(every)], done, not disable_tqdm)
         return sums
 
     def _windows(self, text: str) -> Any:
@@ -577,13 +586,13 @@ class ServedAnswering(Answering):
 
     def _scores(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         if kind == "loglikelihood":
-            return list(super(PrunedServerLM, self.lm).loglikelihood(requests, disable_tqdm=disable_tqdm))
+            return list(LocalCompletionsAPI.loglikelihood(self.lm, requests, disable_tqdm=disable_tqdm))
         return list(self.lm.scored_whole(requests, disable_tqdm))
 
 
 def _no_template(error: Exception | None) -> str:
     why = f" ({first_line(error)})" if error else ""
     return (
-        f"the tokenizer has no chat template{why}: leave out --apply_chat_template, give tokenizer= of one that has, or use "
-        f"--model pruned-server-chat with a server that has"
+        f"the tokenizer has no chat template{why}: leave out --apply_chat_template, give tokenizer= of one that has "
+        f"one, or use --model pruned-server-chat with a server that has one"
     )

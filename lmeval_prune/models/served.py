@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -120,15 +121,14 @@ class ServerKind(ABC):
         scores: whether it gives the log-probabilities of a prompt, by which given texts are scored.
         echoes: whether an answer says under which name it was made.
         lists: where its adapters are listed; default among its models.
-        sampling: settings whose default is not to change the distribution, as it is elsewhere.
-        rejected: words of its answer to an adapter that it does not have, beside the status 404.
+        sampling: settings of drawn answers, where its own defaults would cut the distribution.
     """
 
     name: str
     scores = False
     echoes = False
     lists: str | None = None
-    sampling: Mapping[str, Any] = {}
+    sampling: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class LlamaCpp(ServerKind):
     """Adapters have numbers and compose; one that is not mentioned in a request, or in none, applies."""
 
     name, lists = "llamacpp", "/lora-adapters"
-    sampling = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    sampling = MappingProxyType({"top_k": 0, "top_p": 1.0, "min_p": 0.0})
 
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
         """A scale for every adapter that is loaded: 1 for those of the variant, 0 for all others."""

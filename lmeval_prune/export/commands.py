@@ -70,7 +70,9 @@ def adapter(
     projection = next(iter(next(iter(there.values()))["modules"])).rpartition(".")[2]
     print(f"{output}: {written} adapters written, {kept} kept; rank {export.rank}, {kind}; merged, all are exact")
     if format == "peft":
-        print(f"their slots take {export.memory(len(there) + 1) / 1e6:.0f} MB in vLLM; with a smaller --max-loras some wait")
+        print(
+            f"their slots take {export.memory(len(there) + 1) / 1e6:.0f} MB in vLLM; with a smaller --max-loras some wait"
+        )
     for line in adapter_lines(export.served, export.output, format, list(there), rank, kind, projection):
         print(f"\n{line}")
     return 0

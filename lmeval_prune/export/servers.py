@@ -45,7 +45,7 @@ def adapter_lines(
     )
     sglang = (
         f"python -m sglang.launch_server --model-path {quote(model)} --dtype {dtype} --enable-lora "
-        f"--lora-paths $(cd {where} && for one in */; do echo \"${{one%/}}=$PWD/${{one%/}}\"; done) "
+        f'--lora-paths $(cd {where} && for one in */; do echo "${{one%/}}=$PWD/${{one%/}}"; done) '
         f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
     )
     return [vllm, sglang]

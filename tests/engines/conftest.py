@@ -21,7 +21,8 @@ COMMON = ["--limit", str(LIMIT), "--gen_kwargs", f"max_gen_toks={TOKENS}", "--ap
 
 def command(*words: str | Path, folder: Path) -> subprocess.Popen[str]:
     """Start a command of this environment."""
-    given = [str(BIN / words[0]), *map(str, words[1:])]
+    program = [sys.executable, "-m", "lm_eval"] if words[0] == "lm_eval" else [str(BIN / words[0])]
+    given = [*program, *map(str, words[1:])]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(given, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
 
@@ -46,10 +47,11 @@ def results_of(output: Path) -> dict[str, Any]:
     (results,) = output.rglob("results_*.json")
     (samples,) = output.rglob("samples_*.jsonl")
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    settings = {row["doc_id"]: row["arguments"]["gen_args_0"]["arg_1"] for row in rows}
     return {
         "table": json.loads(results.read_text())["results"],
         "texts": {row["doc_id"]: row["resps"] for row in rows},
-        "heads": {row["doc_id"]: row["arguments"]["gen_args_0"]["arg_1"].get("heads") for row in rows},
+        "heads": {doc: given.get("heads") for doc, given in settings.items() if isinstance(given, dict)},
     }
 
 

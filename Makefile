@@ -6,10 +6,12 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # A real vLLM on the processor, in an environment of its own (about 2.2 GB): it wants an older transformers.
 VLLM_VENV ?= .venv-vllm
+# A real llama.cpp (about 0.1 GB).
+LLAMACPP_VENV ?= .venv-llamacpp
 # GSM8K for the demo: a folder of local data files, if there is one.
 LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: demo test test-long test-vllm lint format bench scoring-report clean
+.PHONY: demo test test-long test-vllm test-llamacpp lint format bench scoring-report clean
 
 demo: $(VENV)/.installed
 	LMEVAL_PRUNE_DATA="$(LMEVAL_PRUNE_DATA)" $(BIN)/lmeval-prune demo
@@ -22,6 +24,9 @@ test-long: $(VENV)/.installed-dev
 
 test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	LMEVAL_PRUNE_VLLM="$(abspath $(VLLM_VENV))/bin/vllm" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_vllm.py
+
+test-llamacpp: $(VENV)/.installed-dev $(LLAMACPP_VENV)/.installed
+	LMEVAL_PRUNE_LLAMACPP="$(abspath $(LLAMACPP_VENV))/bin/llama-server" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -66,5 +71,12 @@ $(VLLM_VENV)/.installed: tests/engines/vllm.txt
 	$(VLLM_VENV)/bin/vllm --version
 	touch $@
 
+$(LLAMACPP_VENV)/.installed: tests/engines/llama_server.py
+	$(PYTHON) -m venv $(LLAMACPP_VENV)
+	$(LLAMACPP_VENV)/bin/pip install -q xllamacpp==2026.10.11549
+	(echo "#!$(abspath $(LLAMACPP_VENV))/bin/python"; cat tests/engines/llama_server.py) > $(LLAMACPP_VENV)/bin/llama-server
+	chmod +x $(LLAMACPP_VENV)/bin/llama-server
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist out
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMACPP_VENV) build dist out

@@ -27,19 +27,22 @@ class Server:
         log: file for what the server says.
         threads: of a processor.
         options: come after the line.
-        ready: path that answers when the server does.
+        cache: GiB that vLLM keeps for keys and values.
+
+    Attributes:
+        started_in: seconds that it took until the server answered.
     """
 
-    def __init__(
-        self, line: str, folder: Path, log: Path, threads: int = 1, options: str = "", ready: str = "/v1/models"
-    ) -> None:
+    started_in = 0.0
+
+    def __init__(self, line: str, folder: Path, log: Path, threads: int = 1, options: str = "", cache: int = 1) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.line = f"exec env {line} {options} --host 127.0.0.1 --port {self.port}"
-        self.log, self.ready = log, ready
+        self.log = log
         paths = f"{folder}{os.pathsep}{os.environ['PATH']}"
-        counts = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        counts = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": str(cache)}
         self.environment = {**os.environ, **ENVIRONMENT, **counts, "PATH": paths}
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -47,8 +50,8 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> float:
-        """Start, wait until it answers, and say how many seconds that took."""
+    def start(self) -> None:
+        """Start, and wait until it answers."""
         begin = time.monotonic()
         with self.log.open("ab") as out:
             shell = ["bash", "-c", self.line]
@@ -60,11 +63,11 @@ class Server:
                 self.kill()
                 raise RuntimeError(f"{shlex.join(shell)} does not answer:\n{self.log.read_text()[-3000:]}")
             time.sleep(0.5)
-        return time.monotonic() - begin
+        self.started_in = time.monotonic() - begin
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + self.ready, timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -30,7 +30,7 @@ def command(*words: str | Path, folder: Path) -> subprocess.Popen[str]:
 def run(*words: str | Path, folder: Path) -> str:
     """What a command prints."""
     started = command(*words, folder=folder)
-    said, _ = started.communicate(timeout=900)
+    said, _ = started.communicate(timeout=400)
     assert started.returncode == 0, said[-3000:]
     return said
 

@@ -67,7 +67,11 @@ class Stub:
         class Handler(_Handler):
             of = stub
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        for _ in range(100):  # a port is free again when nobody polls it any more
+            with suppress(OSError):
+                self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+                break
+            time.sleep(0.05)
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"

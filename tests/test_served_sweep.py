@@ -35,7 +35,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 def adapters(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exported as a user would, in the type in which the stub is said to compute."""
     folder = tmp_path_factory.mktemp("adapters") / "pool"
-    words = ["--pretrained", str(tiny_folder), "--heads", ",".join(HEADS), "--dtype", "float32", "--output", str(folder)]
+    words = ["--pretrained", str(tiny_folder), "--each", "+".join(HEADS), "--dtype", "float32", "--output", str(folder)]
     assert main(["export", "adapter", *words]) == 0
     return folder
 

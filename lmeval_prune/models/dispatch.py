@@ -289,7 +289,7 @@ class _Run:
             wait = _seconds(answer.headers.get("Retry-After"))
             raise Failure(f"status {status}, {_said(text)}", wait, innocent=status == 429)
         if status in FATAL:
-            hint = FATAL[status] or f"it does not have {job.variant} or {job.path}"
+            hint = FATAL[status] or f"it has no adapter {job.variant}, or no {job.path}"
             raise InputError(f"{server.url} answers {status}: {hint} ({_said(text)})")
         if status != 200:
             raise Rejection(f"{server.url} answers {status}: {_said(text)}")

@@ -481,6 +481,7 @@ class PrunedServerLM(LocalCompletionsAPI):
             return float(value), bool(greedy)
 
         payload = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+        payload |= {"return_tokens_as_token_ids": True}  # texts of two tokens can be the same
         return Job("/v1/completions", payload, self.answering.variant(), read, "a text to score", tag=place)
 
     def scored_whole(self, requests: Sequence[Any], disable_tqdm: bool) -> list[float]:
@@ -556,8 +557,8 @@ class ServedAnswering(Answering):
         return Served(adapter_name(heads), tuple(heads)) if heads else DENSE
 
     def variants(self) -> list[Served]:
-        """All that may be asked for, the unpruned model too."""
-        return list(dict.fromkeys(map(self.variant, self.tries.masks if self.tries else (UNPRUNED,))))
+        """All that may be asked for."""
+        return list(dict.fromkeys(map(self.variant, self.tries.pool if self.tries else (UNPRUNED,))))
 
     def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> tuple[list[Any], list[str]]:
         if self.store is None:

@@ -1,0 +1,340 @@
+"""`--model pruned-server` against a stub: the answers of `pruned-hf`, whatever servers do meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval import simple_evaluate
+
+from lmeval_prune import InputError
+from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.models.dispatch import Dispatcher
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
+from tests.conftest import task_manager
+from tests.kills import killing_after
+from tests.stub_server import Stub
+from tests.test_pruned_hf import request, requests
+
+HEADS = ("L0H0", "L0H1", "L0H2", "L0H3", "L1H2")
+ROUTED = {"router": "random", "router_pool": "+".join([*HEADS, "dense"])}
+TASK = "prune_tiny_words_pass4"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
+
+
+def served(folder: Path, *stubs: Stub, **arguments: Any) -> PrunedServerLM:
+    given = {"pretrained": str(folder), "server": stubs[0].kind, "dtype": "float64", "max_retries": 4, **arguments}
+    return PrunedServerLM("+".join(stub.url for stub in stubs), **given)
+
+
+def evaluate(lm: Any, task: str = TASK, **options: Any) -> list[Any]:
+    given = {"gen_kwargs": {"max_gen_toks": 6}, "limit": 3, **options}
+    results = simple_evaluate(model=lm, tasks=[task], task_manager=task_manager(), bootstrap_iters=0, **given)
+    assert results is not None
+    return [[sample["arguments"][0][0], sample["resps"]] for sample in results["samples"][task]]
+
+
+@pytest.fixture(scope="module")
+def routed(tiny_folder: Path) -> list[Any]:
+    """What `pruned-hf` answers."""
+    lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", **ROUTED)
+    return evaluate(lm)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+def test_tries_are_those_of_pruned_hf(tiny_folder: Path, routed: list[Any], kind: str) -> None:
+    with Stub(tiny_folder, HEADS, kind) as stub:
+        assert evaluate(served(tiny_folder, stub, **ROUTED)) == routed
+    assert len({text for _, ((*texts,),) in routed for text in texts}) > 4  # heads matter
+
+
+def test_what_is_always_pruned_joins_the_head_of_a_try(tiny_folder: Path) -> None:
+    arguments = {"heads": "L1H0", "router": "random", "router_pool": "L0H1+L1H2+L0H2+L0H3"}
+    expected = evaluate(PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", **arguments))
+    unions = ("L0H1+L1H0", "L1H0+L1H2", "L0H2+L1H0", "L0H3+L1H0")
+    for kind, adapters in (("vllm", unions), ("llamacpp", ("L1H0", "L0H1", "L1H2", "L0H2", "L0H3"))):  # which compose
+        with Stub(tiny_folder, adapters, kind) as stub:
+            assert evaluate(served(tiny_folder, stub, **arguments)) == expected
+
+
+@pytest.mark.parametrize("heads", [None, "L0H1+L1H2"])
+def test_given_texts_are_scored_as_pruned_hf_scores_them(tiny_folder: Path, tmp_path: Path, heads: str | None) -> None:
+    hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads=heads)
+    with Stub(tiny_folder, ("L0H1+L1H2",)) as stub:
+        ours = served(tiny_folder, stub, heads=heads, responses=str(tmp_path / "r"))
+        for _ in range(2):  # the second time from the store
+            for kind in ("loglikelihood", "loglikelihood_rolling"):
+                count = len(stub.asked)
+                for theirs, own in zip(getattr(hf, kind)(requests(kind)), getattr(ours, kind)(requests(kind)), strict=True):
+                    assert own == pytest.approx(theirs, abs=1e-9)
+        assert len(stub.asked) == count
+        ours.close()
+        theirs = simple_evaluate(model=hf, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"]
+        own = served(tiny_folder, stub, heads=heads)
+        assert simple_evaluate(model=own, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"] == theirs
+
+
+FAULTS = ["500", "429", "cut", "wrong", "twice", "garbage", "abort"]
+
+
+def test_faults_lose_nothing_and_count_nothing_twice(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+    kinds = iter(FAULTS * 100)
+    faulty = {number: next(kinds) for number in range(0, 200, 2)}
+    with Stub(tiny_folder, HEADS, fault=lambda number, payload: faulty.get(number)) as stub:
+        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False, max_retries=30)
+        assert evaluate(lm) == routed
+        lm.close()
+    assert {faulty.get(number) for number in range(len(stub.asked))} >= {*FAULTS, None}
+    lines = [json.loads(line) for line in (tmp_path / "r" / "rank-0.jsonl").read_text().splitlines()]
+    assert len(lines) == len({line["key"] for line in lines}) == 3 * 4
+
+
+def test_slow_answers_are_asked_for_again(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, fault=lambda number, payload: "slow" if number == 1 else None) as stub:
+        lm = served(tiny_folder, stub, probe=False, timeout=1.0)
+        texts = lm.generate_until([request("generate_until", ("a b", {"max_gen_toks": 3}), n) for n in range(3)])
+    assert len(set(texts)) == 1 and len(stub.asked) == 4
+
+
+def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
+    asked = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(6)]
+    for fault, times in (("500", 5), ("400", 1)):
+        with Stub(tiny_folder) as stub:
+            lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / fault), num_concurrent=2)
+            poison = lm.tok_encode("text 2")
+            stub.fault = lambda number, payload, fault=fault, poison=poison: fault if payload["prompt"] == poison else None
+            with pytest.raises(InputError, match=r"^1 of 6 requests are not answered, the first [^\n]*document 2") as error:
+                lm.generate_until(asked)
+            assert ("stumbled" if fault == "500" else "too long") in str(error.value)
+            assert len(lm.answering.store.known) == 5
+            assert sum(payload["prompt"] == poison for payload in stub.asked) == times
+            lm.close()
+
+
+def test_of_two_servers_one_dies(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS, delay=0.02) as one, Stub(tiny_folder, HEADS, delay=0.02) as other:
+        lm = served(tiny_folder, one, other, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=2)
+        before = len(one.asked), len(other.asked)
+        one.fault = lambda number, payload: "die" if number == before[0] + 3 else None
+        assert evaluate(lm) == routed
+        lm.close()
+        assert before[0] + 2 < len(one.asked) < before[0] + 8 and len(other.asked) > before[1] + 4
+    assert len(list(read_answers(tmp_path / "r"))) == 12
+
+
+def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: list[Any]) -> None:
+    revived: list[Stub] = []
+
+    def dies(number: int, payload: dict) -> str | None:
+        return "die" if number == first + 4 else None
+
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, **ROUTED, num_concurrent=1, max_retries=12)
+        first = len(stub.asked)
+        stub.fault, die = dies, stub.die
+
+        def die_and_rise() -> None:
+            stub.die = die  # type: ignore[method-assign]
+            die()
+            revived.append(Stub(tiny_folder, HEADS, port=stub.port))
+
+        stub.die = die_and_rise  # type: ignore[method-assign]
+        assert evaluate(lm) == routed
+    assert len(revived[0].asked) == 12 - 4
+    revived[0].die()
+
+
+def test_all_servers_die_for_good_and_another_run_goes_on(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=1)
+        first = len(stub.asked)
+        stub.fault = lambda number, payload: "die" if number == first + 5 else None
+        with pytest.raises(InputError, match=r"^no server answers any more \([^\n]*\); 5 of 12 requests[^\n]*$"):
+            evaluate(lm)
+        lm.close()
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
+        assert evaluate(lm) == routed
+        assert len(stub.asked) == 12 - 5
+        lm.close()
+
+
+def test_it_can_be_killed_and_goes_on(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        child = os.fork()
+        if child == 0:
+            try:
+                AnswerStore.add = killing_after(7)(AnswerStore.add)
+                evaluate(served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False))
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        before = len(stub.asked)
+        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
+        assert evaluate(lm) == routed
+        assert len(stub.asked) - before == 12 - 7
+        lm.close()
+
+
+def test_every_sampled_try_has_a_seed_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = {"max_gen_toks": 8, "temperature": 1.0, "do_sample": True}
+    tries = [request("generate_until", ("a b c", settings), 0, 4)] * 4
+    with Stub(tiny_folder) as stub:
+        texts = served(tiny_folder, stub, probe=False).generate_until(tries)
+        assert len(set(texts)) == 4
+        assert sorted(payload["seed"] for payload in stub.asked) == [1234, 1235, 1236, 1237]
+        stored = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
+        assert stored.generate_until(tries) == texts
+        stored.close()
+        again = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
+        count = len(stub.asked)
+        assert again.generate_until(tries) == texts and len(stub.asked) == count
+        again.close()
+        other = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"), seed=7)
+        assert other.generate_until(tries) != texts
+        other.close()
+
+
+def test_greedy_tries_are_one_answer_and_settings_are_lm_evals(tiny_folder: Path, tmp_path: Path) -> None:
+    greedy = {"max_gen_toks": 4, "until": ["\n"], "do_sample": False}
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
+        lm.generate_until([request("generate_until", ("a", {**greedy}), 0, 3)] * 3)
+        lm.close()
+        (payload,) = stub.asked
+        lm = served(tiny_folder, stub, probe=False)
+        lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 4, "do_sample": True}), 0)])
+        lm.generate_until([request("generate_until", ("a", {**greedy, "temperature": 0.7}), 0)])
+    assert payload["temperature"] == 0 and payload["stop"] == ["\n", "</s>"] and payload["max_tokens"] == 4
+    assert payload["prompt"] == lm.tok_encode("a") and "do_sample" not in payload and "until" not in payload
+    assert [one["temperature"] for one in stub.asked[1:]] == [1, 0]  # lm-eval's own class would send 0 and 0.7
+
+
+def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, ("L0H1", "L1H2", "L0H1+L1H0"), "llamacpp") as stub:
+        numbers = {one["path"].split("/")[2]: one["id"] for one in stub.lora_adapters()}
+        for heads, on in ((None, set()), ("L1H2", {"L1H2"}), ("L0H1+L1H2", {"L0H1", "L1H2"}), ("L0H1+L1H0", {"L0H1+L1H0"})):
+            lm = served(tiny_folder, stub, heads=heads)
+            lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 2, "temperature": 0.5}), 0)])
+            payload = stub.asked[-1]
+            assert payload["lora"] == [{"id": n, "scale": int(n in {numbers[name] for name in on})} for n in range(3)]
+            assert (payload["top_k"], payload["top_p"], payload["min_p"]) == (0, 1.0, 0.0)
+
+
+def test_answers_of_the_store_are_those_of_the_variant_and_not_of_its_router(tiny_folder: Path, tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        store = {"responses": str(tmp_path / "r"), "probe": False}
+        for seed in (0, 1):
+            lm = served(tiny_folder, stub, **ROUTED, router_seed=seed, **store)
+            evaluate(lm)
+            lm.close()
+        asked = Counter(json.dumps([one["model"], one["prompt"]]) for one in stub.asked)
+        assert len(asked) > 12 and set(asked.values()) == {1}
+        (one,) = [request("generate_until", ("some text", {"max_gen_toks": 2}), 0)]
+        for count, other in enumerate(({}, {"dtype": "bfloat16"}, {"max_length": 300}, {"heads": "L0H1"}), len(stub.asked)):
+            for _ in range(2):
+                lm = served(tiny_folder, stub, **{**store, **other})
+                lm.generate_until([one])
+                assert len(stub.asked) == count + 1
+                lm.close()
+
+
+def test_chats(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
+        expected = [texts for _, texts in evaluate(hf, "prune_tiny_words", apply_chat_template=True)]
+        plain = served(tiny_folder, stub, heads="L0H1")
+        assert [texts for _, texts in evaluate(plain, "prune_tiny_words", apply_chat_template=True)] == expected
+        chat = PrunedServerChatLM(stub.url, pretrained=str(tiny_folder), heads="L0H1")
+        assert [texts for _, texts in evaluate(chat, "prune_tiny_words", apply_chat_template=True)] == expected
+        assert "messages" in stub.asked[-1]
+        with pytest.raises(InputError, match="add --apply_chat_template"):
+            evaluate(chat, "prune_tiny_words")
+        with pytest.raises(InputError, match="a chat does not tell"):
+            chat.loglikelihood(requests("loglikelihood"))
+        plain.tokenizer.chat_template = None
+        with pytest.raises(InputError, match=r"^the tokenizer has no chat template[^\n]*$"):
+            evaluate(plain, "prune_tiny_words", apply_chat_template=True)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.fixture(scope="module")
+def good(tiny_folder: Path) -> Iterator[Stub]:
+    with Stub(tiny_folder, HEADS) as stub:
+        yield stub
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"base_url": "http://127.0.0.1:9"}, "no server answers at http://127.0.0.1:9/v1/models .the connection is refused"),
+        ({"base_url": "localhost:8000"}, "write http://HOST:PORT"),
+        ({"base_url": None}, "name a server"),
+        ({"heads": "L1H1"}, "404: it has no adapter L1H1"),
+        ({"heads": "L9H1"}, "no attention in layer 9"),
+        ({"model": "llama"}, "serves tiny, not llama; another base model"),
+        ({"server": "vlm"}, "did you mean 'vllm'"),
+        ({"server": "llamacpp"}, "answers 404; is it the server that `server=` says"),
+        ({"token_filter": 0.2}, "TokenFilter cannot be served"),
+        ({"engine": "batched"}, "engine= is for pruned-hf"),
+        ({"basel_url": "x"}, "unknown model_arg 'basel_url'; did you mean 'base_url'"),
+        ({"num_concurrent": 0}, "at least 1"),
+        ({"pretrained": "nobody/nothing"}, "cannot read the model nobody/nothing here"),
+        ({"responses": "{tmp}", "dtype": None}, "name the type in which the servers compute"),
+        ({"adapters": "{tmp}/none"}, "there is no folder"),
+    ],
+)
+def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, arguments: dict, message: str) -> None:
+    given = {"base_url": good.url, "pretrained": str(tiny_folder), "dtype": "float64", **arguments}
+    given = {name: str(tmp_path) + value[5:] if str(value).startswith("{tmp}") else value for name, value in given.items()}
+    with pytest.raises(InputError, match=message) as error:
+        PrunedServerLM(**given)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub, pytest.raises(InputError, match="under L0H2 as the unpruned"):
+        served(tiny_folder, stub, **ROUTED)
+    with Stub(tiny_folder, HEADS, leaks=True) as stub, pytest.raises(InputError, match="under L1H2 when both are in one"):
+        served(tiny_folder, stub, **ROUTED)
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub, pytest.raises(InputError, match="has no adapter L1H1 .it has L1H2"):
+        served(tiny_folder, stub, heads="L1H1")
+    with Stub(tiny_folder, HEADS) as stub:
+        stub.tokenizer = type("Other", (), {"encode": lambda self, text, **_: list(text.encode())})()
+        with pytest.raises(InputError, match=r"makes \d+ tokens of a text of which this tokenizer makes \d+, other ones"):
+            served(tiny_folder, stub)
+
+
+def test_a_server_that_is_not_there_leaves_the_work_to_the_others(tiny_folder: Path, routed: list[Any]) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = PrunedServerLM(["http://127.0.0.1:9/v1/completions", f"{stub.url}/v1"], pretrained=str(tiny_folder), **ROUTED)
+        assert evaluate(lm) == routed
+
+
+def test_likelihoods_and_caches_that_a_server_cannot_have(tiny_folder: Path, tmp_path: Path) -> None:
+    for kind in ("llamacpp", "sglang"):
+        with Stub(tiny_folder, HEADS, kind) as stub:
+            with pytest.raises(InputError, match=f"prune_tiny_choice scores given texts, and server={kind}"):
+                evaluate(served(tiny_folder, stub), "prune_tiny_choice", gen_kwargs=None)
+    with Stub(tiny_folder, HEADS) as stub:
+        with pytest.raises(InputError, match="generative tasks only"):
+            evaluate(served(tiny_folder, stub, **ROUTED), "prune_tiny_choice", gen_kwargs=None)
+        with pytest.raises(InputError, match="cannot tell served variants apart"):
+            simple_evaluate(
+                model=served(tiny_folder, stub), tasks=["prune_tiny_words"], limit=1, use_cache=str(tmp_path / "c"),
+                task_manager=task_manager(),
+            )  # fmt: skip

@@ -68,6 +68,8 @@ $(VLLM_VENV)/.installed: tests/engines/vllm.txt
 	$(VLLM_VENV)/bin/pip install -q --no-compile -r tests/engines/vllm.txt
 	named=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info; \
 	mkdir -p "$$named"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$named/METADATA"
+	$(VLLM_VENV)/bin/pip install -q --no-compile editables
+	$(VLLM_VENV)/bin/pip install -q --no-compile --no-deps -e .
 	$(VLLM_VENV)/bin/vllm --version
 	touch $@
 

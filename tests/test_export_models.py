@@ -112,7 +112,10 @@ def test_a_zeroed_checkpoint_is_the_plan_in_the_model_s_own_class(family: str, t
     assert type(loaded).__name__ == type(model).__name__
     torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan(heads, channels)), rtol=0, atol=1e-9)
     manifest = read_manifest(tmp_path / "out") or {}
-    assert manifest["removed"]["heads"] == 0 and manifest["removed"]["fillers"] == {labels[0]: [0, 1, 2], labels[1]: [1]}
+    assert manifest["removed"]["heads"] == 0 and manifest["removed"]["fillers"] == {
+        labels[0]: [0, 1, 2],
+        labels[1]: [1],
+    }
     assert f"4 heads and {6 if channels else 0} channels stay with zero weights" in manifest["notes"][0]
     again = {name: value.shape for name, value in loaded.state_dict().items()}
     assert again == {name: value.shape for name, value in model.state_dict().items()}
@@ -192,7 +195,10 @@ def by_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
                 angle = place * settings["rope.freq_base"] ** (-2 * i / width) / factor
                 one, other = (2 * i, 2 * i + 1) if neighbours else (i, i + width // 2)
                 a, b = x[place, :, one].clone(), x[place, :, other].clone()
-                x[place, :, one], x[place, :, other] = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
+                x[place, :, one], x[place, :, other] = (
+                    a * angle.cos() - b * angle.sin(),
+                    a * angle.sin() + b * angle.cos(),
+                )
         return x
 
     x = arrays["token_embd.weight"][ids]
@@ -235,7 +241,12 @@ EVEN, UNEVEN = ("L0H0-1+L1H2-3", CHANNELS), ("L0H0-1", {"L1": "5"})
         ("llama", EVEN, "llama", {"tie_word_embeddings": True}),
         ("llama", UNEVEN, "deci", {"attention_bias": True, "mlp_bias": True}),
         ("llama", UNEVEN, "deci", {"rope_parameters": LLAMA3}),
-        ("llama", ("L0H1", {}), "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+        (
+            "llama",
+            ("L0H1", {}),
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        ),
         ("mistral", EVEN, "llama", {"sliding_window": 64, "head_dim": 16}),
         ("mistral", UNEVEN, "deci", {}),
         ("qwen2", None, "qwen2", {}),
@@ -324,7 +335,9 @@ def trained(*steps: Any) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(["the cat sat on the mat, and that is that: 12 cats, 345 mats"] * 3, trainer)
     tokenizer.add_tokens(["wholeword"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template="{{ 1 }}")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template="{{ 1 }}"
+    )
 
 
 def bytes_(use_regex: bool = False) -> Any:
@@ -335,9 +348,7 @@ def split(expression: str) -> Any:
     return pre_tokenizers.Split(Regex(expression), behavior="isolated")
 
 
-LLAMA_BPE = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA_BPE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def test_ways_to_split_text_are_recognised() -> None:
@@ -369,7 +380,9 @@ def test_a_gguf_file_has_the_tokenizer(tmp_path: Path) -> None:
     assert own["token_type"][:3] == [kinds.CONTROL, kinds.CONTROL, kinds.NORMAL]
     assert own["token_type"][-4:] == [kinds.USER_DEFINED, *[kinds.UNUSED] * 3]
     assert (own["bos_token_id"], own["eos_token_id"], own["add_bos_token"]) == (0, 1, False)
-    again = Tokenizer(models.BPE({x: i for i, x in enumerate(own["tokens"])}, [tuple(x.split(" ")) for x in own["merges"]]))
+    again = Tokenizer(
+        models.BPE({x: i for i, x in enumerate(own["tokens"])}, [tuple(x.split(" ")) for x in own["merges"]])
+    )
     again.pre_tokenizer = bytes_(True)
     text = "the mats that 12 cats sat on, 345 of them"
     assert again.encode(text).ids == tokenizer(text)["input_ids"]
@@ -385,9 +398,21 @@ def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> No
         source = embedded.packaged("smollm2-135m")
     except InputError:
         pytest.skip("no real model")
-    assert main(
-        ["export", "model", "--pretrained", "smollm2-135m", "--format", "gguf", "--output", str(tmp_path / "out.gguf")]
-    ) == 0
+    assert (
+        main(
+            [
+                "export",
+                "model",
+                "--pretrained",
+                "smollm2-135m",
+                "--format",
+                "gguf",
+                "--output",
+                str(tmp_path / "out.gguf"),
+            ]
+        )
+        == 0
+    )
     (settings, arrays), (known, expected) = read(tmp_path / "out.gguf"), read(source)
     assert arrays.keys() == expected.keys()
     assert all(torch.equal(arrays[name], value) for name, value in expected.items())

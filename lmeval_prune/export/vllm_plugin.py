@@ -16,6 +16,8 @@ def register() -> None:
     """
     if find_spec("vllm") is None:
         return
+    import sys
+
     import transformers
 
     from lmeval_prune.checkpoints.pruned import has_own_layers, pruned_base_class, pruned_class
@@ -25,7 +27,8 @@ def register() -> None:
         return
     for name in STOCK:
         if (stock := getattr(transformers, name, None)) is not None:
-            setattr(transformers, f"Pruned{name}", pruned_class(stock))
+            for module in (transformers, sys.modules["transformers"]):  # loading a class may put another one there
+                setattr(module, f"Pruned{name}", pruned_class(stock))
 
     def from_config(config: Any, **options: Any) -> Any:
         if not has_own_layers(config):

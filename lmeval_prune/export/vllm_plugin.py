@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,8 +17,6 @@ def register() -> None:
     """
     if find_spec("vllm") is None:
         return
-    import sys
-
     import transformers
 
     from lmeval_prune.checkpoints.pruned import has_own_layers, pruned_base_class, pruned_class
@@ -25,10 +24,9 @@ def register() -> None:
     stock_from_config = transformers.AutoModel.from_config
     if getattr(stock_from_config, "_lmeval_prune", False):
         return
-    for name in STOCK:
-        if (stock := getattr(transformers, name, None)) is not None:
-            for module in (transformers, sys.modules["transformers"]):  # loading a class may put another one there
-                setattr(module, f"Pruned{name}", pruned_class(stock))
+    known = {name: getattr(transformers, name) for name in STOCK if hasattr(transformers, name)}
+    for name, stock in known.items():  # the module may be made anew while it imports the first of them
+        setattr(sys.modules["transformers"], f"Pruned{name}", pruned_class(stock))
 
     def from_config(config: Any, **options: Any) -> Any:
         if not has_own_layers(config):

@@ -132,7 +132,9 @@ class Stub:
             text = self.tokenizer.apply_chat_template(payload["messages"], tokenize=False, add_generation_prompt=True)
             prompt = self.tokenizer.encode(text)
         else:
-            prompt = payload["prompt"] if isinstance(payload["prompt"], list) else self.tokenizer.encode(payload["prompt"])
+            prompt = (
+                payload["prompt"] if isinstance(payload["prompt"], list) else self.tokenizer.encode(payload["prompt"])
+            )
         temperature = payload["temperature"]
         generator = torch.Generator().manual_seed(payload.get("seed", 0))
         tokens, values = list(prompt), []

@@ -76,13 +76,18 @@ def test_given_texts_are_scored_as_pruned_hf_scores_them(tiny_folder: Path, tmp_
         for _ in range(2):  # the second time from the store
             for kind in ("loglikelihood", "loglikelihood_rolling"):
                 count = len(stub.asked)
-                for theirs, own in zip(getattr(hf, kind)(requests(kind)), getattr(ours, kind)(requests(kind)), strict=True):
+                for theirs, own in zip(
+                    getattr(hf, kind)(requests(kind)), getattr(ours, kind)(requests(kind)), strict=True
+                ):
                     assert own == pytest.approx(theirs, abs=1e-9)
         assert len(stub.asked) == count
         ours.close()
         theirs = simple_evaluate(model=hf, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"]
         own = served(tiny_folder, stub, heads=heads)
-        assert simple_evaluate(model=own, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"] == theirs
+        assert (
+            simple_evaluate(model=own, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"]
+            == theirs
+        )
 
 
 FAULTS = ["500", "429", "cut", "wrong", "twice", "garbage", "abort"]
@@ -113,8 +118,12 @@ def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: P
         with Stub(tiny_folder) as stub:
             lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / fault), num_concurrent=2)
             poison = lm.tok_encode("text 2")
-            stub.fault = lambda number, payload, fault=fault, poison=poison: fault if payload["prompt"] == poison else None
-            with pytest.raises(InputError, match=r"^1 of 6 requests are not answered, the first [^\n]*document 2") as error:
+            stub.fault = lambda number, payload, fault=fault, poison=poison: (
+                fault if payload["prompt"] == poison else None
+            )
+            with pytest.raises(
+                InputError, match=r"^1 of 6 requests are not answered, the first [^\n]*document 2"
+            ) as error:
                 lm.generate_until(asked)
             assert ("stumbled" if fault == "500" else "too long") in str(error.value)
             assert len(lm.answering.store.known) == 5
@@ -225,7 +234,12 @@ def test_greedy_tries_are_one_answer_and_settings_are_lm_evals(tiny_folder: Path
 def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None:
     with Stub(tiny_folder, ("L0H1", "L1H2", "L0H1+L1H0"), "llamacpp") as stub:
         numbers = {one["path"].split("/")[2]: one["id"] for one in stub.lora_adapters()}
-        for heads, on in ((None, set()), ("L1H2", {"L1H2"}), ("L0H1+L1H2", {"L0H1", "L1H2"}), ("L0H1+L1H0", {"L0H1+L1H0"})):
+        for heads, on in (
+            (None, set()),
+            ("L1H2", {"L1H2"}),
+            ("L0H1+L1H2", {"L0H1", "L1H2"}),
+            ("L0H1+L1H0", {"L0H1+L1H0"}),
+        ):
             lm = served(tiny_folder, stub, heads=heads)
             lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 2, "temperature": 0.5}), 0)])
             payload = stub.asked[-1]
@@ -243,7 +257,9 @@ def test_answers_of_the_store_are_those_of_the_variant_and_not_of_its_router(tin
         asked = Counter(json.dumps([one["model"], one["prompt"]]) for one in stub.asked)
         assert len(asked) > 12 and set(asked.values()) == {1}
         (one,) = [request("generate_until", ("some text", {"max_gen_toks": 2}), 0)]
-        for count, other in enumerate(({}, {"dtype": "bfloat16"}, {"max_length": 300}, {"heads": "L0H1"}), len(stub.asked)):
+        for count, other in enumerate(
+            ({}, {"dtype": "bfloat16"}, {"max_length": 300}, {"heads": "L0H1"}), len(stub.asked)
+        ):
             for _ in range(2):
                 lm = served(tiny_folder, stub, **{**store, **other})
                 lm.generate_until([one])
@@ -281,7 +297,10 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"base_url": "http://127.0.0.1:9"}, "no server answers at http://127.0.0.1:9/v1/models .the connection is refused"),
+        (
+            {"base_url": "http://127.0.0.1:9"},
+            "no server answers at http://127.0.0.1:9/v1/models .the connection is refused",
+        ),
         ({"base_url": "localhost:8000"}, "write http://HOST:PORT"),
         ({"base_url": None}, "name a server"),
         ({"heads": "L1H1"}, "404: it has no adapter L1H1"),
@@ -300,28 +319,43 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
 )
 def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, arguments: dict, message: str) -> None:
     given = {"base_url": good.url, "pretrained": str(tiny_folder), "dtype": "float64", **arguments}
-    given = {name: str(tmp_path) + value[5:] if str(value).startswith("{tmp}") else value for name, value in given.items()}
+    given = {
+        name: str(tmp_path) + value[5:] if str(value).startswith("{tmp}") else value for name, value in given.items()
+    }
     with pytest.raises(InputError, match=message) as error:
         PrunedServerLM(**given)
     assert "\n" not in str(error.value)
 
 
 def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None:
-    with Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub, pytest.raises(InputError, match="under L0H2 as the unpruned"):
+    with (
+        Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub,
+        pytest.raises(InputError, match="under L0H2 as the unpruned"),
+    ):
         served(tiny_folder, stub, **ROUTED)
-    with Stub(tiny_folder, HEADS, leaks=True) as stub, pytest.raises(InputError, match="under L1H2 when both are in one"):
+    with (
+        Stub(tiny_folder, HEADS, leaks=True) as stub,
+        pytest.raises(InputError, match="under L1H2 when both are in one"),
+    ):
         served(tiny_folder, stub, **ROUTED)
-    with Stub(tiny_folder, HEADS, "llamacpp") as stub, pytest.raises(InputError, match="has no adapter L1H1 .it has L1H2"):
+    with (
+        Stub(tiny_folder, HEADS, "llamacpp") as stub,
+        pytest.raises(InputError, match="has no adapter L1H1 .it has L1H2"),
+    ):
         served(tiny_folder, stub, heads="L1H1")
     with Stub(tiny_folder, HEADS) as stub:
         stub.tokenizer = type("Other", (), {"encode": lambda self, text, **_: list(text.encode())})()
-        with pytest.raises(InputError, match=r"makes \d+ tokens of a text of which this tokenizer makes \d+, other ones"):
+        with pytest.raises(
+            InputError, match=r"makes \d+ tokens of a text of which this tokenizer makes \d+, other ones"
+        ):
             served(tiny_folder, stub)
 
 
 def test_a_server_that_is_not_there_leaves_the_work_to_the_others(tiny_folder: Path, routed: list[Any]) -> None:
     with Stub(tiny_folder, HEADS) as stub:
-        lm = PrunedServerLM(["http://127.0.0.1:9/v1/completions", f"{stub.url}/v1"], pretrained=str(tiny_folder), **ROUTED)
+        lm = PrunedServerLM(
+            ["http://127.0.0.1:9/v1/completions", f"{stub.url}/v1"], pretrained=str(tiny_folder), **ROUTED
+        )
         assert evaluate(lm) == routed
 
 

@@ -115,7 +115,9 @@ def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: 
 
 def test_a_router_of_a_served_sweep_routes_both(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
     with Stub(tiny_folder, HEADS) as stub:
-        outcomes = sweep(stub, tiny_folder, adapters, tmp_path / "s", tasks=(few_shot(tmp_path),), limit=4, gen_kwargs={})
+        outcomes = sweep(
+            stub, tiny_folder, adapters, tmp_path / "s", tasks=(few_shot(tmp_path),), limit=4, gen_kwargs={}
+        )
         outcomes.z[:] = np.eye(*outcomes.z.shape)
         router = fit(outcomes, "all-minilm-l6-v2", FitOptions(epochs=1, validation=0.0, weights=(0.0,), sizes=(2,)))
         router.save(tmp_path / "r")

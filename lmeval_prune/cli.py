@@ -29,6 +29,7 @@ COMMANDS = {
     "prune": "lmeval_prune.surgery.commands:prune",
     "cut": "lmeval_prune.surgery.commands:execute",
     "export adapter": "lmeval_prune.export.commands:adapter",
+    "export model": "lmeval_prune.export.commands:model",
     "profile": "lmeval_prune.profiling.commands:profile",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",

@@ -59,6 +59,11 @@ def pruned_class(stock: type) -> Any:
     return type(f"{_PREFIX}{stock.__name__}", (modeling_pruned.Pruned, stock), {"__module__": __name__})
 
 
+def pruned_base_class(config: Any) -> Any:
+    """`Pruned` of the stock model without its head, for the configuration of a checkpoint whose layers differ."""
+    return pruned_class(_of_kind(AutoModel, config))
+
+
 def stock_class(model: Any) -> type:
     """The class of transformers' own that a model is, or is a `Pruned` of, whoever loaded it."""
     kinds = type(model).__mro__

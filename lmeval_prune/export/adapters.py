@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
-from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 from lmeval_prune.artefacts import content_digest, digest, new_folder, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
@@ -29,71 +27,14 @@ from lmeval_prune.export.gguf_adapter import write_gguf_adapter
 from lmeval_prune.export.gguf_names import gguf_architecture
 from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
 from lmeval_prune.export.projections import Projections
+from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import hash_of
 
 FORMATS = ("peft", "gguf")
 TYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.bfloat16, torch.float16, torch.float32)}
 LARGEST_RANK = 512  # that vLLM takes
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an adapter adds to one output projection: `lora_b @ lora_a`.
-
-    Attributes:
-        module: full name of the projection.
-        index: number of its layer.
-        heads: that are pruned there.
-        lora_a: (rank, inputs), rows of the identity.
-        lora_b: (outputs, rank), the columns of those inputs, negated.
-        columns: so many rows and columns of these are used; the others are zero.
-    """
-
-    module: str
-    index: int
-    heads: tuple[int, ...]
-    lora_a: Tensor
-    lora_b: Tensor
-    columns: int
-
-    @classmethod
-    def of(cls, module: str, layer: AttentionLayer, heads: Sequence[int], weight: Tensor, rank: int) -> Update:
-        """The update that prunes heads of a layer.
-
-        Args:
-            module: full name of its output projection.
-            layer, heads: the layer, and numbers of its heads.
-            weight: of the projection, (outputs, inputs), in the type of the adapter.
-            rank: of the adapter; what these heads do not need is zero.
-
-        Raises:
-            InputError: the weights have values that are no numbers in that type, or merged, a column is not zero.
-        """
-        columns = [c for head in heads for c in range(layer.columns(head).start, layer.columns(head).stop)]
-        if not weight.isfinite().all():
-            kind = str(weight.dtype).removeprefix("torch.")
-            raise InputError(f"{module} has weights that {kind} cannot hold; give another --dtype")
-        lora_a = weight.new_zeros(rank, weight.shape[1])
-        lora_a[range(len(columns)), columns] = 1
-        lora_b = weight.new_zeros(weight.shape[0], rank)
-        lora_b[:, : len(columns)] = -weight[:, columns]
-        update = cls(module, layer.index, tuple(heads), lora_a, lora_b, len(columns))
-        update.check(weight, columns)
-        return update
-
-    def check(self, weight: Tensor, columns: Sequence[int]) -> None:
-        """Refuse an update that merged into a weight does not zero just these columns.
-
-        Raises:
-            InputError: it does not.
-        """
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        merged = weight + (self.lora_b.to(wide) @ self.lora_a.to(wide)).to(weight.dtype)
-        expected = weight.clone()
-        expected[:, columns] = 0
-        if not torch.equal(merged, expected):
-            raise InputError(f"merged into {self.module}, the adapter does not prune its heads exactly; report this")
+PLAIN = ("Linear", "Conv1D", "FalconLinear")  # classes that multiply by their weight, and nothing else
 
 
 class AdapterExport:
@@ -151,10 +92,8 @@ class AdapterExport:
 
     def _named(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
         """Masks of single heads in the model's order, each once, by name; those of one layer stand together."""
-        if any(mask.origin for mask in masks):  # artefacts know the weights that they were made for
-            fit_to = map_model(self.projections.model)
-        else:
-            fit_to = self.model_map
+        known = any(mask.origin for mask in masks)  # artefacts know the weights that they were made for
+        fit_to = map_model(self.projections.model) if known else self.model_map
         found = {}
         for mask in masks:
             resolved = mask.fit_to(fit_to)
@@ -261,8 +200,8 @@ class AdapterExport:
 
     def memory(self, slots: int) -> int:
         """Bytes that so many slots take in a server that restricts adapters to the output projections."""
-        size = max(2, (TYPES[self.dtype] if self.dtype else torch.bfloat16).itemsize)
-        widths = sum(sum(one.o_proj.weight.shape) for one in self.model_map.attention)
+        size = TYPES[self.dtype].itemsize if self.dtype else 2
+        widths = sum(in_features(one.o_proj) + out_features(one.o_proj) for one in self.model_map.attention)
         return slots * self.rank * widths * size
 
 
@@ -278,7 +217,7 @@ def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
             f"its dequantised weights by --pretrained, and {pretrained} as --served"
         )
     for layer in model_map.attention:
-        if type(layer.o_proj) is not nn.Linear and not is_transposed(layer.o_proj):
+        if type(layer.o_proj).__name__ not in PLAIN:
             raise InputError(
                 f"the output projection {layer.name} of this {model_map.model_type} model is a "
                 f"{type(layer.o_proj).__name__}, no plain projection, which LoRA cannot update"

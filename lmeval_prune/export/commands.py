@@ -70,10 +70,108 @@ def adapter(
     projection = next(iter(next(iter(there.values()))["modules"])).rpartition(".")[2]
     print(f"{output}: {written} adapters written, {kept} kept; rank {export.rank}, {kind}; merged, all are exact")
     if format == "peft":
-        print(f"their slots take {export.memory(len(there) + 1) / 1e6:.0f} MB in vLLM; with a smaller --max-loras some wait")
+        size = export.memory(len(there) + 1) / 1e6
+        print(f"their slots take {size:.0f} MB in vLLM; with a smaller --max-loras some requests wait")
     for line in adapter_lines(export.served, export.output, format, list(there), rank, kind, projection):
         print(f"\n{line}")
     return 0
+
+
+@either("plan", "heads")
+def model(
+    pretrained: str,
+    output: str,
+    plan: str | None = None,
+    heads: str | None = None,
+    format: str = "checkpoint",
+    zeroed: bool = False,
+    dtype: str | None = None,
+    splitting: str | None = None,
+    revision: str | None = None,
+    allow_empty_layer: bool = False,
+    allow_other_model: bool = False,
+) -> int:
+    """Export a model without what a plan removes, and print how to serve it; a checkpoint is what `cut` writes.
+
+    Args:
+        pretrained: the model, as for lm_eval
+        output: folder of the checkpoint, or the GGUF file
+        plan: the plan, or a mask; an artefact
+        heads: instead of a plan, e.g. L5H3+L15H0
+        format: checkpoint (transformers, vLLM, SGLang) or gguf (llama.cpp; without a plan: the model as it is)
+        zeroed: leave what the plan removes in the model, with zero weights
+        dtype: type of the matrices in a GGUF file: bfloat16, float16 or float32 (default: that of the weights)
+        splitting: what llama.cpp calls the rule by which the tokenizer splits text, where it is not recognised
+        revision: of the model
+        allow_empty_layer: let a layer lose all its heads
+        allow_other_model: take a plan of another model, if it fits
+    """
+    from lmeval_prune.export.servers import model_lines
+    from lmeval_prune.interventions.plan import Plan
+    from lmeval_prune.surgery.commands import load_plan, write_cut
+
+    if format not in ("checkpoint", "gguf"):
+        raise InputError(f"--format {format} is not known; use checkpoint or gguf")
+    wanted = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
+    wanted = load_plan(plan, allow_other_model) if plan else wanted
+    if format == "gguf":
+        _gguf(pretrained, wanted, output, zeroed, dtype, splitting, revision)
+        own_code = False
+    else:
+        if wanted is None:
+            raise InputError("name what is to go: --plan FILE or --heads L5H3+L15H0")
+        if dtype or splitting:
+            raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
+        done = write_cut(pretrained, wanted, output, revision, zeroed)
+        own_code = done.manifest["class"].startswith("Pruned")
+    for line in model_lines(output, format, own_code):
+        print(f"\n{line}")
+    return 0
+
+
+def _gguf(
+    pretrained: str,
+    plan: Any,
+    output: str,
+    zeroed: bool,
+    dtype: str | None,
+    splitting: str | None,
+    revision: str | None,
+) -> None:
+    """Write a model, cut if there is a plan, as a GGUF file."""
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints.pruned import manifest_of
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.export.adapters import TYPES
+    from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
+    from lmeval_prune.export.gguf_tokenizer import check_tokenizer
+    from lmeval_prune.surgery.commands import loaded_for, tokenizer_of
+    from lmeval_prune.surgery.cut import cut, identity_of
+
+    if not output.endswith(".gguf"):
+        raise InputError(f"--output {output} must end in .gguf")
+    if dtype is not None and dtype not in TYPES:
+        raise InputError(f"--dtype {dtype} is not known; use {', '.join(TYPES)}")
+    if zeroed and not plan:
+        raise InputError("--zeroed needs --plan FILE or --heads L5H3+L15H0")
+    bare = skeleton_of(pretrained, revision)
+    check_writable_as_gguf(map_model(bare))
+    tokenizer = tokenizer_of(pretrained, revision)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, splitting)
+    check_writable(output)
+    if plan:
+        done = cut(loaded_for(pretrained, plan, revision, zeroed), plan, zeroed)
+        written, manifest = done.model, done.manifest
+    else:
+        written = with_weights(bare, pretrained, revision)
+        manifest = manifest_of(written) or {"parent": identity_of(map_model(written)), "stages": [], "notes": []}
+    kind = TYPES[dtype] if dtype else None
+    architecture = write_gguf_model(output, written, manifest, tokenizer, kind, splitting)
+    print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
+    for note in manifest["notes"]:
+        print(f"  {note}")
 
 
 def _mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> Any:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lmeval_prune.export.gguf_names import output_projection
 from lmeval_prune.export.gguf_tensors import Tensors
-
-if TYPE_CHECKING:
-    from lmeval_prune.export.adapters import Update
+from lmeval_prune.export.updates import Update
 
 
 def write_gguf_adapter(path: Path, architecture: str, name: str, updates: Iterable[Update]) -> None:

@@ -45,13 +45,13 @@ def adapter_lines(
     )
     sglang = (
         f"python -m sglang.launch_server --model-path {quote(model)} --dtype {dtype} --enable-lora "
-        f"--lora-paths $(cd {where} && for one in */; do echo \"${{one%/}}=$PWD/${{one%/}}\"; done) "
+        f'--lora-paths $(cd {where} && for one in */; do echo "${{one%/}}=$PWD/${{one%/}}"; done) '
         f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
     )
     return [vllm, sglang]
 
 
-def model_lines(path: Path, format: str, own_code: bool) -> list[str]:
+def model_lines(path: str, format: str, own_code: bool) -> list[str]:
     """Command lines of the servers that can read a model.
 
     Args:
@@ -60,7 +60,7 @@ def model_lines(path: Path, format: str, own_code: bool) -> list[str]:
         own_code: whether its layers differ, so that a class of its own builds it.
     """
     if format == "gguf":
-        return [f"llama-server -m {quote(str(path))}"]
+        return [f"llama-server -m {quote(path)}"]
     if own_code:
-        return [f"vllm serve {quote(str(path))} --trust-remote-code   # not needed where lmeval-prune is installed"]
-    return [f"vllm serve {quote(str(path))}", f"python -m sglang.launch_server --model-path {quote(str(path))}"]
+        return [f"vllm serve {quote(path)} --trust-remote-code   # not needed where lmeval-prune is installed"]
+    return [f"vllm serve {quote(path)}", f"python -m sglang.launch_server --model-path {quote(path)}"]

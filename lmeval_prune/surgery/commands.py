@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -176,7 +178,7 @@ def prune(
     for line in _short_of(plan, model_map, asked):
         print(f"  {line}")
     if cut:
-        done = cut_to(cut, model_map.model, plan, tokenizer or _tokenizer(pretrained, revision))
+        done = cut_to(cut, model_map.model, plan, tokenizer or tokenizer_of(pretrained, revision))
         _report(cut, done)
     return 0
 
@@ -193,28 +195,73 @@ def execute(
         revision: of the model
         allow_other_model: take a plan of another model, if it fits
     """
-    from lmeval_prune.architectures import map_model
-    from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    write_cut(pretrained, load_plan(plan, allow_other_model), output, revision)
+    return 0
+
+
+def load_plan(path: str, allow_other_model: bool = False) -> Any:
+    """Read a plan, or a mask as one, that removes something.
+
+    Raises:
+        InputError: it is none, or removes nothing.
+    """
     from lmeval_prune.interventions import load_intervention
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
-    wanted = load_intervention(plan, allow_other_model).converted(Plan)
+    wanted = load_intervention(path, allow_other_model).converted(Plan)
     if not isinstance(wanted, Plan):
-        raise InputError(f"{plan} is no plan and no head mask")
+        raise InputError(f"{path} is no plan and no head mask")
     if not wanted.heads and not wanted.channels and not wanted.compensation:
-        raise InputError(f"{plan} removes nothing; make a plan with `lmeval-prune prune --scores {plan}`")
+        raise InputError(f"{path} removes nothing; make a plan with `lmeval-prune prune --scores {path}`")
+    return wanted
+
+
+def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = None, keep_shapes: bool = False) -> Any:
+    """Cut a model by a plan, write its checkpoint, and say what was done.
+
+    Args:
+        pretrained, revision: the model, as for lm_eval.
+        plan: the plan.
+        output: folder for the checkpoint.
+        keep_shapes: as of `cut`.
+
+    Raises:
+        InputError: as of `cut_to`; before weights are loaded, where it can be.
+    """
+    from lmeval_prune.checkpoints.pruned import check_folder
+    from lmeval_prune.surgery.cut import cut_to
+
     check_folder(output, [pretrained])
-    bare = skeleton_of(pretrained, revision)
-    check_cuttable(map_model(bare), bool(wanted.heads))
-    try:
-        wanted.fit_to(map_model(bare))
-        done = cut_to(output, with_weights(bare, pretrained, revision), wanted, _tokenizer(pretrained, revision))
-    except InputError as error:  # as the option is called here
-        raise InputError(str(error).replace("allow_other_model=true", "--allow_other_model")) from None
+    with _as_options():
+        model = loaded_for(pretrained, plan, revision, keep_shapes)
+        done = cut_to(output, model, plan, tokenizer_of(pretrained, revision), keep_shapes)
     _report(output, done)
-    return 0
+    return done
+
+
+def loaded_for(pretrained: str, plan: Any, revision: str | None, keep_shapes: bool = False) -> Any:
+    """A model with its weights, after a look at whether it can be cut by a plan.
+
+    Raises:
+        InputError: it cannot.
+    """
+    from lmeval_prune.architectures import map_model
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.surgery.cut import check_cuttable
+
+    bare = skeleton_of(pretrained, revision)
+    check_cuttable(map_model(bare), bool(plan.heads) and not keep_shapes)
+    plan.fit_to(map_model(bare))
+    return with_weights(bare, pretrained, revision)
+
+
+@contextmanager
+def _as_options() -> Iterator[None]:
+    """A block whose refusals name options as the command line has them."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error).replace("allow_other_model=true", "--allow_other_model")) from None
 
 
 def _check_json(output: str) -> None:
@@ -243,14 +290,14 @@ def _loaded(
     calibration = tokenizer = None
     if needs_text:
         check_length(bare, drawn[1])
-        tokenizer = _tokenizer(pretrained, revision)
+        tokenizer = tokenizer_of(pretrained, revision)
         if tokenizer is None:
             raise InputError(f"{pretrained} has no tokenizer, which calibration text needs")
         calibration = read_calibration(tokenizer, text, task, *drawn)
     return map_model(with_weights(bare, pretrained, revision)), calibration, tokenizer
 
 
-def _tokenizer(pretrained: str, revision: str | None) -> Any:
+def tokenizer_of(pretrained: str, revision: str | None) -> Any:
     """The model's tokenizer; None if it has none."""
     from transformers import AutoTokenizer
 

@@ -75,36 +75,44 @@ class Cut:
         )
 
 
-def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
+def cut_to(
+    folder: str | os.PathLike[str],
+    model: Any,
+    plan: Plan | HeadMask,
+    tokenizer: Any = None,
+    keep_shapes: bool = False,
+) -> Cut:
     """Execute a plan and write the checkpoint.
 
     Raises:
         InputError: as of `cut` and of `save_checkpoint`.
     """
-    found = cut(model, plan)
+    found = cut(model, plan, keep_shapes)
     found.save(folder, tokenizer)
     return found
 
 
-def cut(model: Any, plan: Plan | HeadMask) -> Cut:
+def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
     """Execute a plan: a new model without what the plan removes. The old one stays as it is.
 
     Args:
         model: a transformers model of a known family, stock or cut before.
         plan: made for it; a head mask is one.
+        keep_shapes: leave what the plan removes in the model, with zero weights: for engines that read no other shapes.
 
     Raises:
         InputError: the plan does not fit the model, or such a model cannot be cut.
     """
     model_map = map_model(model)
     plan = plan_of(plan) if isinstance(plan, HeadMask) else plan
-    check_cuttable(model_map, bool(plan.heads))
+    check_cuttable(model_map, bool(plan.heads) and not keep_shapes)
     plan = plan.fit_to(model_map)
     pruned = {(layer.stack, layer.index): numbers for layer, numbers in plan.heads_by_layer(model_map)}
-    kept = [KeptHeads.of(layer, pruned.get((layer.stack, layer.index), ())) for layer in model_map.attention]
+    stays = KeptHeads.zeroed if keep_shapes else KeptHeads.of
+    kept = [stays(layer, pruned.get((layer.stack, layer.index), ())) for layer in model_map.attention]
     lost = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
     channels = {
-        block.label: [c for c in range(block.channels) if c not in lost.get(block.label, ())] or [0]
+        block.label: [c for c in range(block.channels) if keep_shapes or c not in lost.get(block.label, ())] or [0]
         for block in model_map.feed_forward
     }
     surgeon = _Surgeon(model_map, plan)
@@ -113,8 +121,11 @@ def cut(model: Any, plan: Plan | HeadMask) -> Cut:
         smaller, note = _dressed(model_map, tensors, kept, channels)
     fillers = {one.layer.label: list(one.fillers) for one in kept if one.fillers}
     notes = [note] if note else []
-    if fillers:
-        count = sum(map(len, fillers.values()))
+    count = sum(map(len, fillers.values()))
+    if keep_shapes:
+        zeroed = f"{count} heads and {sum(map(len, lost.values()))} channels"
+        notes.append(f"{zeroed} stay with zero weights: nothing is removed")
+    elif fillers:
         notes.append(f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed")
     removed = {
         "heads": sum(one.layer.heads - len(one.heads) for one in kept),
@@ -124,7 +135,7 @@ def cut(model: Any, plan: Plan | HeadMask) -> Cut:
         "fillers": fillers,
     }
     stage = {
-        "parent": _identity(model_map),
+        "parent": identity_of(model_map),
         "plan": {**plan.settings(), "made": dict(plan.made)},
         "removed": removed,
         "kept_heads": {one.layer.label: list(one.heads) for one in kept},
@@ -180,7 +191,8 @@ def check_cuttable(model_map: ModelMap, heads: bool) -> None:
         raise InputError("a model with adapters cannot be cut; merge them first (merge_and_unload)")
 
 
-def _identity(model_map: ModelMap) -> dict[str, Any]:
+def identity_of(model_map: ModelMap) -> dict[str, Any]:
+    """What a manifest says of the model that a checkpoint was made from."""
     weights = loadable_fingerprints(model_map.model, model_map.weights)
     return {
         "name": model_map.name,
@@ -222,8 +234,9 @@ class _Surgeon:
                 for module, rows in channel_rows(block, staying).items():
                     self._rows(module, rows)
                 self._columns(block.down, staying)
-            if len(lost.get(block.label, ())) == block.channels:  # all went: one stays, and adds nothing
-                self._zero_columns(block.down, [0])
+            left = [place for place, channel in enumerate(staying) if channel in lost.get(block.label, ())]
+            if left:  # all went, and one stays, or shapes are kept: it adds nothing
+                self._zero_columns(block.down, left)
         return self.found
 
     def _take(self, name: str, numbers: Sequence[int], axis: int) -> None:

@@ -18,7 +18,7 @@ class KeptHeads:
         layer: the layer, as it was.
         heads: query heads, those of one key-value head together.
         kv_heads: key-value heads.
-        fillers: those of `heads` that are pruned, and stay with zero weights so that groups are equal.
+        fillers: those of `heads` that are pruned, and stay with zero weights, so that groups are equal or shapes kept.
     """
 
     layer: AttentionLayer
@@ -37,6 +37,11 @@ class KeptHeads:
         fillers = [head for g, heads in alive.items() for head in _pruned_of(groups[g], pruned)[: size - len(heads)]]
         kept = sorted({head for heads in alive.values() for head in heads} | {*fillers})
         return cls(layer, tuple(kept), tuple(alive), tuple(fillers))
+
+    @classmethod
+    def zeroed(cls, layer: AttentionLayer, pruned: Collection[int]) -> KeptHeads:
+        """All heads of a layer, these with zero weights."""
+        return cls(layer, tuple(range(layer.heads)), tuple(range(layer.kv_heads)), tuple(sorted(pruned)))
 
     @property
     def unchanged(self) -> bool:

@@ -1,0 +1,456 @@
+"""An exported model is the plan: as a checkpoint, zeroed, and as a GGUF file read back and computed with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+
+from lmeval_prune import InputError, cut, load_pretrained, map_model
+from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.cli import main
+from lmeval_prune.export.gguf_model import write_gguf_model
+from lmeval_prune.export.gguf_tokenizer import splitting_of
+from lmeval_prune.interventions.plan import Plan
+from tests.conftest import ROOT
+from tests.tiny_models import EAGER_ONLY, SEQ2SEQ, output, tiny, tokens
+
+CHANNELS = {"L0": "0,3-6,11", "L1": "1,2,7-10"}
+
+
+def saved(family: str, folder: Path, **changes: Any) -> Any:
+    """A tiny model in a folder, loaded from there."""
+    model: Any = tiny(family, **changes)
+    model.save_pretrained(folder)
+    return load_pretrained(folder, **implementations(family))
+
+
+def implementations(family: str) -> dict[str, str]:
+    attention = "eager" if family in EAGER_ONLY else "sdpa"
+    return {"attn_implementation": attention, "experts_implementation": "eager"}
+
+
+def by_transformers(family: str, folder: Path, **options: Any) -> Any:
+    kind = AutoModelForSeq2SeqLM if family in SEQ2SEQ else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype="auto", **implementations(family), **options).eval()
+
+
+def masked(model: Any, plan: Plan) -> torch.Tensor:
+    with plan.applied_to(model):
+        return output(model, tokens())
+
+
+def export(folder: Path, to: Path, *words: str) -> int:
+    return main(["export", "model", "--pretrained", str(folder), "--output", str(to), *words])
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "kind"),
+    [
+        ("llama", "L0H0-1+L1H2-3", "LlamaForCausalLM"),
+        ("mistral", "L0H0-1+L1H2-3", "MistralForCausalLM"),
+        ("qwen2", "L0H0-1+L1H2-3", "Qwen2ForCausalLM"),
+        ("qwen3", "L0H0-1+L1H2-3", "Qwen3ForCausalLM"),
+        ("llama", "L0H0-1", "PrunedLlamaForCausalLM"),
+        ("qwen3", "L0H1+L0H2", "PrunedQwen3ForCausalLM"),
+    ],
+)
+def test_a_checkpoint_is_the_plan_in_plain_transformers(family: str, heads: str, kind: str, tmp_path: Path) -> None:
+    """Of layers alike a stock class; else the code that is in the folder, and what vLLM's backend reads."""
+    model = saved(family, tmp_path / "model")
+    channels = {"L0": "0,3-6,11", "L1": "1,2,7-10"} if not kind.startswith("Pruned") else {"L1": "5"}
+    Plan(heads, channels).save(tmp_path / "plan.json", map_model(model))
+    assert export(tmp_path / "model", tmp_path / "out", "--plan", str(tmp_path / "plan.json")) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == [kind]
+    own = kind.startswith("Pruned")
+    loaded = by_transformers(family, tmp_path / "out", trust_remote_code=own)
+    torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan(heads, channels)), rtol=0, atol=1e-9)
+    if own:
+        assert config["allow_global_per_layer_attribute_access"] and config["head_dim"] == model.config.head_dim
+        sizes = [(layer.heads, layer.kv_heads) for layer in map_model(loaded).attention]
+        layers = loaded.config.per_layer_config
+        assert [(layers[i].num_attention_heads, layers[i].num_key_value_heads) for i in range(2)] == sizes
+        assert [layers[i].intermediate_size for i in range(2)] == [48, 47]
+        assert set(config["auto_map"]) == {"AutoModel", "AutoModelForCausalLM"}
+
+
+def test_a_llama_whose_heads_do_not_divide_its_width_is_written_as_mistral(tmp_path: Path) -> None:
+    model = saved("llama", tmp_path / "model", num_key_value_heads=4)
+    assert export(tmp_path / "model", tmp_path / "out", "--heads", "L0H1+L1H3") == 0
+    loaded = by_transformers("llama", tmp_path / "out")
+    assert type(loaded).__name__ == "MistralForCausalLM" and loaded.config.sliding_window is None
+    torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan("L0H1+L1H3")), rtol=0, atol=1e-9)
+    assert "refuses 3 heads in a width of 32" in (read_manifest(tmp_path / "out") or {})["notes"][0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "olmo2", "bloom", "gemma3_text", "t5", "deepseek_v3"])
+def test_a_zeroed_checkpoint_is_the_plan_in_the_model_s_own_class(family: str, tmp_path: Path) -> None:
+    """Also of families that cannot be cut."""
+    model = saved(family, tmp_path / "model")
+    labels = [layer.label for layer in map_model(model).attention]
+    heads = f"{labels[0]}H0-2+{labels[1]}H1"
+    channels = {} if family == "t5" else {"L0": "0,5-9"}
+    Plan(heads, channels).save(tmp_path / "plan.json", map_model(model))
+    assert export(tmp_path / "model", tmp_path / "out", "--plan", str(tmp_path / "plan.json"), "--zeroed") == 0
+    loaded = by_transformers(family, tmp_path / "out")
+    assert type(loaded).__name__ == type(model).__name__
+    torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan(heads, channels)), rtol=0, atol=1e-9)
+    manifest = read_manifest(tmp_path / "out") or {}
+    assert manifest["removed"]["heads"] == 0 and manifest["removed"]["fillers"] == {
+        labels[0]: [0, 1, 2],
+        labels[1]: [1],
+    }
+    assert f"4 heads and {6 if channels else 0} channels stay with zero weights" in manifest["notes"][0]
+    again = {name: value.shape for name, value in loaded.state_dict().items()}
+    assert again == {name: value.shape for name, value in model.state_dict().items()}
+
+
+# --------------------------------------------------------------------------- vLLM
+
+
+def test_with_vllm_no_remote_code_is_needed_and_without_nothing_happens(tmp_path: Path) -> None:
+    """In a process of its own, with a package that is called vllm."""
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    assert entry == {"lmeval_prune": "lmeval_prune.export.vllm_plugin:register"}
+    saved("llama", tmp_path / "model")
+    assert export(tmp_path / "model", tmp_path / "out", "--heads", "L0H0-1") == 0
+    code = """
+import sys
+from pkgutil import resolve_name
+register = resolve_name("lmeval_prune.export.vllm_plugin:register")
+assert not {"torch", "transformers", "vllm"} & set(sys.modules), "heavy imports"
+register()
+assert "transformers" not in sys.modules
+sys.path.insert(0, sys.argv[1])
+register(); register()
+import transformers
+config = transformers.AutoConfig.from_pretrained(sys.argv[2])
+assert issubclass(getattr(transformers, config.architectures[0]), transformers.LlamaForCausalLM)
+model = transformers.AutoModel.from_config(config, trust_remote_code=False)
+assert type(model).__name__ == "PrunedLlamaModel", type(model)
+assert [tuple(layer.self_attn.o_proj.weight.shape) for layer in model.layers] == [(32, 16), (32, 32)]
+stock = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(sys.argv[3]))
+assert type(stock) is transformers.LlamaModel
+"""
+    (tmp_path / "there" / "vllm").mkdir(parents=True)
+    (tmp_path / "there" / "vllm" / "__init__.py").touch()
+    paths = [str(tmp_path / name) for name in ("there", "out", "model")]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# --------------------------------------------------------------------------- GGUF
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Settings, without the architecture's name before them, and arrays."""
+    file = gguf.GGUFReader(path)
+    arrays = {one.name: torch.tensor(gguf.quants.dequantize(one.data, one.tensor_type)) for one in file.tensors}
+    settings = {name: field.contents() for name, field in file.fields.items()}
+    own = f"{settings['general.architecture']}."
+    return {name.removeprefix(own): value for name, value in settings.items()}, arrays
+
+
+def of_layer(value: Any, layer: int) -> int:
+    return value[layer] if isinstance(value, list) else value
+
+
+def by_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a sequence as llama.cpp computes them from such a file, written out."""
+    settings, arrays = read(path)
+    arrays = {name: value.double() for name, value in arrays.items()}
+    neighbours = settings["general.architecture"] in ("llama", "deci")
+    width = settings["attention.key_length"]
+    assert settings["rope.dimension_count"] == settings["attention.value_length"] == width
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        epsilon = settings["attention.layer_norm_rms_epsilon"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * arrays[f"{name}.weight"]
+
+    def times(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ arrays[f"{name}.weight"].T + arrays.get(f"{name}.bias", torch.zeros(1))
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        for place in range(x.shape[0]):
+            for i in range(width // 2):
+                factor = arrays.get("rope_freqs.weight", torch.ones(width // 2).double())[i]
+                factor = factor * settings.get("rope.scaling.factor", 1)
+                angle = place * settings["rope.freq_base"] ** (-2 * i / width) / factor
+                one, other = (2 * i, 2 * i + 1) if neighbours else (i, i + width // 2)
+                a, b = x[place, :, one].clone(), x[place, :, other].clone()
+                x[place, :, one], x[place, :, other] = (
+                    a * angle.cos() - b * angle.sin(),
+                    a * angle.sin() + b * angle.cos(),
+                )
+        return x
+
+    x = arrays["token_embd.weight"][ids]
+    for layer in range(settings["block_count"]):
+        block = f"blk.{layer}"
+        heads = of_layer(settings["attention.head_count"], layer)
+        kv_heads = of_layer(settings["attention.head_count_kv"], layer)
+        assert len(arrays[f"{block}.ffn_up.weight"]) == of_layer(settings["feed_forward_length"], layer)
+        inner = normed(x, f"{block}.attn_norm")
+        q = times(inner, f"{block}.attn_q").reshape(len(ids), heads, width)
+        k = times(inner, f"{block}.attn_k").reshape(len(ids), kv_heads, width)
+        v = times(inner, f"{block}.attn_v").reshape(len(ids), kv_heads, width)
+        if f"{block}.attn_q_norm.weight" in arrays:
+            q, k = normed(q, f"{block}.attn_q_norm"), normed(k, f"{block}.attn_k_norm")
+        q, k, v = (one.transpose(0, 1) for one in (turned(q), turned(k), v))
+        found = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + times(found.transpose(0, 1).flatten(1), f"{block}.attn_output")
+        inner = normed(x, f"{block}.ffn_norm")
+        hidden = silu(times(inner, f"{block}.ffn_gate")) * times(inner, f"{block}.ffn_up")
+        x = x + times(hidden, f"{block}.ffn_down")
+    x = normed(x, "output_norm")
+    return x @ arrays.get("output.weight", arrays["token_embd.weight"]).T
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+EVEN, UNEVEN = ("L0H0-1+L1H2-3", CHANNELS), ("L0H0-1", {"L1": "5"})
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "architecture", "changes"),
+    [
+        ("llama", None, "llama", {}),
+        ("llama", EVEN, "llama", {"tie_word_embeddings": True}),
+        ("llama", UNEVEN, "deci", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", UNEVEN, "deci", {"rope_parameters": LLAMA3}),
+        (
+            "llama",
+            ("L0H1", {}),
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        ),
+        ("mistral", EVEN, "llama", {"sliding_window": 64, "head_dim": 16}),
+        ("mistral", UNEVEN, "deci", {}),
+        ("qwen2", None, "qwen2", {}),
+        ("qwen2", ((), CHANNELS), "qwen2", {}),
+        ("qwen2", EVEN, "llama", {}),
+        ("qwen2", UNEVEN, "deci", {}),
+        ("qwen3", EVEN, "qwen3", {}),
+    ],
+)
+def test_a_gguf_file_computes_the_plan(
+    family: str, plan: Any, architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """As llama.cpp would: its settings, its rotary embedding, its order of rows."""
+    model = saved(family, tmp_path / "model", dtype=torch.float32, **changes)
+    wanted = Plan(*plan) if plan else None
+    written = cut(model, wanted).model if wanted else model
+    found = write_gguf_model(tmp_path / "model.gguf", written, {"notes": []})
+    assert found == architecture
+    exact = model.double()
+    ids = tokens(1, 9)
+    with wanted.applied_to(exact) if wanted else torch.no_grad():
+        expected = output(exact, ids)[0]
+    torch.testing.assert_close(by_llama_cpp(tmp_path / "model.gguf", ids[0]), expected, rtol=1e-5, atol=1e-5)
+    settings, _ = read(tmp_path / "model.gguf")
+    assert settings["tokenizer.ggml.model"] == "no_vocab"
+    assert settings["context_length"] == changes.get("sliding_window", 128)
+
+
+def rows_one_by_one(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of queries or keys put back, row by row."""
+    found, width = torch.empty_like(rows), len(rows) // heads
+    for head in range(heads):
+        for i in range(width // 2):
+            found[head * width + i] = rows[head * width + 2 * i]
+            found[head * width + width // 2 + i] = rows[head * width + 2 * i + 1]
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_gguf_file_has_every_array(dtype: str, tmp_path: Path) -> None:
+    model = saved("llama", tmp_path / "model", dtype=torch.float32, attention_bias=True)
+    smaller = cut(model, Plan("L0H0-1")).model
+    kind = getattr(torch, dtype)
+    write_gguf_model(tmp_path / "model.gguf", smaller, {"notes": ["so"]}, dtype=kind)
+    settings, arrays = read(tmp_path / "model.gguf")
+    assert settings["attention.head_count"] == [2, 4] and settings["attention.head_count_kv"] == [1, 2]
+    assert settings["feed_forward_length"] == 48 and json.loads(settings["lmeval_prune.manifest"]) == {"notes": ["so"]}
+    places = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, value in smaller.state_dict().items():
+        module, _, what = name.rpartition(".")
+        own = arrays.pop(f"{places.get_name(module)}.{what}")
+        if module.endswith(("q_proj", "k_proj")):
+            own = rows_one_by_one(own, len(own) // 8)
+        assert torch.equal(own, (value.to(kind) if value.dim() > 1 else value).float()), name
+    assert not arrays
+
+
+def test_what_makes_up_for_heads_goes_along(tmp_path: Path) -> None:
+    """Biases of projections that have none in the family: a Qwen2 becomes another architecture, a Qwen3 has none."""
+    for family in ("llama", "qwen2"):
+        model = saved(family, tmp_path / family, dtype=torch.float32)
+        bias = {"L0.o_proj.bias": torch.linspace(-1, 1, 32), "L1.down.bias": torch.linspace(0, 2, 32)}
+        plan = Plan("L0H0-1+L1H2-3", CHANNELS, compensation=bias)
+        write_gguf_model(tmp_path / "model.gguf", cut(model, plan).model, {})
+        expected = masked(model.double(), plan)
+        torch.testing.assert_close(
+            by_llama_cpp(tmp_path / "model.gguf", tokens()[0]), expected[0], rtol=1e-5, atol=1e-5
+        )
+        assert read(tmp_path / "model.gguf")[0]["general.architecture"] == "llama"
+    model = saved("qwen3", tmp_path / "qwen3", dtype=torch.float32)
+    with pytest.raises(InputError, match="qwen3 has no form for a model whose projections have biases"):
+        write_gguf_model(tmp_path / "no.gguf", cut(model, plan).model, {})
+    assert not (tmp_path / "no.gguf").exists()
+
+
+# --------------------------------------------------------------------------- tokenizers
+
+
+def trained(*steps: Any) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, and that is that: 12 cats, 345 mats"] * 3, trainer)
+    tokenizer.add_tokens(["wholeword"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template="{{ 1 }}"
+    )
+
+
+def bytes_(use_regex: bool = False) -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+def split(expression: str) -> Any:
+    return pre_tokenizers.Split(Regex(expression), behavior="isolated")
+
+
+LLAMA_BPE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def test_ways_to_split_text_are_recognised() -> None:
+    def name(*steps: Any) -> str:
+        return splitting_of(json.loads(trained(*steps).backend_tokenizer.to_str()))
+
+    assert name(bytes_(True)) == "gpt-2"
+    assert name(pre_tokenizers.Digits(individual_digits=True), bytes_(True)) == "smollm"
+    assert name(split(LLAMA_BPE), bytes_()) == "llama-bpe"
+    assert name(split(LLAMA_BPE.replace("{1,3}", "")), bytes_()) == "qwen2"
+    with pytest.raises(InputError, match="--splitting"):
+        name(split(LLAMA_BPE.replace("{1,3}", "{2}")), bytes_())
+    with pytest.raises(InputError, match="--splitting"):
+        name(bytes_())
+
+
+def test_a_gguf_file_has_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = trained(bytes_(True))
+    size = len(tokenizer) + 3  # as of a model whose embeddings are padded
+    saved("llama", tmp_path / "model", dtype=torch.float32, vocab_size=size)
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert export(tmp_path / "model", tmp_path / "out.gguf", "--format", "gguf", "--heads", "L0H1") == 0
+    settings, arrays = read(tmp_path / "out.gguf")
+    own = {name.removeprefix("tokenizer.ggml."): value for name, value in settings.items() if "tokenizer" in name}
+    assert own["model"] == "gpt2" and own["pre"] == "gpt-2" and own["tokenizer.chat_template"] == "{{ 1 }}"
+    assert len(arrays["token_embd.weight"]) == size == len(own["tokens"]) == len(own["token_type"])
+    assert own["tokens"][: len(tokenizer)] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    kinds = gguf.TokenType
+    assert own["token_type"][:3] == [kinds.CONTROL, kinds.CONTROL, kinds.NORMAL]
+    assert own["token_type"][-4:] == [kinds.USER_DEFINED, *[kinds.UNUSED] * 3]
+    assert (own["bos_token_id"], own["eos_token_id"], own["add_bos_token"]) == (0, 1, False)
+    again = Tokenizer(
+        models.BPE({x: i for i, x in enumerate(own["tokens"])}, [tuple(x.split(" ")) for x in own["merges"]])
+    )
+    again.pre_tokenizer = bytes_(True)
+    text = "the mats that 12 cats sat on, 345 of them"
+    assert again.encode(text).ids == tokenizer(text)["input_ids"]
+    stage = json.loads(settings["lmeval_prune.manifest"])["stages"][0]
+    assert stage["removed"]["fillers"] == {"L0": [1]} and stage["removed"]["heads"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.real
+def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> None:
+    """Every array of the embedded GGUF file, through transformers and back: the order of rows, and the tokenizer."""
+    from lmeval_prune.checkpoints import embedded
+
+    try:
+        source = embedded.packaged("smollm2-135m")
+    except InputError:
+        pytest.skip("no real model")
+    assert (
+        main(
+            [
+                "export",
+                "model",
+                "--pretrained",
+                "smollm2-135m",
+                "--format",
+                "gguf",
+                "--output",
+                str(tmp_path / "out.gguf"),
+            ]
+        )
+        == 0
+    )
+    (settings, arrays), (known, expected) = read(tmp_path / "out.gguf"), read(source)
+    assert arrays.keys() == expected.keys()
+    assert all(torch.equal(arrays[name], value) for name, value in expected.items())
+    differs = {name for name in known.keys() & settings.keys() if known[name] != settings[name]}
+    assert differs <= {"general.name", "general.file_type", "GGUF.kv_count", "tokenizer.ggml.pre"}
+    assert {name for name in known.keys() - settings.keys() if not name.startswith("general.")} == set()
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(folder: str, to: str, *words: str) -> str:
+        assert export(tmp_path / folder, tmp_path / to, *words) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("lmeval-prune: error: ") and not (tmp_path / to).exists()
+        return line
+
+    small = {"dtype": torch.float32}
+    for family in ("llama", "qwen3", "gpt2"):
+        saved(family, tmp_path / family, **small)
+    saved("llama", tmp_path / "gelu", hidden_act="gelu", **small)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    saved("llama", tmp_path / "yarn", rope_parameters=yarn, **small)
+    assert "name what is to go" in refused("llama", "out")
+    assert "give plan or heads, not both" in refused("llama", "out", "--heads", "L0H1", "--plan", "plan.json")
+    assert "are for --format gguf" in refused("llama", "out", "--heads", "L0H1", "--dtype", "float32")
+    assert "--format onnx is not known" in refused("llama", "out", "--heads", "L0H1", "--format", "onnx")
+    assert "cannot be cut" not in refused("llama", "out", "--heads", "L9H1")
+    to = ("--format", "gguf")
+    assert "must end in .gguf" in refused("llama", "out", *to)
+    assert "--dtype int4 is not known" in refused("llama", "out.gguf", *to, "--dtype", "int4")
+    assert "--zeroed needs" in refused("llama", "out.gguf", *to, "--zeroed")
+    assert "gpt2 models are not written as GGUF" in refused("gpt2", "out.gguf", *to)
+    assert "qwen3 has no form for a model whose layers differ" in refused("qwen3", "out.gguf", *to, "--heads", "L0H0-1")
+    assert "computes with silu" in refused("gelu", "out.gguf", *to)
+    assert "type yarn is not written" in refused("yarn", "out.gguf", *to)
+    trained(bytes_(True)).save_pretrained(tmp_path / "llama")
+    assert "it is another model's" in refused("llama", "out.gguf", *to)
+    unigram = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0), ("b", -1.0)], 0)))
+    unigram.save_pretrained(tmp_path / "llama")
+    assert "no byte-level BPE" in refused("llama", "out.gguf", *to)

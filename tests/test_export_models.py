@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
-from lmeval_prune import HeadMask, InputError, cut, load_pretrained, map_model
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune import InputError, cut, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.export.gguf_model import write_gguf_model
@@ -306,7 +304,6 @@ def test_a_gguf_file_has_every_array(dtype: str, tmp_path: Path) -> None:
 
 def test_what_makes_up_for_heads_goes_along(tmp_path: Path) -> None:
     """Biases of projections that have none in the family: a Qwen2 becomes another architecture, a Qwen3 has none."""
-    ids = tokens(1, 9)
     for family in ("llama", "qwen2"):
         model = saved(family, tmp_path / family, dtype=torch.float32)
         bias = {"L0.o_proj.bias": torch.linspace(-1, 1, 32), "L1.down.bias": torch.linspace(0, 2, 32)}
@@ -320,7 +317,7 @@ def test_what_makes_up_for_heads_goes_along(tmp_path: Path) -> None:
     model = saved("qwen3", tmp_path / "qwen3", dtype=torch.float32)
     with pytest.raises(InputError, match="qwen3 has no form for a model whose projections have biases"):
         write_gguf_model(tmp_path / "no.gguf", cut(model, plan).model, {})
-    assert len(ids) and not (tmp_path / "no.gguf").exists()
+    assert not (tmp_path / "no.gguf").exists()
 
 
 # --------------------------------------------------------------------------- tokenizers
@@ -368,7 +365,7 @@ def test_ways_to_split_text_are_recognised() -> None:
 def test_a_gguf_file_has_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = trained(bytes_(True))
     size = len(tokenizer) + 3  # as of a model whose embeddings are padded
-    model = saved("llama", tmp_path / "model", dtype=torch.float32, vocab_size=size)
+    saved("llama", tmp_path / "model", dtype=torch.float32, vocab_size=size)
     tokenizer.save_pretrained(tmp_path / "model")
     assert export(tmp_path / "model", tmp_path / "out.gguf", "--format", "gguf", "--heads", "L0H1") == 0
     settings, arrays = read(tmp_path / "out.gguf")
@@ -387,9 +384,11 @@ def test_a_gguf_file_has_the_tokenizer(tmp_path: Path) -> None:
     text = "the mats that 12 cats sat on, 345 of them"
     assert again.encode(text).ids == tokenizer(text)["input_ids"]
     stage = json.loads(settings["lmeval_prune.manifest"])["stages"][0]
-    assert stage["removed"]["fillers"] == {} or stage["removed"]["heads"] == 0
+    assert stage["removed"]["fillers"] == {"L0": [1]} and stage["removed"]["heads"] == 0
 
 
+@pytest.mark.long
+@pytest.mark.real
 def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> None:
     """Every array of the embedded GGUF file, through transformers and back: the order of rows, and the tokenizer."""
     from lmeval_prune.checkpoints import embedded

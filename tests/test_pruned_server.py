@@ -299,7 +299,7 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
     [
         (
             {"base_url": "http://127.0.0.1:9"},
-            "no server answers at http://127.0.0.1:9/v1/models .the connection is refused",
+            r"no server answers at http://127.0.0.1:9/v1/models .the connection is refused",
         ),
         ({"base_url": "localhost:8000"}, "write http://HOST:PORT"),
         ({"base_url": None}, "name a server"),
@@ -307,7 +307,7 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
         ({"heads": "L9H1"}, "no attention in layer 9"),
         ({"model": "llama"}, "serves tiny, not llama; another base model"),
         ({"server": "vlm"}, "did you mean 'vllm'"),
-        ({"server": "llamacpp"}, "answers 404; is it the server that `server=` says"),
+        ({"server": "llamacpp"}, r"answers 404; is it the server that `server=` says"),
         ({"token_filter": 0.2}, "TokenFilter cannot be served"),
         ({"engine": "batched"}, "engine= is for pruned-hf"),
         ({"basel_url": "x"}, "unknown model_arg 'basel_url'; did you mean 'base_url'"),
@@ -340,7 +340,7 @@ def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None
         served(tiny_folder, stub, **ROUTED)
     with (
         Stub(tiny_folder, HEADS, "llamacpp") as stub,
-        pytest.raises(InputError, match="has no adapter L1H1 .it has L1H2"),
+        pytest.raises(InputError, match=r"has no adapter L1H1 .it has L1H2"),
     ):
         served(tiny_folder, stub, heads="L1H1")
     with Stub(tiny_folder, HEADS) as stub:
@@ -361,9 +361,9 @@ def test_a_server_that_is_not_there_leaves_the_work_to_the_others(tiny_folder: P
 
 def test_likelihoods_and_caches_that_a_server_cannot_have(tiny_folder: Path, tmp_path: Path) -> None:
     for kind in ("llamacpp", "sglang"):
-        with Stub(tiny_folder, HEADS, kind) as stub:
-            with pytest.raises(InputError, match=f"prune_tiny_choice scores given texts, and server={kind}"):
-                evaluate(served(tiny_folder, stub), "prune_tiny_choice", gen_kwargs=None)
+        message = f"prune_tiny_choice scores given texts, and server={kind}"
+        with Stub(tiny_folder, HEADS, kind) as stub, pytest.raises(InputError, match=message):
+            evaluate(served(tiny_folder, stub), "prune_tiny_choice", gen_kwargs=None)
     with Stub(tiny_folder, HEADS) as stub:
         with pytest.raises(InputError, match="generative tasks only"):
             evaluate(served(tiny_folder, stub, **ROUTED), "prune_tiny_choice", gen_kwargs=None)

@@ -12,6 +12,8 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION
+from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.run import run as run_grid
 from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
@@ -106,7 +108,7 @@ def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: 
             (changed / name).mkdir(parents=True)
             about["hash"] = "0" * 16 if name == "L0H1" else about["hash"]
             (changed / name / MANIFEST).write_text(json.dumps({**about, "schema": SCHEMA, "schema_version": VERSION}))
-        with pytest.raises(InputError, match="another adapter .L0H1: "):
+        with pytest.raises(InputError, match=r"another adapter .L0H1: "):
             sweep(stub, tiny_folder, changed, tmp_path / "s", **options)
         sweep(stub, tiny_folder, changed, tmp_path / "s", **{**options, "heads": "L0H0+L0H2"})  # it is not asked for
         with pytest.raises(InputError, match=r"has no adapter L1H0; write it with `lmeval-prune export adapter`"):
@@ -137,3 +139,38 @@ def test_the_command(tiny_folder: Path, adapters: Path, tmp_path: Path, capsys: 
         assert "2 questions, pool of 2" in capsys.readouterr().out
     assert main(words) == 2
     assert "no server answers at" in capsys.readouterr().err
+
+
+def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(tiny_folder: Path, tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        asked: dict[str, Any] = {
+            "tasks": [{"task": "prune_tiny_words", "limit": 2}, {"task": "prune_tiny_choice", "limit": 2}]
+        }
+        asked |= {"gen_kwargs": {"max_gen_toks": 4}, "variants": {"dense": {}, "one": {"heads": "L0H1"}}}
+        here = {"pretrained": str(tiny_folder), "dtype": "float64"}
+        there = {**here, "base_url": stub.url}
+        for name, model in (("here", here), ("there", there)):
+            done = run_grid(Grid.of({**asked, "model": model, "measure": name == "there"}), str(tmp_path / name))
+            assert (done.new, done.failed) == (4, [])
+        count = len(stub.asked)
+        again = run_grid(
+            Grid.of({**asked, "model": {**there, "base_url": "http://127.0.0.1:9"}}), str(tmp_path / "there")
+        )
+        assert (again.new, again.failed) == (0, []) and len(stub.asked) == count  # the address is no part of a cell
+        mixed = {**asked, "model": here, "variants": {"here": {}, "there": {"base_url": stub.url}}}
+        assert run_grid(Grid.of({**mixed, "measure": False}), str(tmp_path / "mixed")).new == 4
+    found = []
+    for name in ("here", "there"):
+        rows = [json.loads(line) for path in (tmp_path / name).rglob("samples_*.jsonl") for line in path.open()]
+        found.append(sorted(json.dumps([row["doc_id"], row["target"], rounded(row["filtered_resps"])]) for row in rows))
+    assert found[0] == found[1] and len(found[0]) == 8
+    with pytest.raises(InputError, match="cannot be prepared here"):
+        Grid.of({**asked, "model": there, "variants": {"x": {"prepare": {"random_heads": {"share": 0.1}}}}})
+    with pytest.raises(InputError, match="name the server, base_url"):
+        Grid.of({**asked, "model": {**here, "adapters": "x"}})
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return f"{float(value):.6f}" if str(value).startswith("-") or isinstance(value, float) else value

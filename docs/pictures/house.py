@@ -13,7 +13,7 @@ FLOORS = [
         ("grid", "cells, comparison, page"),
     ],
     [("models", "pruned-hf and the store of answers; athena")],
-    [("surgery", "executes a plan"), ("pruners", "scores, budgets, compensation, plans")],
+    [("export", "adapters, GGUF, servers"), ("surgery", "executes a plan"), ("pruners", "scores, budgets, plans")],
     [("decoding", "the engine"), ("profiling", "parameters, FLOPs, speed"), ("athena", "the second paper's host")],
     [("interventions", "head masks, plans, token filter, probe pruning, the attention call; kernels/")],
     [("checkpoints", "embedded models, models without weights, cut ones")],

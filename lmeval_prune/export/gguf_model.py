@@ -90,8 +90,6 @@ def check_writable_as_gguf(model_map: ModelMap) -> str:
         raise InputError(f"rotary embedding of type {kind} is not written as GGUF yet; write a checkpoint instead")
     if config.hidden_act != "silu":
         raise InputError(f"llama.cpp's {architecture} computes with silu, this model with {config.hidden_act}")
-    if config.attention_bias and model_map.model_type == "qwen3":
-        raise InputError("llama.cpp's qwen3 has no biases; write a checkpoint instead of GGUF")
     return architecture
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,6 +67,15 @@ class ServerOptions:
     def kind(self) -> ServerKind:
         """The kind of server."""
         return KINDS[self.server]
+
+
+SERVERS_OWN = {one.name for one in fields(ServerOptions)} - {"pretrained", "dtype"}  # arguments of no local model
+
+
+def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Model_args of a served variant, as far as they say what the model is, and not who answers."""
+    served = "base_url" in arguments
+    return {name: value for name, value in arguments.items() if not served or name not in SERVERS_OWN}
 
 
 def _root(url: str) -> str:

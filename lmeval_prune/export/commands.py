@@ -167,10 +167,12 @@ def _gguf(
     else:
         written = with_weights(bare, pretrained, revision)
         manifest = manifest_of(written) or {"parent": identity_of(map_model(written)), "stages": [], "notes": []}
+    notes = [note for note in manifest["notes"] if "class" not in note]  # of transformers', which is not used
+    manifest = {**manifest, "notes": notes}
     kind = TYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, written, manifest, tokenizer, kind, splitting)
     print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
-    for note in manifest["notes"]:
+    for note in notes:
         print(f"  {note}")
 
 

@@ -65,7 +65,6 @@ class Routes:
     def vllm(self) -> tuple[Texts, float, dict[str, Any]]:
         """VLLM with an adapter a head, asked by lm-eval through `pruned-server`."""
         adapters, log = self.options.work / "adapters", self.options.work / "vllm.log"
-        adapters.parent.mkdir(parents=True, exist_ok=True)
         with redirect_stdout(StringIO()) as printed:
             adapter("smollm2-135m", str(adapters), each="+".join(self.heads), dtype="float32")
         line = next(one for one in printed.getvalue().splitlines() if "vllm serve" in one)
@@ -137,6 +136,7 @@ def main() -> None:
         parser.error(f"there is no {options.vllm}; `make .venv-vllm/.installed` makes it")
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
+    options.work.mkdir(parents=True, exist_ok=True)
     heads = SWEEP[: options.heads]
     size = {"questions": options.questions, "heads": heads, "longest": options.longest}
     about = environment()

@@ -238,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "400":
             return self.send(400, {"error": {"message": "this prompt is too long"}})
         if fault == "slow":
-            time.sleep(3)
+            time.sleep(30)
         if fault == "die":
             return self.of.die()
         heads = self.of.heads(payload)

@@ -159,7 +159,7 @@ class Stub:
             best = [None, *(self._best(every[i], t) for i, t in enumerate(tokens[1:]))]
             names = [f"token_id:{token}" for token in tokens]
             found["logprobs"] = {"tokens": names, "token_logprobs": own, "top_logprobs": best}
-        elif payload.get("logprobs"):
+        elif payload.get("n_probs" if self.kind == "llamacpp" else "logprobs"):
             names = [f"token_id:{token}" for token in tokens[len(prompt) :]]
             if self.kind == "llamacpp":
                 pairs = zip(names, values, strict=False)
@@ -238,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "400":
             return self.send(400, {"error": {"message": "this prompt is too long"}})
         if fault == "slow":
-            time.sleep(3)
+            time.sleep(30)
         if fault == "die":
             return self.of.die()
         heads = self.of.heads(payload)

@@ -12,6 +12,7 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION
+from lmeval_prune.grid import cells
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.run import run as run_grid
 from lmeval_prune.models.dispatch import Dispatcher
@@ -20,6 +21,7 @@ from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import FitOptions, fit
 from lmeval_prune.sprint.sweep import Sweep
+from tests.conftest import task_manager
 from tests.stub_server import Stub
 from tests.test_sweep import content, few_shot
 from tests.test_sweep import sweep as sweep_here
@@ -62,8 +64,8 @@ def test_outcomes_are_those_of_a_local_sweep(tiny_folder: Path, adapters: Path, 
         assert all("echo" in payload for payload in stub.asked[count:]) and content(tmp_path / "there") == before
     here = OutcomeStore(tmp_path / "here").read()
     assert served.pool == here.pool and np.array_equal(served.z, here.z) and served.questions == here.questions
-    cells = [OutcomeStore(tmp_path / name).cells() for name in ("here", "there")]
-    for ours, theirs in zip(*cells, strict=True):
+    every = [OutcomeStore(tmp_path / name).cells() for name in ("here", "there")]
+    for ours, theirs in zip(*every, strict=True):
         assert {**ours, "tokens": None, "answer": None} == {**theirs, "tokens": None, "answer": None}
     assert sorted(path.name for path in (tmp_path / "here").glob("[a-z]*")) == sorted(before)
     model = served.model
@@ -141,7 +143,10 @@ def test_the_command(tiny_folder: Path, adapters: Path, tmp_path: Path, capsys: 
     assert "no server answers at" in capsys.readouterr().err
 
 
-def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "TaskManager", task_manager)
     with Stub(tiny_folder, HEADS) as stub:
         asked: dict[str, Any] = {
             "tasks": [{"task": "prune_tiny_words", "limit": 2}, {"task": "prune_tiny_choice", "limit": 2}]

@@ -130,6 +130,7 @@ class ServerKind(ABC):
         scores: whether it gives the log-probabilities of a prompt, by which given texts are scored.
         echoes: whether an answer says under which name it was made.
         lists: where its adapters are listed; default among its models.
+        telling: settings for the log-probabilities of what is generated.
         sampling: settings of drawn answers, where its own defaults would cut the distribution.
     """
 
@@ -137,6 +138,7 @@ class ServerKind(ABC):
     scores = False
     echoes = False
     lists: str | None = None
+    telling: Mapping[str, Any] = MappingProxyType({"logprobs": 1})
     sampling: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
@@ -196,6 +198,7 @@ class LlamaCpp(ServerKind):
     """Adapters have numbers and compose; one that is not mentioned in a request, or in none, applies."""
 
     name, lists = "llamacpp", "/lora-adapters"
+    telling = MappingProxyType({"logprobs": 1, "n_probs": 1})
     sampling = MappingProxyType({"top_k": 0, "top_p": 1.0, "min_p": 0.0})
 
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:

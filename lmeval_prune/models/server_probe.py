@@ -198,7 +198,7 @@ class Probe:
 
     def _asked(self, server: Server, variants: Sequence[Served], concurrent: int) -> list[Signature]:
         """Signatures of one server's answers under each variant."""
-        settings: dict[str, Any] = {"prompt": self.prompt, "temperature": 0, "logprobs": 1}
+        settings: dict[str, Any] = {"prompt": self.prompt, "temperature": 0, **self.dispatcher.kind.telling}
         if self.dispatcher.kind.scores:
             settings |= {"max_tokens": 1, "echo": True}
         else:

@@ -339,9 +339,22 @@ def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, caps
         "--max-loras-per-batch 4",
     ):
         assert words in shown
-    assert main([*given, "--output", str(tmp_path / "gguf"), "--layers", "1", "--format", "gguf"]) == 0
+    words = ["--layers", "1", "--format", "gguf", "--served", "dense.gguf"]
+    assert main([*given, "--output", str(tmp_path / "gguf"), *words]) == 0
     shown = capsys.readouterr().out
+    assert "llama-server -m dense.gguf --lora-init-without-apply" in shown
     assert f"--lora {tmp_path / 'gguf' / 'L1H0' / 'adapter.gguf'} --lora " in shown and "4 adapters" in shown
+
+
+def test_lines_are_of_adapters_that_belong_together(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One folder may hold those of other forms; a revision is the server's, too."""
+    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32", "--output", str(tmp_path)]
+    assert main([*given, "--heads", "L0H0", "--format", "gguf"]) == 0
+    assert main([*given, "--heads", "L0H1", "--revision", "main"]) == 0
+    shown = capsys.readouterr().out
+    assert "--max-loras 2" in shown and f"vllm serve {tiny_folder} --revision main" in shown
 
 
 def test_encoder_decoders_have_their_task(tmp_path: Path) -> None:

@@ -202,13 +202,17 @@ class LlamaCpp(ServerKind):
     sampling = MappingProxyType({"top_k": 0, "top_p": 1.0, "min_p": 0.0})
 
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
-        """A scale for every adapter that is loaded: 1 for those of the variant, 0 for all others."""
+        """A scale for every adapter that is loaded: 1 for those of the variant, 0 for all others.
+
+        No part of a prompt may come from the server's cache, which finds it by its tokens, whatever adapter it was
+        computed under.
+        """
         wanted: Sequence[str] = [variant.name] if variant.name in listing.numbers else variant.heads
         for name in wanted:
             if name not in listing.numbers:
                 raise InputError(_lacks(str(variant), listing.numbers))
         scales = [{"id": number, "scale": int(name in wanted)} for name, number in listing.numbers.items()]
-        return {"model": model, "lora": sorted(scales, key=lambda one: one["id"])}
+        return {"model": model, "lora": sorted(scales, key=lambda one: one["id"]), "cache_prompt": False}
 
     def listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
         """Adapters are files of folders that have the variants' names."""

@@ -69,5 +69,5 @@ def test_a_model_whose_layers_differ_loads_and_agrees(model: str, tmp_path: Path
     assert "deci" in printed
     here: dict[str, Any] = evaluate("pruned-hf", f"{LOCAL},heads={UNEVEN}", "prune_tiny_words", tmp_path)
     with llamacpp(printed, tmp_path / "llamacpp.log") as started:
-        given = f"model=cut,base_url={started.url}/v1/completions,tokenizer={model},tokenized_requests=false"
-        assert evaluate("local-completions", given, "prune_tiny_words", tmp_path) == here
+        given = f"base_url={started.url},server=llamacpp,pretrained=smollm2-135m"
+        assert evaluate("pruned-server", given, "prune_tiny_words", tmp_path) == here

@@ -160,11 +160,10 @@ def test_a_checkpoint_whose_layers_differ_loads_and_agrees(
     uneven: tuple[Path, str], masked_here: dict[str, Any], tmp_path: Path, plugin: bool
 ) -> None:
     """By the file beside the weights, or without it where this package is installed beside vLLM."""
-    cut, line = uneven
+    _, line = uneven
     line = line.replace("--trust-remote-code", "") if plugin else f"VLLM_PLUGINS= {line}"
     with vllm(line, tmp_path / "vllm.log", "--dtype float32") as started:
-        given = f"model={cut},base_url={started.url}/v1/completions,tokenized_requests=false,num_concurrent=4"
-        found = evaluate("local-completions", given, "prune_tiny_words", tmp_path)
+        found = evaluate("pruned-server", f"base_url={started.url},{LOCAL}", "prune_tiny_words", tmp_path)
     assert found == masked_here
 
 

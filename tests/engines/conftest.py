@@ -37,6 +37,7 @@ def run(*words: str | Path, folder: Path) -> str:
 
 def evaluate(model: str, arguments: str, task: str, folder: Path, *more: str) -> dict[str, Any]:
     """`lm_eval` on a task: its table, and every document's answers."""
+    folder.mkdir(exist_ok=True)
     output = folder / f"{model}-{abs(hash((arguments, task, more)))}"
     words = ["--model", model, "--model_args", arguments, "--tasks", task, *COMMON, "--log_samples"]
     run("lm_eval", *words, "--output_path", output, *more, folder=folder)

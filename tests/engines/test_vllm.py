@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,25 +11,13 @@ import pytest
 from _engines import Server
 
 from lmeval_prune.sprint.outcomes import OutcomeStore
-from tests.engines.conftest import COMMON, LIMIT, command, evaluate, results_of, run
+from tests.engines.conftest import COMMON, LIMIT, LOCAL, WITH_VLLM, command, evaluate, line_of, results_of, run, vllm
 
-VLLM = os.environ.get("LMEVAL_PRUNE_VLLM", "")
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(not VLLM, reason="make test-vllm names a vLLM")]
+pytestmark = WITH_VLLM
 NINE, TWO_LAYERS = "L5H0-2+L15H0-2+L25H0-2", "L5H3+L15H0"
-UNEVEN = "L5H0-2+L7H0-5"  # of nine heads in groups of three
+ANSWERED = '"POST /v1/completions HTTP/1.1" 200'
 FIRST, TASK = "L5H0", "prune_tiny_words_pass4"
 ROUTER = "router=random,router_pool=L5H0+L15H1+L25H2+dense"
-LOCAL = "pretrained=smollm2-135m,dtype=float32"
-
-
-def vllm(line: str, log: Path, options: str = "") -> Server:
-    return Server(line, Path(VLLM).parent, log, options=f"--enforce-eager --max-model-len 1024 {options}")
-
-
-def line_of(printed: str) -> str:
-    """The command that an export says serves it in vLLM, without the comment behind it."""
-    found = next(line for line in printed.splitlines() if re.search(r"(^|\s)vllm serve ", line))
-    return found.partition("#")[0].strip()
 
 
 @pytest.fixture(scope="module")
@@ -108,63 +93,32 @@ def test_given_texts_are_scored_as_here(served: Callable[..., str], tmp_path: Pa
 
 
 def test_a_server_that_is_killed_and_started_again_leaves_the_same_table(
-    exported: tuple[Path, str], routed_here: dict[str, Any], tmp_path: Path
+    server: Server, exported: tuple[Path, str], routed_here: dict[str, Any], tmp_path: Path
 ) -> None:
-    adapters, line = exported
-    server = vllm(line, tmp_path / "vllm.log")
     few = "num_concurrent=2,max_retries=2,probe=false"
-    arguments = f"base_url={server.url},pretrained=smollm2-135m,adapters={adapters},responses={tmp_path / 'kept'},{few}"
+    arguments = (
+        f"base_url={server.url},pretrained=smollm2-135m,adapters={exported[0]},responses={tmp_path / 'kept'},{few}"
+    )
     words = ["--model", "pruned-server", "--model_args", f"{arguments},{ROUTER}", "--tasks", TASK, *COMMON]
     words += ["--log_samples", "--output_path", str(tmp_path / "out")]
 
+    before = server.log.read_text().count(ANSWERED)
+
     def answered() -> int:
-        return server.log.read_text().count('"POST /v1/completions HTTP/1.1" 200')
+        return server.log.read_text().count(ANSWERED) - before
 
-    try:
-        server.start()
-        begun = command("lm_eval", *words, folder=tmp_path)
-        while answered() < 5 and begun.poll() is None:
-            time.sleep(0.05)
-        server.kill()
-        said, _ = begun.communicate(timeout=300)
-        assert begun.returncode != 0
-        assert "no server answers any more" in said and "Traceback" not in said
-        before = answered()
-        assert 5 <= before < 4 * LIMIT
-        server.start()
-        run("lm_eval", *words, folder=tmp_path)
-        assert answered() <= 4 * LIMIT + 2  # those that were being answered are asked again
-    finally:
-        server.kill()
+    begun = command("lm_eval", *words, folder=tmp_path)
+    while answered() < 5 and begun.poll() is None:
+        time.sleep(0.05)
+    server.kill()
+    said, _ = begun.communicate(timeout=300)
+    assert begun.returncode != 0
+    assert "no server answers any more" in said and "Traceback" not in said
+    assert 5 <= answered() < 4 * LIMIT
+    server.start()
+    run("lm_eval", *words, folder=tmp_path)
+    assert answered() <= 4 * LIMIT + 2  # those that were being answered are asked again
     assert results_of(tmp_path / "out") == routed_here
-
-
-@pytest.fixture(scope="module")
-def uneven(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A checkpoint whose layers have unlike head counts, and the line that serves it."""
-    folder = tmp_path_factory.mktemp("uneven")
-    words = ["--pretrained", "smollm2-135m", "--heads", UNEVEN, "--output", folder / "cut"]
-    line = line_of(run("lmeval-prune", "export", "model", *words, folder=folder))
-    layers = json.loads((folder / "cut" / "config.json").read_text())["per_layer_config"]
-    assert {index: one["num_attention_heads"] for index, one in layers.items()} == {"5": 6, "7": 3}
-    return folder / "cut", line
-
-
-@pytest.fixture(scope="module")
-def masked_here(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return evaluate("pruned-hf", f"{LOCAL},heads={UNEVEN}", "prune_tiny_words", tmp_path_factory.mktemp("masked"))
-
-
-@pytest.mark.parametrize("plugin", [False, True], ids=["remote code", "plugin"])
-def test_a_checkpoint_whose_layers_differ_loads_and_agrees(
-    uneven: tuple[Path, str], masked_here: dict[str, Any], tmp_path: Path, plugin: bool
-) -> None:
-    """By the file beside the weights, or without it where this package is installed beside vLLM."""
-    _, line = uneven
-    line = line.replace("--trust-remote-code", "") if plugin else f"VLLM_PLUGINS= {line}"
-    with vllm(line, tmp_path / "vllm.log", "--dtype float32") as started:
-        found = evaluate("pruned-server", f"base_url={started.url},{LOCAL}", "prune_tiny_words", tmp_path)
-    assert found == masked_here
 
 
 def test_lm_eval_s_own_hf_takes_an_adapter(exported: tuple[Path, str], model: str, tmp_path: Path) -> None:

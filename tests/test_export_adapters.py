@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.export import adapters
 from lmeval_prune.export.adapters import AdapterExport
@@ -173,6 +173,31 @@ def test_of_the_weights_only_output_projections_are_read(tiny_folder: Path, tmp_
     assert read == [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(2)]
 
 
+def test_weights_in_several_files_or_none_that_is_known_are_the_same(tmp_path: Path) -> None:
+    """Files of a sharded checkpoint; where they do not have a projection by name, the model is loaded."""
+    model: Any = tiny("gpt2", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    hashes = set()
+    for place in ("read", "loaded"):
+        export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H1+L1H2")], str(tmp_path / place))
+        if place == "loaded":
+            export.projections.__dict__["_files"] = {}
+        list(export.run())
+        assert ("model" in export.projections.__dict__) == (place == "loaded")
+        hashes.add(read_adapter(tmp_path / place / "L0H1+L1H2")["hash"])
+    assert len(hashes) == 1
+
+
+def test_a_mask_artefact_is_an_adapter_of_its_own_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    HeadMask("L1H0+L0H1").save(tmp_path / "mask.json", map_model(load_pretrained(tiny_folder)))
+    Plan("L1H3").save(tmp_path / "plan.json", map_model(load_pretrained(tiny_folder)))
+    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--output", str(tmp_path / "out")]
+    both = ["--mask", str(tmp_path / "mask.json"), "--mask", str(tmp_path / "plan.json"), "--dtype", "float32"]
+    assert main([*given, *both]) == 0
+    assert list(read_adapters(tmp_path / "out")) == ["L1H3", "L0H1+L1H0"]
+
+
 def _export(folder: str, output: str, kill: int | None = None) -> None:
     if kill is not None:
         adapters.write_bytes = killing_after(kill)(adapters.write_bytes)  # type: ignore[assignment]
@@ -314,9 +339,22 @@ def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, caps
         "--max-loras-per-batch 4",
     ):
         assert words in shown
-    assert main([*given, "--output", str(tmp_path / "gguf"), "--layers", "1", "--format", "gguf"]) == 0
+    words = ["--layers", "1", "--format", "gguf", "--served", "dense.gguf"]
+    assert main([*given, "--output", str(tmp_path / "gguf"), *words]) == 0
     shown = capsys.readouterr().out
+    assert "llama-server -m dense.gguf --lora-init-without-apply" in shown
     assert f"--lora {tmp_path / 'gguf' / 'L1H0' / 'adapter.gguf'} --lora " in shown and "4 adapters" in shown
+
+
+def test_lines_are_of_adapters_that_belong_together(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One folder may hold those of other forms; a revision is the server's, too."""
+    given = ["export", "adapter", "--pretrained", str(tiny_folder), "--dtype", "float32", "--output", str(tmp_path)]
+    assert main([*given, "--heads", "L0H0", "--format", "gguf"]) == 0
+    assert main([*given, "--heads", "L0H1", "--revision", "main"]) == 0
+    shown = capsys.readouterr().out
+    assert "--max-loras 2" in shown and f"vllm serve {tiny_folder} --revision main" in shown
 
 
 def test_encoder_decoders_have_their_task(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def adapter(
         each: an adapter for each of these heads, e.g. L5H0-3+L10H2
         dtype: type in which the server will compute: bfloat16, float16 or float32 (default: that of the weights)
         format: peft (vLLM, SGLang, lm_eval --model hf) or gguf (llama.cpp)
-        served: what the server's --model will be, if not --pretrained
+        served: what the server's --model will be, if not --pretrained; for llama.cpp a GGUF file
         revision: of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a mask of another model, if it fits
@@ -64,7 +64,8 @@ def adapter(
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on in {output}")
         return 130
-    there = read_adapters(output)
+    alike = {"format": format, "base": export.base}
+    there = {name: one for name, one in read_adapters(output).items() if alike.items() <= one.items()}
     kind = next(iter(there.values()))["dtype"]
     rank = max(one["rank"] for one in there.values())
     projection = next(iter(next(iter(there.values()))["modules"])).rpartition(".")[2]
@@ -72,7 +73,7 @@ def adapter(
     if format == "peft":
         size = export.memory(len(there) + 1) / 1e6
         print(f"their slots take {size:.0f} MB in vLLM; with a smaller --max-loras some requests wait")
-    for line in adapter_lines(export.served, export.output, format, list(there), rank, kind, projection):
+    for line in adapter_lines(export.served, revision, export.output, format, list(there), rank, kind, projection):
         print(f"\n{line}")
     return 0
 
@@ -167,10 +168,12 @@ def _gguf(
     else:
         written = with_weights(bare, pretrained, revision)
         manifest = manifest_of(written) or {"parent": identity_of(map_model(written)), "stages": [], "notes": []}
+    notes = [note for note in manifest["notes"] if "class" not in note]  # of transformers', which is not used
+    manifest = {**manifest, "notes": notes}
     kind = TYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, written, manifest, tokenizer, kind, splitting)
     print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
-    for note in manifest["notes"]:
+    for note in notes:
         print(f"  {note}")
 
 

@@ -19,12 +19,19 @@ def largest_rank(rank: int) -> int:
 
 
 def adapter_lines(
-    model: str, folder: Path, format: str, names: Sequence[str], rank: int, dtype: str, projection: str
+    model: str,
+    revision: str | None,
+    folder: Path,
+    format: str,
+    names: Sequence[str],
+    rank: int,
+    dtype: str,
+    projection: str,
 ) -> list[str]:
     """Command lines of the servers that can read adapters of a format.
 
     Args:
-        model: what the server is to call the model.
+        model, revision: as the server is to be given them; a GGUF file for llama.cpp.
         folder: of the adapters.
         format: `peft` (vLLM, SGLang) or `gguf` (llama.cpp).
         names: of all adapters there.
@@ -35,16 +42,18 @@ def adapter_lines(
     where = quote(str(folder.resolve()))
     if format == "gguf":
         files = " ".join(f"--lora {quote(str(folder / name / 'adapter.gguf'))}" for name in names)
-        return [f"llama-server -m MODEL.gguf --lora-init-without-apply {files}"]
+        file = quote(model) if model.endswith(".gguf") else "MODEL.gguf"
+        return [f"llama-server -m {file} --lora-init-without-apply {files}"]
+    served = quote(model) + (f" --revision {quote(revision)}" if revision else "")
     slots = len(names) + 1  # one stays empty: requests without an adapter use it on a CPU
     vllm = (
         "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
-        f"VLLM_LORA_RESOLVER_CACHE_DIR={where} vllm serve {quote(model)} --dtype {dtype} --enable-lora "
+        f"VLLM_LORA_RESOLVER_CACHE_DIR={where} vllm serve {served} --dtype {dtype} --enable-lora "
         f"--max-lora-rank {largest_rank(rank)} --max-loras {slots} --max-cpu-loras {slots} "
         f"--lora-target-modules {projection}"
     )
     sglang = (
-        f"python -m sglang.launch_server --model-path {quote(model)} --dtype {dtype} --enable-lora "
+        f"python -m sglang.launch_server --model-path {served} --dtype {dtype} --enable-lora "
         f'--lora-paths $(cd {where} && for one in */; do echo "${{one%/}}=$PWD/${{one%/}}"; done) '
         f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
     )

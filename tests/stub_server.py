@@ -53,6 +53,7 @@ class Stub:
     ) -> None:
         self.folder, self.adapters, self.kind, self.fault, self.name = str(folder), adapters, kind, fault, name
         self.silent, self.leaks, self.delay = silent, leaks, delay
+        self.wait, self.length = "0.05", 512  # what it says of waiting, and how long a request may be
         self.asked: list[dict[str, Any]] = []  # payloads of completions
         self.answered = 0
         self.waiting = 0
@@ -94,7 +95,9 @@ class Stub:
     # ------------------------------------------------------------------ what it serves
 
     def models(self) -> dict[str, Any]:
-        cards: list[dict[str, Any]] = [{"id": self.name, "root": self.folder, "parent": None, "max_model_len": 512}]
+        cards: list[dict[str, Any]] = [
+            {"id": self.name, "root": self.folder, "parent": None, "max_model_len": self.length}
+        ]
         if self.kind == "vllm":
             cards += [{"id": each, "root": f"/adapters/{each}", "parent": self.name} for each in self.adapters]
         return {"object": "list", "data": cards}
@@ -234,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "500":
             return self.send(500, {"error": {"message": "the engine stumbled"}})
         if fault == "429":
-            return self.send(429, {"error": "busy"}, {"Retry-After": "0.05"})
+            return self.send(429, {"error": "busy"}, {"Retry-After": self.of.wait})
         if fault == "400":
             return self.send(400, {"error": {"message": "this prompt is too long"}})
         if fault == "slow":

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import ssl
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from lm_eval import simple_evaluate
+from lm_eval.models.api_models import JsonChatStr
 
 from lmeval_prune import InputError
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
+from lmeval_prune.models.served import DENSE, Served
+from lmeval_prune.models.served_answering import seed_of
+from lmeval_prune.models.server_probe import Probe
 from tests.conftest import task_manager
 from tests.kills import killing_after
 from tests.stub_server import Stub
@@ -108,8 +117,10 @@ def test_faults_lose_nothing_and_count_nothing_twice(tiny_folder: Path, routed: 
 def test_slow_answers_are_asked_for_again(tiny_folder: Path) -> None:
     with Stub(tiny_folder, fault=lambda number, payload: "slow" if number == 1 else None) as stub:
         lm = served(tiny_folder, stub, probe=False, timeout=3.0)
-        texts = lm.generate_until([request("generate_until", ("a b", {"max_gen_toks": 3}), n) for n in range(3)])
-    assert len(set(texts)) == 1 and len(stub.asked) >= 4
+        asked = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(3)]
+        texts = lm.generate_until(asked)
+    assert len(stub.asked) >= 4
+    assert texts == PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(asked)
 
 
 def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
@@ -204,7 +215,9 @@ def test_every_sampled_try_has_a_seed_of_its_own(tiny_folder: Path, tmp_path: Pa
     with Stub(tiny_folder) as stub:
         texts = served(tiny_folder, stub, probe=False).generate_until(tries)
         assert len(set(texts)) == 4
-        assert sorted(payload["seed"] for payload in stub.asked) == [1234, 1235, 1236, 1237]
+        seeds = {seed: {seed_of(seed, repeat) for repeat in range(4)} for seed in (1234, 1235)}
+        assert {payload["seed"] for payload in stub.asked} == seeds[1234]
+        assert len(seeds[1234] | seeds[1235]) == 8  # runs of neighbouring seeds share no try
         stored = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
         assert stored.generate_until(tries) == texts
         stored.close()
@@ -246,7 +259,7 @@ def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None
             payload = stub.asked[-1]
             assert payload["lora"] == [{"id": n, "scale": int(n in {numbers[name] for name in on})} for n in range(3)]
             assert payload["cache_prompt"] is False  # it may have been computed under another adapter
-            assert (payload["top_k"], payload["top_p"], payload["min_p"]) == (0, 1.0, 0.0)
+            assert (payload["top_k"], payload["top_p"], payload["min_p"]) == (50, 1.0, 0.0)  # as `hf`
 
 
 def test_answers_of_the_store_are_those_of_the_variant_and_not_of_its_router(tiny_folder: Path, tmp_path: Path) -> None:
@@ -260,13 +273,18 @@ def test_answers_of_the_store_are_those_of_the_variant_and_not_of_its_router(tin
         assert len(asked) > 12 and set(asked.values()) == {1}
         (one,) = [request("generate_until", ("some text", {"max_gen_toks": 2}), 0)]
         for count, other in enumerate(
-            ({}, {"dtype": "bfloat16"}, {"max_length": 300}, {"heads": "L0H1"}), len(stub.asked)
+            ({}, {"dtype": "bfloat16"}, {"max_length": 6}, {"max_length": 7}, {"heads": "L0H1"}), len(stub.asked)
         ):
             for _ in range(2):
                 lm = served(tiny_folder, stub, **{**store, **other})
                 lm.generate_until([one])
                 assert len(stub.asked) == count + 1
                 lm.close()
+        stub.length = 400  # nothing is cut
+        lm = served(tiny_folder, stub, **store)
+        lm.generate_until([one])
+        assert lm.max_length == 400 and len(stub.asked) == count + 1
+        lm.close()
 
 
 def test_chats(tiny_folder: Path) -> None:
@@ -317,6 +335,16 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
         ({"pretrained": "nobody/nothing"}, "cannot read the model nobody/nothing here"),
         ({"responses": "{tmp}", "dtype": None}, "name the type in which the servers compute"),
         ({"adapters": "{tmp}/none"}, "there is no folder"),
+        ({"max_length": "abc"}, "max_length='abc' is not a whole number"),
+        ({"max_length": -5}, "max_length must be a whole number above 0"),
+        ({"max_gen_toks": "abc"}, "max_gen_toks='abc' is not a whole number"),
+        ({"header": "abc"}, "header='abc' is no dictionary"),
+        ({"verify_certificate": "maybe"}, "neither true nor false"),
+        ({"ca_cert_path": "/nowhere/ca.pem"}, "there is no such file"),
+        ({"think_end_token": 5}, "think_end_token=5 is |think_end_token"),
+        ({"think_end_token": "5"}, "is a number; give its text"),
+        ({"tokenized_requests": False}, "sent as tokens"),
+        ({"dtype": "bfloat"}, "dtype=bfloat is not a type"),
     ],
 )
 def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, arguments: dict, message: str) -> None:
@@ -374,3 +402,231 @@ def test_likelihoods_and_caches_that_a_server_cannot_have(tiny_folder: Path, tmp
                 model=served(tiny_folder, stub), tasks=["prune_tiny_words"], limit=1, use_cache=str(tmp_path / "c"),
                 task_manager=task_manager(),
             )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- servers that change, adapters that are wrong
+
+
+def text(context: Any, number: int = 0, **settings: Any) -> Any:
+    return request("generate_until", (context, {"max_gen_toks": 8, **settings}), number)
+
+
+@pytest.mark.parametrize("notices", [True, False])
+def test_llama_cpp_started_again_with_its_adapters_in_another_order(tiny_folder: Path, notices: bool) -> None:
+    """With or without a failed request in between."""
+    asked = [text(f"text {n} and more", n) for n in range(4)]
+    expected = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1").generate_until(asked)
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        lm = served(tiny_folder, stub, heads="L0H1", num_concurrent=1, probe=notices)
+        first = len(stub.asked)
+
+        def fault(number: int, payload: dict) -> str | None:
+            if number == first + 1:
+                stub.adapters = ("L0H0", "L0H3", "L0H2", "L0H1", "L1H2")
+            return "cut" if notices and number == first + 1 else None
+
+        stub.fault = fault
+        assert lm.generate_until(asked) == expected
+
+
+def test_another_model_in_the_place_of_a_server_is_not_asked(tiny_folder: Path) -> None:
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, num_concurrent=1)
+
+        def fault(number: int, payload: dict) -> str | None:
+            stub.models = lambda: {"data": [{"id": "tiny", "root": "another", "parent": None}]}  # type: ignore[method-assign]
+            return "500" if number == 0 else None
+
+        stub.fault = fault
+        with pytest.raises(InputError, match=r"it serves another model now .another"):
+            lm.generate_until([text("a b")])
+        assert len(stub.asked) == 1
+
+
+def test_adapters_that_are_mixed_up_are_found_out(tiny_folder: Path) -> None:
+    class Same(Stub):
+        def heads(self, payload: dict) -> str | None:
+            return super().heads(payload) and "L0H0"
+
+    class Mixed(Stub):
+        def heads(self, payload: dict) -> str | None:
+            return self.adapters[-1] if (found := super().heads(payload)) and self.waiting > 1 else found
+
+    with Same(tiny_folder, HEADS) as stub, pytest.raises(InputError, match=r"under L0H\d as under L0H\d: two names"):
+        served(tiny_folder, stub, heads=None, **{**ROUTED, "router_pool": "L0H1+L0H2"})
+    with (
+        Mixed(tiny_folder, HEADS, delay=0.05) as stub,
+        pytest.raises(InputError, match=r"requests under L0H. under L1H2"),
+    ):
+        served(tiny_folder, stub, **ROUTED)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
+    """Answers with noise as of 16 bits: a right server passes, one that answers dense under the last adapter does not."""
+    random = np.random.default_rng(0)
+    variants = [Served(f"L{i}H0", (f"L{i}H0",)) for i in range(32)]
+    effect = {one: random.normal(0, 0.15, 63) for one in variants} | {DENSE: np.zeros(63)}
+
+    class Noisy(Probe):
+        def __init__(self) -> None:
+            pass
+
+        def _tokenizer(self, server: Any) -> None:
+            pass
+
+        def _asked(self, server: Any, asked: Any, concurrent: int) -> Any:
+            leaks = wrong and concurrent > 1
+            shown = [effect[variants[-1] if leaks and one == DENSE else one] for one in asked]
+            sigma = 0.05 if concurrent > 1 else 0.0
+            return [[("t", value) for value in one + random.normal(0, 1, 63) * sigma] for one in shown]
+
+    for _ in range(5):
+        with pytest.raises(InputError, match="unpruned model's requests under L31H0") if wrong else nullcontext():
+            Noisy()._one(SimpleNamespace(url="http://server"), variants)  # type: ignore[arg-type]
+
+
+def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stub(tiny_folder, fault=lambda number, payload: "429" if number < 12 else None) as stub:
+        stub.wait = "0"
+        lm = served(tiny_folder, stub, probe=False, max_retries=3)
+        monkeypatch.setattr("lmeval_prune.models.dispatch.LONGEST_WAIT", 0.05)
+        assert len(lm.generate_until([text("a b")])) == 1 and len(stub.asked) == 13
+        stub.wait = "3600"  # not for an hour
+        stub.fault = lambda number, payload: "429" if number == 13 else None
+        assert len(lm.generate_until([text("a b c")])) == 1
+
+
+def test_a_variant_that_is_broken_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
+    pool = {**ROUTED, "router_pool": "+".join(HEADS[:4])}
+    with Stub(tiny_folder, HEADS) as stub:
+        options = {"responses": str(tmp_path / "r"), "probe": False, "num_concurrent": 1}
+        lm = served(tiny_folder, stub, **pool, **options)
+        stub.fault = lambda number, payload: "500" if payload["model"] == "L0H0" else None
+        with pytest.raises(InputError, match=r"^6 of 24 requests are not answered, [^\n]* under L0H0: [^\n]*stumbled"):
+            evaluate(lm, limit=6)
+        assert len(lm.answering.store.known) == 18
+        assert sum(payload["model"] == "L0H0" for payload in stub.asked) <= 6
+        lm.close()
+
+
+def test_a_server_that_dies_while_it_is_tried_is_left_out(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, HEADS) as one, Stub(tiny_folder, HEADS) as other:
+        other.fault = lambda number, payload: "die" if number == 1 else None
+        lm = served(tiny_folder, one, other, heads="L0H1", max_retries=2)
+        assert [server.url for server in lm.dispatcher.servers] == [one.url]
+
+
+# ---------------------------------------------------------------------- what is asked, and kept
+
+
+def test_whole_texts_longer_than_a_request_are_scored_in_windows(tiny_folder: Path) -> None:
+    """Two tokens shorter than those of `hf`."""
+    hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", max_length=30)
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, max_length=32)
+        asked = [request("loglikelihood_rolling", ("x" * n,), n) for n in (29, 30, 31, 32, 33, 90)]
+        assert lm.loglikelihood_rolling(asked) == pytest.approx(hf.loglikelihood_rolling(asked), abs=1e-9)
+
+
+def test_answers_depend_on_the_prefix(tiny_folder: Path, tmp_path: Path) -> None:
+    asked = [request("loglikelihood_rolling", ("hello",), 0)]
+    found = []
+    with Stub(tiny_folder) as stub:
+        for prefix in (None, 50):
+            store = {"responses": str(tmp_path / "r")}
+            lm = served(tiny_folder, stub, probe=False, custom_prefix_token_id=prefix, **store)
+            found += lm.loglikelihood_rolling(asked)
+            lm.close()
+    assert found[0] != found[1]
+
+
+def test_settings_that_a_server_would_ignore_are_refused(tiny_folder: Path) -> None:
+    with Stub(tiny_folder) as stub, Stub(tiny_folder, kind="llamacpp") as other:
+        lm = served(tiny_folder, stub, probe=False)
+        for name, value in (("seed", 7), ("n", 2), ("num_beams", 4), ("repetition_penaltyy", 3.0), ("model", "x")):
+            with pytest.raises(InputError, match=f"generation setting {name}={value} cannot be sent to server=vllm"):
+                lm.generate_until([text("a", **{name: value})])
+        lm.generate_until([text("a", num_beams=1, repetition_penalty=1.5)])
+        assert stub.asked[-1]["repetition_penalty"] == 1.5 and "num_beams" not in stub.asked[-1]
+        with pytest.raises(InputError, match=r"repetition_penalty=1.5 cannot be sent to server=llamacpp"):
+            served(tiny_folder, other, probe=False).generate_until([text("a", repetition_penalty=1.5)])
+        assert not lm.MULTIMODAL
+        with pytest.raises(InputError, match="more than a text"):
+            lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 2}, {"visual": []}), 0)])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
+def test_sampling_is_by_the_models_own_settings(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "tiny-llama"
+    shutil.copytree(tiny_folder, folder)
+    path = folder / "generation_config.json"
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    with Stub(tiny_folder, kind=kind) as stub:
+        lm = served(folder, stub, probe=False)
+        lm.generate_until([text("a", do_sample=True, top_k=0)])
+    sent = stub.asked[-1]
+    assert [sent[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [0.6, 0.9, -1, 0.0]
+
+
+def test_weights_that_are_not_here_cannot_be_told_apart(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "final"
+    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with Stub(tiny_folder) as stub:
+        served(folder, stub, probe=False)
+        with pytest.raises(InputError, match=r"has no weights here, [^\n]*: give adapters=FOLDER"):
+            served(folder, stub, probe=False, responses=str(tmp_path / "r"))
+
+
+def test_an_answer_without_text_is_not_kept(tiny_folder: Path, tmp_path: Path, caplog: Any) -> None:
+    class Null(Stub):
+        def complete(self, payload: dict, heads: str, chat: bool) -> dict:
+            found = super().complete(payload, heads, chat)
+            found["choices"][0]["message"] = {"role": "assistant", "content": None}
+            return found
+
+    chat = JsonChatStr(json.dumps([{"role": "user", "content": "x"}]))
+    with Null(tiny_folder) as stub:
+        given = {"pretrained": str(tiny_folder), "dtype": "float64", "responses": str(tmp_path / "r"), "probe": False}
+        lm = PrunedServerChatLM(stub.url, **given, enable_thinking=False)
+        with caplog.at_level("WARNING"):
+            assert lm.generate_until([text(chat, 0), text(chat, 1, max_gen_toks=3)]) == ["", ""]
+        lm.close()
+        assert caplog.text.count("content is null") == 1
+    assert stub.asked[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert not list(read_answers(tmp_path / "r"))
+
+
+def test_the_template_is_told_what_hf_tells_it(tiny_folder: Path) -> None:
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, enable_thinking=False, chat_template_args={"tone": "dry"})
+        lm.tokenizer.chat_template = "{{ messages[0]['content'] }} {{ enable_thinking }} {{ tone }}"
+        assert lm.apply_chat_template([{"role": "user", "content": "x"}]) == "x False dry"
+
+
+def test_prompts_are_made_when_they_are_sent(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, probe=False, **ROUTED)
+        made: list[Any] = []
+        monkeypatch.setattr(lm.dispatcher, "run", lambda jobs, done, show: made.extend(jobs))
+        encode, count = lm.tokenizer.encode, []
+        monkeypatch.setattr(lm.tokenizer, "encode", lambda *a, **k: count.append(1) or encode(*a, **k))
+        with pytest.raises(KeyError):
+            lm.generated([text("some text")] * 4, range(4), lambda *_: None, False)
+        assert len(made) == 4 and not count
+        assert len({json.dumps(job.payload()["prompt"]) for job in made}) == 1 and len(count) == 1
+
+
+def test_own_certificates_reach_both_clients(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_text("nothing")
+    with Stub(tiny_folder) as stub:
+        with pytest.raises(InputError, match="holds no certificates"):
+            served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
+        path.write_text(
+            "".join(ssl.DER_cert_to_PEM_cert(one) for one in ssl.create_default_context().get_ca_certs(True))
+        )
+        if path.read_text():
+            lm = served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
+            assert isinstance(lm.dispatcher.verify, ssl.SSLContext) and lm.connection.verify == str(path)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
@@ -113,6 +116,17 @@ def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: 
         with pytest.raises(InputError, match=r"another adapter .L0H1: "):
             sweep(stub, tiny_folder, changed, tmp_path / "s", **options)
         sweep(stub, tiny_folder, changed, tmp_path / "s", **{**options, "heads": "L0H0+L0H2"})  # it is not asked for
+        other = tmp_path / "other" / tiny_folder.name
+        shutil.copytree(tiny_folder, other)
+        model = AutoModelForCausalLM.from_pretrained(other)
+        torch.nn.init.normal_(model.lm_head.weight)
+        model.save_pretrained(other)
+        with pytest.raises(InputError, match=r"was made from [^\n]*, another base model than [^\n]*other"):
+            sweep(stub, other, adapters, tmp_path / "o", **options)
+        with pytest.raises(InputError, match="names them once"):
+            sweep(stub, tiny_folder, adapters, tmp_path / "b", model_args={"base_url": stub.url}, **options)
+        stub.length = 400  # a server that takes less leaves what was not cut as it is
+        sweep(stub, tiny_folder, adapters, tmp_path / "s", **options)
         with pytest.raises(InputError, match=r"has no adapter L1H0; write it with `lmeval-prune export adapter`"):
             sweep(stub, tiny_folder, adapters, tmp_path / "s", heads="L1H0", limit=1)
 
@@ -162,8 +176,14 @@ def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(
             Grid.of({**asked, "model": {**there, "base_url": "http://127.0.0.1:9"}}), str(tmp_path / "there")
         )
         assert (again.new, again.failed) == (0, []) and len(stub.asked) == count  # the address is no part of a cell
+        counts = len(stub.asked)
+        changed = {**asked, "model": {**there, "max_gen_toks": 5, "auth_token": "x", "verify_certificate": False}}
+        changed |= {"variants": {"one": {"heads": "L0H1"}}, "measure": False}
+        assert run_grid(Grid.of(changed), str(tmp_path / "changed")).failed == [] and len(stub.asked) > counts
         mixed = {**asked, "model": here, "variants": {"here": {}, "there": {"base_url": stub.url}}}
         assert run_grid(Grid.of({**mixed, "measure": False}), str(tmp_path / "mixed")).new == 4
+    with pytest.raises(InputError, match="unknown axis or setting 'max_gen_toks'"):
+        Grid.of({**asked, "model": {**here, "max_gen_toks": 4}})
     found = []
     for name in ("here", "there"):
         rows = [json.loads(line) for path in (tmp_path / name).rglob("samples_*.jsonl") for line in path.open()]
@@ -173,6 +193,20 @@ def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(
         Grid.of({**asked, "model": there, "variants": {"x": {"prepare": {"random_heads": {"share": 0.1}}}}})
     with pytest.raises(InputError, match="name the server, base_url"):
         Grid.of({**asked, "model": {**here, "adapters": "x"}})
+
+
+def test_a_cell_of_a_grid_knows_its_adapters(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(adapters, changed)
+    path = changed / "L0H1" / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hash": "0" * 16}))
+    keys = []
+    for folder in (adapters, changed):
+        model = {"pretrained": str(tiny_folder), "base_url": "http://localhost:9", "adapters": str(folder)}
+        variants = {"one": {"heads": "L0H1"}, "other": {"heads": "L0H2"}}
+        asked = {"tasks": ["prune_tiny_words"], "variants": variants, "model": model, "measure": False}
+        keys.append({cell.variant: cell.key for cell in cells.cells_of(Grid.of(asked))})
+    assert keys[0]["one"] != keys[1]["one"] and keys[0]["other"] == keys[1]["other"]
 
 
 def rounded(value: Any) -> Any:

@@ -33,6 +33,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.errors import InputError, first_line, nearest
+from lmeval_prune.export.manifest import adapter_name, read_adapters
 from lmeval_prune.grid.configuration import Asked, Grid, Variant
 from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.grid.sources import code_digest
@@ -170,7 +171,7 @@ def cells_of(grid: Grid) -> list[Cell]:
             raise InputError(f"variant {variant.name!r}: {error}") from None
         if "base_url" in variant.model_args:
             engine = str(variant.model_args.get("server", ServerOptions.server))
-            computed: dict[str, Any] = {"computation": {"server": engine}}
+            computed: dict[str, Any] = {"computation": {"server": engine, **_adapters(variant, given, model)}}
         else:
             engine = str(variant.model_args.get("engine") or _engine(given, model))
             computed = _computation(variant, given, model, engine, grid.batch_size)
@@ -323,6 +324,16 @@ def _variant_identity(variant: Variant, given: Arguments, model: Model) -> dict[
         "router": {name: _by_content(name, value) for name, value in routing.items()},
         "preparation": made,
     }
+
+
+def _adapters(variant: Variant, given: Arguments, model: Model) -> dict[str, Any]:
+    """The content of a served variant's adapters, if their folder is named; with a router, of all in it."""
+    if "adapters" not in variant.model_args:
+        return {}
+    known = read_adapters(str(variant.model_args["adapters"]))
+    heads = [str(head) for one in given.interventions for head in one.heads_of(model.map)]  # type: ignore[attr-defined]
+    names = list(known) if given.tries else [adapter_name(heads), *heads] if heads else []
+    return {"adapters": {name: known[name]["hash"] for name in names if name in known}}
 
 
 def _computation(

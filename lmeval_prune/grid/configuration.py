@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from lmeval_prune.errors import InputError, nearest, yaml_fault
-from lmeval_prune.models.served import SERVERS_OWN
+from lmeval_prune.models.served import API_OPTIONS, SERVERS_OWN
 from lmeval_prune.settings import typed, types_of
 
 SEED = 1234
@@ -228,7 +228,7 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
         raise InputError(f"variant {name!r} holds settings as NAME: VALUE, not {block!r}")
     block = {**block, **{key: value for key, value in {**model, "seed": seed}.items() if key not in block}}
     for key in block:
-        _check_known(name, str(key))
+        _check_known(name, str(key), API_OPTIONS if "base_url" in block else set())
     axes = list(_axes(block, ()))
     labels = _labels(axes)
     for values in itertools.product(*(_at(block, path)["each"] for path in axes)):
@@ -257,10 +257,10 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
         yield Variant(full, given, prepare, drawn, tuple(chosen_on))
 
 
-def _check_known(variant: str, name: str) -> None:
+def _check_known(variant: str, name: str, more: set[str]) -> None:
     from lmeval_prune.models.arguments import our_names
 
-    known = {*our_names(), *_hf_arguments(), *_OWN, *_LOADING, *SERVERS_OWN}
+    known = {*our_names(), *_hf_arguments(), *_OWN, *_LOADING, *SERVERS_OWN, *more}
     if name not in known:
         hint = nearest(name, known) or "; it is no model_arg of pruned-hf or pruned-server"
         raise InputError(f"variant {variant!r} has an unknown axis or setting {name!r}{hint}")

@@ -2,8 +2,9 @@
 
 Work lies in one queue, so that a faster server does more of it. A request that fails goes back into the queue. A server
 that fails gets no new requests for a while that doubles each time, then one, and all again once it answers; one that
-comes back works on. Only when every server has failed too often in a row does it end, and what has been answered has
-been reported.
+comes back works on, if it still serves the same. A variant under which servers fail while they answer under others is
+given up. Only when every server has failed too often in a row does it end, and what has been answered has been
+reported.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ FATAL = {401: "it wants another key (OPENAI_API_KEY)", 403: "it does not allow t
 LONGEST_WAIT = 60.0
 
 
+class Gone(InputError):  # noqa: N818
+    """No server answers any more."""
+
+
 class Failure(Exception):  # noqa: N818 - it may pass
     """A request failed in a way that may pass.
 
@@ -36,11 +41,20 @@ class Failure(Exception):  # noqa: N818 - it may pass
         message: what happened.
         wait: seconds that the server asks for.
         innocent: nothing can have been wrong with the request: the server was not reached, or is busy.
+        busy: the server is well, and has too much to do.
+        refused: the server is there, and could not answer this request.
     """
 
-    def __init__(self, message: str, wait: float | None = None, innocent: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        wait: float | None = None,
+        innocent: bool = False,
+        busy: bool = False,
+        refused: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.wait, self.innocent = wait, innocent
+        self.wait, self.innocent, self.busy, self.refused = wait, innocent, busy, refused
 
 
 class Rejection(Exception):  # noqa: N818 - nothing is wrong here
@@ -53,19 +67,21 @@ class Job:
 
     Attributes:
         path: of the API.
-        payload: without what names the variant.
+        payload: makes it when it is sent, without what names the variant.
         variant: under which it is answered.
-        read: makes the response of the server's answer; raises `Failure` if it is none.
+        read: takes what is wanted out of the server's answer; raises `Failure` if it is not there.
         name: of the request, for messages.
+        made: the response, of what was read.
     """
 
     path: str
-    payload: dict[str, Any]
+    payload: Callable[[], dict[str, Any]]
     variant: Served
     read: Callable[[dict[str, Any]], Any]
     name: str = ""
     failures: int = 0
     tag: Any = None
+    made: Callable[[Any], Any] = field(default=lambda found: found)
 
 
 @dataclass
@@ -80,6 +96,9 @@ class Server:
         closed_until: when it may be asked again (`time.monotonic`).
         episode: changes with each failure that counts; failures of requests that were sent before count no more.
         tried: while it is failing, whether a request is on its way that tries it.
+        strikes: how many of the failures count against it; that it is busy does not, for as long as a request may take.
+        since: when it began to fail.
+        blamed: variants under which it could not answer since it last answered.
     """
 
     url: str
@@ -89,6 +108,14 @@ class Server:
     closed_until: float = 0.0
     episode: int = 0
     tried: bool = False
+    strikes: int = 0
+    since: float = 0.0
+    blamed: set[Served] = field(default_factory=set)
+
+    def answers(self) -> None:
+        """Note that it is well."""
+        self.failures, self.strikes, self.closed_until = 0, 0, 0.0
+        self.blamed.clear()
 
 
 class Dispatcher:
@@ -162,6 +189,9 @@ class _Run:
         self.of, self.jobs, self.done, self.bar = of, jobs, done, bar
         self.left = len(jobs)
         self.lost: list[tuple[Job, str]] = []
+        self.answered: set[Served] = set()
+        self.given_up: dict[Served, str] = {}
+        self.warned = False
 
     async def whole(self) -> None:
         self.queue: asyncio.Queue[Job] = asyncio.Queue()
@@ -169,7 +199,8 @@ class _Run:
         for job in self.jobs:
             self.queue.put_nowait(job)
         for server in self.of.servers:
-            server.failures, server.closed_until, server.tried = 0, 0.0, False
+            server.answers()
+            server.tried = False
         count = min(self.of.concurrent, len(self.jobs))
         limits = aiohttp.ClientTimeout(total=self.of.timeout, sock_connect=min(30.0, self.of.timeout))
         connector = aiohttp.TCPConnector(limit=0, ssl=self.of.verify)
@@ -193,10 +224,13 @@ class _Run:
             while True:
                 await self._opened(server)
                 job = await self.queue.get()
+                if job.variant in self.given_up:
+                    self._lose(job, self.given_up[job.variant])
+                    continue
                 if server.failures and (server.tried or server.closed_until > time.monotonic()):
                     self.queue.put_nowait(job)  # it failed while this waited
                     continue
-                await self._do(server, job)
+                await self._do(server, self._unblamed(server, job))
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # of `done`, or a mistake of ours
@@ -207,13 +241,24 @@ class _Run:
         while server.failures and (server.tried or (rest := server.closed_until - time.monotonic()) > 0):
             await asyncio.sleep(0.05 if server.tried else min(rest, 0.5))
 
+    def _unblamed(self, server: Server, job: Job) -> Job:
+        """This job, or one under whose variant the server has not failed; the others go to the end of the queue."""
+        for _ in range(self.queue.qsize()):
+            if job.variant not in server.blamed:
+                break
+            self.queue.put_nowait(job)
+            job = self.queue.get_nowait()
+        return job
+
     async def _do(self, server: Server, job: Job) -> None:
         episode, trial = server.episode, bool(server.failures)
         server.tried = server.tried or trial
         try:
+            if trial:
+                await self._look_again(server)
             response = await self._ask(server, job)
         except Rejection as error:
-            server.failures, server.closed_until = 0, 0.0  # it answers
+            server.answers()
             self._lose(job, str(error))
         except Failure as error:
             logger.info("%s: %s", server.url, error)
@@ -224,31 +269,46 @@ class _Run:
                 pause = 0.0 if error.innocent else self._pause(job.failures)
                 asyncio.get_running_loop().call_later(pause, self.queue.put_nowait, job)
             if server.episode == episode:
-                self._failed(server, error)
+                self._failed(server, error, job.variant)
         else:
-            server.failures, server.closed_until = 0, 0.0
+            server.answers()
+            self.answered.add(job.variant)
             self.done(job, response)
             self._count()
         finally:
             if trial:
                 server.tried = False
 
-    def _failed(self, server: Server, error: Failure) -> None:
+    def _failed(self, server: Server, error: Failure, variant: Served) -> None:
         """A server failed; without any left, all ends."""
+        now = time.monotonic()
+        server.since = server.since if server.failures else now
         server.episode += 1
         server.failures += 1
+        server.strikes += not (error.busy and now - server.since < self.of.timeout)
         server.why = str(error)
-        pause = self._pause(server.failures) if error.wait is None else error.wait
-        server.closed_until = time.monotonic() + pause
-        if all(one.failures > self.of.retries for one in self.of.servers):
-            reasons = "; ".join(f"{one.url}: {one.why}" for one in self.of.servers)
-            answered = len(self.jobs) - self.left - len(self.lost)
-            self._end(
-                InputError(
-                    f"no server answers any more ({reasons}); {answered} of {len(self.jobs)} requests have been "
-                    f"answered: start it again; with responses=FOLDER the same command goes on"
-                )
+        if error.refused:
+            server.blamed.add(variant)
+        pause = max(self._pause(server.failures), min(error.wait or 0.0, LONGEST_WAIT))
+        server.closed_until = now + pause
+        if all(one.closed_until > now for one in self.of.servers) and pause > 5 and not self.warned:
+            self.warned = True
+            logger.warning("%s: %s; waiting for it, %.0f seconds at first", server.url, error, pause)
+        if any(one.strikes <= self.of.retries for one in self.of.servers):
+            return
+        if error.refused and server.blamed and self.answered and not self.answered & server.blamed:
+            self.given_up |= dict.fromkeys(server.blamed, f"{error} ({server.url}, as do all under this one)")
+            for one in self.of.servers:
+                one.answers()  # under others
+            return
+        reasons = "; ".join(f"{one.url}: {one.why}" for one in self.of.servers)
+        answered = len(self.jobs) - self.left - len(self.lost)
+        self._end(
+            Gone(
+                f"no server answers any more ({reasons}); {answered} of {len(self.jobs)} requests have been "
+                f"answered: start it again; with responses=FOLDER the same command goes on"
             )
+        )
 
     def _pause(self, failures: int) -> float:
         return float(min(LONGEST_WAIT, self.of.first_wait * 2 ** (failures - 1)) * random.uniform(0.75, 1.25))
@@ -267,6 +327,42 @@ class _Run:
         if not self.ended.done():
             self.ended.set_exception(error)
 
+    async def _look_again(self, server: Server) -> None:
+        """Whether a server that failed serves what it did; adapters may have other numbers.
+
+        Raises:
+            Failure: it is not there, or serves another model.
+        """
+        known, now = server.listing, await self._listing(server)
+        if now.roots != known.roots:
+            raise Failure(f"it serves another model now ({', '.join(map(str, now.roots.values()))})", innocent=True)
+        server.listing = now
+
+    async def _listing(self, server: Server) -> Listing:
+        kind, found = self.of.kind, []
+        for path in ("/v1/models", *([kind.lists] if kind.lists else [])):
+            status, text, _ = await self._sent("GET", f"{server.url}{path}")
+            if status != 200:
+                raise Failure(f"status {status} of {path}, {_said(text)}", innocent=True)
+            found.append(_read(json.loads, text))
+        return _read(lambda pair: kind.listing(*pair), [*found, None][:2])
+
+    async def _sent(self, method: str, url: str, content: Any = None) -> tuple[int, str, str | None]:
+        """Status and text of an answer, and what it says of waiting.
+
+        Raises:
+            Failure: there is none.
+        """
+        try:
+            async with self.session.request(method, url, json=content) as answer:
+                return answer.status, await answer.text(), answer.headers.get("Retry-After")
+        except TimeoutError:
+            raise Failure(f"no answer within {self.of.timeout:g} seconds") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Failure(f"not reached ({first_line(error.os_error)})", innocent=True) from None
+        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+            raise Failure(f"the connection broke ({first_line(error)})") from None
+
     async def _ask(self, server: Server, job: Job) -> Any:
         """A job's response.
 
@@ -275,31 +371,41 @@ class _Run:
             Rejection: it will not come.
             InputError: no request like this one will be answered.
         """
-        kind, named = self.of.kind, self.of.kind.fields(self.of.model, job.variant, server.listing)
-        try:
-            async with self.session.post(f"{server.url}{job.path}", json={**job.payload, **named}) as answer:
-                status, text = answer.status, await answer.text()
-        except TimeoutError:
-            raise Failure(f"no answer within {self.of.timeout:g} seconds") from None
-        except aiohttp.ClientConnectorError as error:
-            raise Failure(f"not reached ({first_line(error.os_error)})", innocent=True) from None
-        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
-            raise Failure(f"the connection broke ({first_line(error)})") from None
+        kind, listing = self.of.kind, server.listing
+        named = kind.fields(self.of.model, job.variant, listing)
+        status, text, wait = await self._sent("POST", f"{server.url}{job.path}", {**job.payload(), **named})
         if status in (408, 429) or status >= 500:
-            wait = _seconds(answer.headers.get("Retry-After"))
-            raise Failure(f"status {status}, {_said(text)}", wait, innocent=status == 429)
+            busy = status == 429
+            raise Failure(f"status {status}, {_said(text)}", _seconds(wait), busy, busy, refused=status == 500)
         if status in FATAL:
             hint = FATAL[status] or f"it has no adapter {job.variant}, or no {job.path}"
             raise InputError(f"{server.url} answers {status}: {hint} ({_said(text)})")
         if status != 200:
             raise Rejection(f"{server.url} answers {status}: {_said(text)}")
-        try:
-            body = json.loads(text)
-            if kind.echoes and body.get("model") != named["model"]:
-                raise Failure(f"it answered under {body.get('model')!r}, not {named['model']!r}")
-            return job.read(body)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise Failure(f"its answer cannot be read ({first_line(error)})") from None
+        body = _read(json.loads, text)
+        if kind.echoes and _read(lambda found: found.get("model"), body) != named["model"]:
+            raise Failure(f"it answered under {body.get('model')!r}, not {named['model']!r}")
+        found = _read(job.read, body)
+        if kind.lists:  # an answer does not name its adapters: were the numbers still those when it was made?
+            now = await self._listing(server)
+            if now.numbers != listing.numbers:
+                server.listing = now
+                raise Failure("it was started again with its adapters in another order", innocent=True)
+        return job.made(found)
+
+
+def _read(reader: Callable[[Any], Any], what: Any) -> Any:
+    """What a reader finds in a server's answer.
+
+    Raises:
+        Failure: it cannot be read.
+    """
+    try:
+        return reader(what)
+    except InputError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise Failure(f"its answer cannot be read ({first_line(error)})") from None
 
 
 def _seconds(header: str | None) -> float | None:

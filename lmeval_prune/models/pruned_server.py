@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -29,25 +29,21 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.errors import InputError, first_line, nearest, reported
-from lmeval_prune.export.manifest import adapter_name, read_adapters
-from lmeval_prune.interventions import HeadMask, Intervention, combined
+from lmeval_prune.export.manifest import read_adapters
+from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
-from lmeval_prune.models.answer_store import Missing, Recorder, answer, occurrences
-from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, EngineOptions, our_names, read_fields
 from lmeval_prune.models.dispatch import Dispatcher, Failure, Job, Server
 from lmeval_prune.models.identity import config_fingerprint, tokenizer_fingerprint
-from lmeval_prune.models.served import DENSE, Served, ServerOptions
+from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
+from lmeval_prune.models.served_answering import NoText, ServedAnswering, seed_of
 from lmeval_prune.models.server_probe import Connection, Probe, model_name, reach
 from lmeval_prune.models.tries import DENSE as UNPRUNED
 
 eval_logger = logging.getLogger(__name__)
-# lm-eval's own arguments that an answer depends on, and those that it does not
-_ANSWERS = {"max_gen_toks", "add_bos_token", "tokenized_requests", "eos_string", "think_end_token"}
-_OTHERS = {
-    *("tokenizer", "trust_remote_code", "revision", "use_fast_tokenizer", "max_length", "custom_prefix_token_id"),
-    *("verify_certificate", "ca_cert_path", "auth_token", "header", "batch_size", "max_batch_size", "device"),
-}
+# settings of sampling, as `hf` has them where neither the task nor the model says anything
+_DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+_NOTHING = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 Scored = tuple[float, bool]
 
 
@@ -64,6 +60,7 @@ class PrunedServerLM(LocalCompletionsAPI):
     """
 
     chat = False
+    MULTIMODAL = False
 
     @reported
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
@@ -74,16 +71,17 @@ class PrunedServerLM(LocalCompletionsAPI):
         }
         self.given = Arguments.of(others)
         self._check(others)
+        self.api = ApiOptions.of(others)
         self.kind, self.seed = self.options.kind, self.options.seed
         path, self.config, self.model_map = self._local()
         self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
         self.checkpoint, self.dtype = self._base(path), self._dtype()
-        self.connection = Connection(self._headers(), self._verification(), self.options.timeout)
+        self.connection = Connection(self._headers(), self._verification, self.options.timeout)
         servers = reach(self.kind, self.options.urls, self.connection)
         name = model_name(self.kind, servers, self.options.model)
         self._load(path, name, servers)
         options = (self.options.num_concurrent, self.options.max_retries, self.options.timeout)
-        self.dispatcher = Dispatcher(self.kind, name, servers, self.header, *options, verify=self._verification())
+        self.dispatcher = Dispatcher(self.kind, name, servers, self.header, *options, verify=self._certificates)
         self.answering = ServedAnswering(self)
         try:
             variants = self.answering.variants()
@@ -111,22 +109,21 @@ class PrunedServerLM(LocalCompletionsAPI):
                     f"give heads=, mask= or router=, or use pruned-hf"
                 )
         for name in self.given.others:
-            known = [*our_names(), *(one.name for one in fields(ServerOptions)), *_ANSWERS, *_OTHERS]
+            known = [*our_names(), *(one.name for one in fields(ServerOptions)), *API_OPTIONS]
             if name not in known:
                 raise InputError(f"unknown model_arg {name!r}{nearest(name, known) or '; leave it out'}")
 
     def _local(self) -> tuple[str, Any, ModelMap]:
         """Where the model can be read here, its configuration, and the model without weights."""
-        given = self.given.others
-        named = self.options.pretrained or given.get("tokenizer") or self.options.model
+        named = self.options.pretrained or self.api.tokenizer or self.options.model
         if not named:
             raise InputError(
                 "name the model that is served: pretrained=NAME_OR_FOLDER with its configuration and tokenizer"
             )
-        path, trust = embedded.resolve(str(named)), bool(given.get("trust_remote_code"))
+        path, trust = embedded.resolve(str(named)), self.api.trust_remote_code
         embedded.check_name(path)
         try:
-            config = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
+            config = AutoConfig.from_pretrained(path, revision=self.api.revision, trust_remote_code=trust)
             bare = skeleton(config, trust_remote_code=trust)
         except UNREADABLE as error:
             if isinstance(error, InputError):
@@ -149,12 +146,23 @@ class PrunedServerLM(LocalCompletionsAPI):
                     f"adapter {name} was made for {one['base']['name']}, which has other layers than {path}; another "
                     f"base model? Give pretrained= of the model that is served"
                 )
-        if made_from:
-            return str(next(iter(made_from)))
         try:
-            return checkpoint_identity(path, self.given.others.get("revision"))
+            here = checkpoint_identity(path, self.api.revision)
         except InputError:  # only configuration and tokenizer are here
-            return digest([Path(path).name, config_fingerprint(self.config)])
+            here = None
+        for checkpoint, name in made_from.items():
+            if here not in (None, checkpoint):
+                raise InputError(
+                    f"adapter {name} was made from {self.adapters[name]['base']['name']}, another base model than "
+                    f"{path}; give pretrained= of the one that is served and pruned, or export the adapters again"
+                )
+            return str(checkpoint)
+        if here is None and self.given.responses:
+            raise InputError(
+                f"{path} has no weights here, so that answers of another model of this shape could not be told apart: "
+                f"give adapters=FOLDER, which says what they were made from, or leave out responses="
+            )
+        return here or digest([path, config_fingerprint(self.config)])
 
     def _dtype(self) -> str:
         given = str(self.options.dtype or "").removeprefix("torch.")
@@ -171,35 +179,52 @@ class PrunedServerLM(LocalCompletionsAPI):
 
     def _load(self, path: str, name: str, servers: Sequence[Server]) -> None:
         """lm-eval's own part, with the tokenizer."""
-        theirs = {"tokenizer": path, "custom_prefix_token_id": None, **self.given.others}
-        theirs["tokenizer"] = embedded.resolve(str(theirs["tokenizer"]))
-        for ours in ("batch_size", "max_batch_size", "device", "max_length", "add_bos_token", "think_end_token"):
-            theirs.pop(ours, None)
+        names: tuple[str, ...] = (
+            "trust_remote_code",
+            "revision",
+            "use_fast_tokenizer",
+            "custom_prefix_token_id",
+            "eos_string",
+        )
+        names += ("auth_token", "header", "verify_certificate", "ca_cert_path", "max_gen_toks")
+        theirs = {name: getattr(self.api, name) for name in names if getattr(self.api, name) is not None}
+        tokenizer = embedded.resolve(str(self.api.tokenizer or path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
+        own: dict[str, Any] = {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
         try:
-            super().__init__(base_url=url, model=name, tokenizer_backend="huggingface", seed=self.seed, **theirs)
+            super().__init__(base_url=url, seed=self.seed, **own, **theirs)
         except UNREADABLE as error:
             raise InputError(
-                f"the tokenizer of {theirs['tokenizer']} cannot be loaded ({first_line(error)}); give tokenizer="
+                f"the tokenizer of {tokenizer} cannot be loaded ({first_line(error)}); give tokenizer="
             ) from error
-        given = self.given.others
-        self.add_bos_token = given.get("add_bos_token")
-        self.think_end_token = given.get("think_end_token")
+        self.add_bos_token = self.api.add_bos_token
+        self.think_end_token = self.api.think_end_token
         lengths = [one.listing.length for one in servers if one.listing.length]
-        own = given.get("max_length") or resolve_max_length(self.config, self.tokenizer)
-        self.max_length = min([int(own), *lengths])
+        self.max_length = min([self.api.max_length or int(resolve_max_length(self.config, self.tokenizer)), *lengths])
+        self._tokens = lru_cache(maxsize=4096)(self.tok_encode)  # variant by variant, the same prompts come again
 
     def _headers(self) -> dict[str, str]:
-        given, key = self.given.others.get("header"), self.given.others.get("auth_token") or self.api_key
-        return dict(given) if given else ({"Authorization": f"Bearer {key}"} if key else {})
+        key = self.api.auth_token or self.api_key
+        return dict(self.api.header) if self.api.header else ({"Authorization": f"Bearer {key}"} if key else {})
 
     @cached_property
     def header(self) -> dict[str, str]:
         """Of each request."""
         return self._headers()
 
-    def _verification(self) -> bool:
-        return bool(self.given.others.get("verify_certificate", True))
+    @property
+    def _verification(self) -> bool | str:
+        """As requests' `verify`."""
+        return self.api.verify_certificate and (self.api.ca_cert_path or True)
+
+    @property
+    def _certificates(self) -> Any:
+        """As aiohttp's `ssl`."""
+        path = self.api.ca_cert_path
+        try:
+            return ssl.create_default_context(cafile=path) if path and self._verification else bool(self._verification)
+        except (OSError, ssl.SSLError) as error:
+            raise InputError(f"ca_cert_path={path} holds no certificates ({first_line(error)})") from None
 
     def _check_adapters(self, variants: Sequence[Served]) -> None:
         """Whether what will be asked for has been exported, if the folder is here."""
@@ -234,7 +259,6 @@ class PrunedServerLM(LocalCompletionsAPI):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """JSON value of all of the model that an answer depends on, beside the variant."""
-        given = self.given.others.items()
         return {
             "server": self.kind.name + ("-chat" if self.chat else ""),
             "dtype": self.dtype,
@@ -242,17 +266,22 @@ class PrunedServerLM(LocalCompletionsAPI):
             "config": config_fingerprint(self.config),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "generation_config": self._generation_config(),
-            "arguments": {key: str(value) for key, value in sorted(given) if key in _ANSWERS},
-            "max_length": self.max_length,
+            "arguments": {key: str(value) for key, value in sorted(self.api.answers.items())},
         }
 
-    def _generation_config(self) -> str:
-        """What the server takes from the model's own settings."""
+    @cached_property
+    def _own_settings(self) -> dict[str, Any]:
+        """The model's own settings of generation."""
+        name, revision = str(self.config._name_or_path), self.api.revision or "main"
         try:
-            found = GenerationConfig.from_pretrained(str(self.config._name_or_path)).to_dict()
+            found: dict[str, Any] = GenerationConfig.from_pretrained(name, revision=revision).to_dict()
         except OSError:
-            return ""
-        return digest({key: str(value) for key, value in found.items() if key != "transformers_version"})
+            return {}
+        return found
+
+    def _generation_config(self) -> str:
+        found = self._own_settings
+        return digest({key: str(found[key]) for key in found if key != "transformers_version"}) if found else ""
 
     @property
     def outcomes_of(self) -> dict[str, Any]:
@@ -307,7 +336,8 @@ class PrunedServerLM(LocalCompletionsAPI):
         Raises:
             InputError: it has none.
         """
-        ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        ends: dict[str, Any] = {"continue_final_message": not add_generation_prompt, **self.api.template_arguments}
+        ends["add_generation_prompt"] = add_generation_prompt
         try:
             try:
                 return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends)
@@ -411,35 +441,86 @@ class PrunedServerLM(LocalCompletionsAPI):
     def _job(self, request: Any, repeat: int, place: int) -> Job:
         """One request for a text."""
         context, settings = request.args[:2]
+        where = f"task {request.task_name}, document {request.doc_id}"
+        if len(request.args) > 2:
+            raise InputError(f"{where}: it has more than a text; pruned-server sends texts only")
         sampled = generation.samples(settings) and not self.given.tries
         options: dict[str, Any] = dict(
             normalize_gen_kwargs(settings if sampled else generation.greedily(settings), self._max_gen_toks)
         )
         until = handle_stop_sequences(options.pop("until", None), eos=self.eos_string)
         length, drawn = options.pop("max_gen_toks"), bool(options.pop("do_sample", False))
-        options["temperature"] = options.get("temperature", 1.0) if drawn else 0.0
-        payload: dict[str, Any] = {"max_tokens": length, "stop": until, "seed": self.seed + (repeat if drawn else 0)}
-        payload |= {**(self.kind.sampling if drawn else {}), **options, **self._prompt(request, context, length)}
+        options = self._sampling(options, drawn)
+        payload: dict[str, Any] = {"max_tokens": length, "stop": until, **options}
+        payload["seed"] = seed_of(self.seed, repeat) if drawn else self.seed
+        prompt = self._prompt(request, context, length)
         variant = self.answering.variant(self.given.tries.head(request, repeat) if self.given.tries else UNPRUNED)
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
 
-        def read(body: dict[str, Any]) -> str:
-            return postprocess_generated_text(self._text(body), until, self.think_end_token)
+        def finished(text: str | None) -> str:
+            if text is None:
+                self._warn_of_no_text(where)
+                return NoText()
+            return postprocess_generated_text(text, until, self.think_end_token)
 
-        return Job(path, payload, variant, read, f"task {request.task_name}, document {request.doc_id}", tag=place)
+        return Job(
+            path, lambda: {**payload, **prompt()}, variant, self._text, where, tag=place, made=finished
+        )  # fmt: skip
 
-    def _prompt(self, request: Any, context: Any, length: int) -> dict[str, Any]:
+    def _sampling(self, given: dict[str, Any], drawn: bool) -> dict[str, Any]:
+        """Settings of generation, as `hf` would have them: the task's, then the model's own, then its defaults.
+
+        Raises:
+            InputError: servers of this kind do not know one.
+        """
+        own = {name: value for name, value in self._own_settings.items() if value is not None}
+        found = {"repetition_penalty": own.get("repetition_penalty", 1.0), **given}
+        if drawn:
+            found = {**{name: own.get(name, usual) for name, usual in _DRAWN.items()}, **found}
+            found["top_k"] = found["top_k"] or -1  # 0 is all in `hf`, and an error elsewhere
+        else:
+            found["temperature"] = 0.0
+        found = {name: value for name, value in found.items() if _NOTHING.get(name, ()) != value}
+        for name in found:
+            if name not in self.kind.settings:
+                known = sorted(self.kind.settings)
+                theirs = "the model's own " if name not in given else ""
+                raise InputError(
+                    f"{theirs}generation setting {name}={found[name]} cannot be sent to server={self.kind.name}"
+                    f"{nearest(name, known)}; it takes {', '.join(known)}: change gen_kwargs"
+                )
+        return found
+
+    def _warn_of_no_text(self, where: str) -> None:
+        if not self._warned:
+            self._warned = True
+            eval_logger.warning(
+                "%s: the server gives no text (content is null), as a reasoning parser does of thoughts without an end;"
+                " such answers count as empty and are not stored: give more max_gen_toks, or start it without parser",
+                where,
+            )
+
+    _warned = False
+
+    def _prompt(self, request: Any, context: Any, length: int) -> Callable[[], dict[str, Any]]:
         if not context:
             raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
         room = self.max_length - length
         if room <= 0:
             raise InputError(f"max_gen_toks={length} leaves no room for a prompt in max_length={self.max_length}")
-        if not self.tokenized_requests:
-            return {"prompt": context}
-        return {"prompt": self.tok_encode(context, left_truncate_len=room)}
+        return lambda: {"prompt": self._tokens(context)[-room:]}
 
-    def _text(self, body: dict[str, Any]) -> str:
-        """The text of an answer.
+    def cut(self, kind: str, request: Any) -> int | None:
+        """To how many tokens the request is cut; None if it is not."""
+        if kind != "generate_until":
+            return int(self.max_length)
+        if self.chat or not request.args[0]:
+            return None
+        room = self.max_length - normalize_gen_kwargs(request.args[1], self._max_gen_toks)["max_gen_toks"]
+        return int(room) if len(self._tokens(request.args[0])) > room else None
+
+    def _text(self, body: dict[str, Any]) -> str | None:
+        """The text of an answer; None if the server says that there is none.
 
         Raises:
             Failure: there is none, or the server did not end it.
@@ -451,7 +532,9 @@ class PrunedServerLM(LocalCompletionsAPI):
         if any(one.get("finish_reason") in ("abort", "error") for one in choices):
             raise Failure("it broke off its answer")
         (text,) = texts
-        return str(text or "")
+        if not isinstance(text, str | None):
+            raise Failure("its answer is no text")
+        return text
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[Scored]:
         """Log-likelihoods of tokens after tokens; each is reported as it comes."""
@@ -482,7 +565,7 @@ class PrunedServerLM(LocalCompletionsAPI):
 
         payload = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
         payload |= {"return_tokens_as_token_ids": True}  # texts of two tokens can be the same
-        return Job("/v1/completions", payload, self.answering.variant(), read, "a text to score", tag=place)
+        return Job("/v1/completions", lambda: payload, self.answering.variant(), read, "a text to score", tag=place)
 
     def scored_whole(self, requests: Sequence[Any], disable_tqdm: bool) -> list[float]:
         """Log-likelihoods of whole texts, window by window; each is reported when its last window is there."""
@@ -507,7 +590,7 @@ class PrunedServerLM(LocalCompletionsAPI):
         return utils.get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length - 1,
+            max_seq_len=self.max_length - 2,  # a token more is read, and one generated
             context_len=1,
         )
 
@@ -529,66 +612,14 @@ class PrunedServerChatLM(PrunedServerLM):
         """None that is known here."""
         return ""
 
-    def _prompt(self, request: Any, context: Any, length: int) -> dict[str, Any]:
+    def _prompt(self, request: Any, context: Any, length: int) -> Callable[[], dict[str, Any]]:
         if not isinstance(context, JsonChatStr):
             raise InputError("pruned-server-chat asks chats: add --apply_chat_template, or use --model pruned-server")
-        return {"messages": json.loads(context.prompt)}
-
-
-class ServedAnswering(Answering):
-    """Answers requests from the store, or by asking servers."""
-
-    def _applied(self) -> tuple[Intervention, ...]:
-        applied: tuple[Intervention, ...] = self.lm.given.interventions
-        return applied
-
-    def _drawn(self, request: Any, repeat: int) -> list[Any]:
-        return [self.lm.seed + repeat]
-
-    def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        depends, head = super()._depends_on(kind, request, repeat)
-        return {**depends, "adapters": self.lm.hashes(self.variant(head))}, head
-
-    def variant(self, head: str = UNPRUNED) -> Served:
-        """As what a try's head is served, together with what is always pruned."""
-        mask = self.tries.masks[head] if self.tries and head != UNPRUNED else None
-        everything: Any = combined([*self._applied(), *([mask] if mask else [])])
-        heads = [str(each) for one in everything for each in one.heads_of(self.lm.model_map)]
-        return Served(adapter_name(heads), tuple(heads)) if heads else DENSE
-
-    def variants(self) -> list[Served]:
-        """All that may be asked for."""
-        return list(dict.fromkeys(map(self.variant, self.tries.pool if self.tries else (UNPRUNED,))))
-
-    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> tuple[list[Any], list[str]]:
-        if self.store is None:
-
-            def pass_on(place: int, response: Any) -> None:
-                self.lm.cache_hook.add_partial(kind, requests[place].args, response)
-
-            if kind == "generate_until":
-                return self.lm.generated(requests, occurrences(requests), pass_on, not disable_tqdm), []
-            return self._scores(kind, requests, disable_tqdm), []
-
-        def run(missing: Missing) -> list[Any]:
-            def keep(place: int, response: Any) -> None:
-                missing.record(missing.keys[place], response)
-
-            if kind == "generate_until":
-                return list(self.lm.generated(missing.requests, missing.repeats, keep, not disable_tqdm))
-            hook = self.lm.cache_hook
-            self.lm.cache_hook = Recorder(hook, missing.answered)
-            try:
-                return self._scores(kind, missing.requests, disable_tqdm)
-            finally:
-                self.lm.cache_hook = hook
-
-        return answer(self.store, requests, kind, lambda *pair: self._depends_on(kind, *pair), run)
-
-    def _scores(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        if kind == "loglikelihood":
-            return list(LocalCompletionsAPI.loglikelihood(self.lm, requests, disable_tqdm=disable_tqdm))
-        return list(self.lm.scored_whole(requests, disable_tqdm))
+        told = self.api.template_arguments
+        return lambda: {
+            "messages": json.loads(context.prompt),
+            **({"chat_template_kwargs": told} if told else {}),
+        }
 
 
 def _no_template(error: Exception | None) -> str:

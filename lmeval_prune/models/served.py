@@ -9,11 +9,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.settings import typed, types_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class ServerOptions:
         num_concurrent: requests that a server has at once.
         max_retries: so many failures of a server, or of a request, in a row are borne.
         timeout: seconds that a request may take.
-        seed: sampled try i is drawn with `seed` + i.
+        seed: sampled try i is drawn with a seed that is made of `seed` and i.
         probe: ask the servers at the start whether they serve what they are asked for.
     """
 
@@ -51,6 +55,9 @@ class ServerOptions:
             raise InputError(f"server={self.server} is not known{nearest(self.server, KINDS)}; use {', '.join(KINDS)}")
         if not self.base_url:
             raise InputError("name a server: --model_args base_url=http://HOST:PORT (several are joined by +)")
+        kind = getattr(torch, str(self.dtype or "float32").removeprefix("torch."), None)
+        if self.server != "llamacpp" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+            raise InputError(f"dtype={self.dtype} is not a type that {self.server} computes in; bfloat16, for example")
         if self.num_concurrent < 1 or self.max_retries < 1 or self.timeout <= 0:
             raise InputError("num_concurrent and max_retries must be at least 1, and timeout above 0")
 
@@ -69,7 +76,85 @@ class ServerOptions:
         return KINDS[self.server]
 
 
-SERVERS_OWN = {one.name for one in fields(ServerOptions)} - {"pretrained", "dtype"}  # arguments of no local model
+@dataclass(frozen=True)
+class ApiOptions:
+    """What lm-eval's `local-completions` and `hf` know, too.
+
+    Attributes:
+        max_gen_toks, add_bos_token, eos_string, custom_prefix_token_id: see lm-eval.
+        think_end_token: text that ends a model's thoughts, which are cut off.
+        enable_thinking, chat_template_args: what the chat template is told.
+        tokenizer, trust_remote_code, revision, use_fast_tokenizer: of the tokenizer.
+        max_length: tokens of prompt and answer; at most what the servers take.
+        verify_certificate, ca_cert_path, auth_token, header: of connections.
+        tokenized_requests: prompts are always sent as tokens.
+        batch_size, max_batch_size, device: without meaning here; lm-eval gives them.
+    """
+
+    max_gen_toks: int | None = None
+    add_bos_token: bool | None = None
+    eos_string: str | None = None
+    custom_prefix_token_id: int | None = None
+    think_end_token: str | None = None
+    enable_thinking: bool | None = None
+    chat_template_args: Any = None
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+    use_fast_tokenizer: bool = True
+    max_length: int | None = None
+    verify_certificate: bool = True
+    ca_cert_path: str | None = None
+    auth_token: str | None = None
+    header: Any = None
+    tokenized_requests: bool = True
+    batch_size: Any = None
+    max_batch_size: Any = None
+    device: Any = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ApiOptions:
+        """Read what a user gave; names that are not here are left alone.
+
+        Raises:
+            InputError: a value is of another type, or cannot be used.
+        """
+        kinds: dict[str, Any] = types_of(cls)  # type: ignore[arg-type]
+        return cls(**{name: typed(name, given[name], kinds[name]) for name in kinds if given.get(name) is not None})
+
+    def __post_init__(self) -> None:
+        for name in ("header", "chat_template_args"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, dict):
+                raise InputError(f"{name}={value!r} is no dictionary; give model_args as JSON")
+        for name in ("max_length", "max_gen_toks"):
+            if (getattr(self, name) or 1) < 1:
+                raise InputError(f"{name} must be a whole number above 0, not {getattr(self, name)}")
+        if self.think_end_token and self.think_end_token.isdigit():
+            raise InputError(f"servers send texts: think_end_token={self.think_end_token} is a number; give its text")
+        if not self.tokenized_requests:
+            raise InputError("prompts are sent as tokens, so that they are those of pruned-hf: no tokenized_requests")
+        if self.ca_cert_path and not Path(self.ca_cert_path).exists():
+            raise InputError(f"ca_cert_path={self.ca_cert_path}: there is no such file")
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is told."""
+        thinks = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**(self.chat_template_args or {}), **thinks}
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        """What an answer depends on, if it was given."""
+        names = ("max_gen_toks", "add_bos_token", "eos_string", "custom_prefix_token_id", "think_end_token")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return found | ({"template": self.template_arguments} if self.template_arguments else {})
+
+
+API_OPTIONS = {one.name for one in fields(ApiOptions)}
+# arguments of no local model
+SERVERS_OWN = {one.name for one in fields(ServerOptions)} - {"pretrained", "dtype"}
+SERVERS_OWN |= {"verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"}
 
 
 def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,12 +199,19 @@ class Listing:
         parents: of adapters that are loaded, the model that they belong to, where it says so.
         numbers: of adapters that are called by number, their numbers.
         length: tokens that a request may have, prompt and answer together, where it says so.
+        roots: of unpruned models, where the server has them from, if it says so.
     """
 
     models: list[str] = field(default_factory=list)
     parents: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     length: int | None = None
+    roots: dict[str, str | None] = field(default_factory=dict)
+
+
+_COMMON = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos", "logit_bias"}
+)
 
 
 class ServerKind(ABC):
@@ -131,7 +223,7 @@ class ServerKind(ABC):
         echoes: whether an answer says under which name it was made.
         lists: where its adapters are listed; default among its models.
         telling: settings for the log-probabilities of what is generated.
-        sampling: settings of drawn answers, where its own defaults would cut the distribution.
+        settings: of generation, that it knows by lm-eval's names.
     """
 
     name: str
@@ -139,7 +231,7 @@ class ServerKind(ABC):
     echoes = False
     lists: str | None = None
     telling: Mapping[str, Any] = MappingProxyType({"logprobs": 1})
-    sampling: Mapping[str, Any] = MappingProxyType({})
+    settings: frozenset[str] = frozenset({*_COMMON, "repetition_penalty", "min_tokens", "stop_token_ids"})
 
     @abstractmethod
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
@@ -162,6 +254,7 @@ class ServerKind(ABC):
                 found.parents[str(card["id"])] = str(card["parent"])
             else:
                 found.models.append(str(card["id"]))
+                found.roots[str(card["id"])] = card.get("root")
                 found.length = card.get("max_model_len") or found.length
         return found
 
@@ -199,7 +292,7 @@ class LlamaCpp(ServerKind):
 
     name, lists = "llamacpp", "/lora-adapters"
     telling = MappingProxyType({"logprobs": 1, "n_probs": 1})
-    sampling = MappingProxyType({"top_k": 0, "top_p": 1.0, "min_p": 0.0})
+    settings = _COMMON
 
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
         """A scale for every adapter that is loaded: 1 for those of the variant, 0 for all others.

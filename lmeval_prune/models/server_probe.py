@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 import requests
 
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.models.dispatch import Dispatcher, Failure, Job, Server
+from lmeval_prune.models.dispatch import Dispatcher, Failure, Gone, Job, Server
 from lmeval_prune.models.served import DENSE, Served, ServerKind
 
 logger = logging.getLogger(__name__)
@@ -154,18 +156,37 @@ class Probe:
             InputError: a server does not serve what it should.
         """
         pruned = [one for one in dict.fromkeys(variants) if one != DENSE]
+        left: list[Server] = []
         for server in self.dispatcher.servers:
-            self._tokenizer(server)
-            dense, again = self._asked(server, [DENSE, DENSE], 1)
-            noise = max(SAME, 2 * distance(dense, again))
-            alone = dict(zip(pruned, self._asked(server, pruned, 1), strict=True))
-            for variant, found in alone.items():
-                if distance(found, dense) <= noise:
-                    raise InputError(
-                        f"{server.url} answers under {variant} as the unpruned model does: the adapter matches none of "
-                        f"the modules that it adapts (vLLM: --lora-target-modules o_proj), or it is not applied"
-                    )
-            self._together(server, dense, alone)
+            try:
+                self._one(server, pruned)
+                left.append(server)
+            except Gone as error:
+                if len(self.dispatcher.servers) == 1:
+                    raise
+                logger.warning("%s; it is left out", error)
+                gone = error
+        if not left:
+            raise gone
+        self.dispatcher.servers = left
+
+    def _one(self, server: Server, pruned: Sequence[Served]) -> None:
+        self._tokenizer(server)
+        again = self._asked(server, [DENSE] * 4, 1)
+        noise = max(SAME, 1.5 * max(distance(one, other) for one, other in combinations(again, 2)))
+        alone = dict(zip(pruned, self._asked(server, pruned, 1), strict=True))
+        for variant, found in alone.items():
+            if distance(found, again[0]) <= noise:
+                raise InputError(
+                    f"{server.url} answers under {variant} as the unpruned model does: the adapter matches none of "
+                    f"the modules that it adapts (vLLM: --lora-target-modules o_proj), or it is not applied"
+                )
+        for variant, other in _alike(alone, noise):
+            raise InputError(
+                f"{server.url} answers under {variant} as under {other}: two names of one adapter? Start it with the "
+                f"folders that `lmeval-prune export adapter` wrote"
+            )
+        self._together(server, {DENSE: again[0], **alone})
 
     def _tokenizer(self, server: Server) -> None:
         theirs = self.connection.tokens(self.dispatcher.kind, server.url, self.dispatcher.model, TEXT)
@@ -179,21 +200,27 @@ class Probe:
                 f"model that is served"
             )
 
-    def _together(self, server: Server, dense: Signature, alone: dict[Served, Signature]) -> None:
-        """Whether the unpruned model stays so in a batch with adapters."""
-        some = list(alone)[:TOGETHER]
+    def _together(self, server: Server, alone: dict[Served, Signature]) -> None:
+        """Whether each variant stays itself in a batch with others.
+
+        Answers are rounded otherwise in a batch: only one that is nearer to another variant by more than half of what
+        separates the two is that other's.
+        """
+        some = [one for one in alone if one != DENSE][:TOGETHER]
         if not some:
             return
         mixed = [each for variant in some for each in (variant, DENSE)]
         for variant, found in zip(mixed, self._asked(server, mixed, len(mixed)), strict=True):
-            if variant != DENSE:
-                continue
-            nearest = min(some, key=lambda one: distance(found, alone[one]))
-            if distance(found, alone[nearest]) < distance(found, dense):
+            own = distance(found, alone[variant]) ** 2
+            for other in (DENSE, *some):
+                apart = distance(alone[other], alone[variant]) ** 2
+                if other == variant or own - distance(found, alone[other]) ** 2 <= apart / 2:
+                    continue
+                what = "the unpruned model's requests" if variant == DENSE else f"requests under {variant}"
                 raise InputError(
-                    f"{server.url} answers the unpruned model's requests under {nearest} when both are in one batch "
-                    f"(vLLM on CPU does so without a spare slot): start it with a --max-loras one above the number of "
-                    f"adapters, or leave dense out"
+                    f"{server.url} answers {what} under {other} when both are in one batch (vLLM on CPU does so "
+                    f"without a spare slot): start it with a --max-loras one above the number of adapters, or leave "
+                    f"dense out"
                 )
 
     def _asked(self, server: Server, variants: Sequence[Served], concurrent: int) -> list[Signature]:
@@ -203,7 +230,9 @@ class Probe:
             settings |= {"max_tokens": 1, "echo": True}
         else:
             settings |= {"max_tokens": GENERATED}
-        jobs = [Job("/v1/completions", settings, one, self._signature, "a question to try it") for one in variants]
+        jobs = [
+            Job("/v1/completions", lambda: settings, one, self._signature, "a question to try it") for one in variants
+        ]
         return list(self.dispatcher.only(server, concurrent).all(jobs))
 
     def _signature(self, body: dict[str, Any]) -> Signature:
@@ -218,6 +247,19 @@ class Probe:
         if not found:
             raise Failure("it gives no log-probabilities")
         return found
+
+
+def _alike(found: dict[Served, Signature], noise: float) -> Iterator[tuple[Served, Served]]:
+    """Pairs of variants that answer alike; their means are alike, too."""
+    means = sorted(
+        ((sum(value for _, value in one) / len(one), each) for each, one in found.items()), key=itemgetter(0)
+    )
+    for place, (mean, variant) in enumerate(means):
+        for other_mean, other in means[place + 1 :]:
+            if other_mean - mean > noise:
+                break
+            if distance(found[variant], found[other]) <= noise:
+                yield variant, other
 
 
 def distance(one: Signature, other: Signature) -> float:

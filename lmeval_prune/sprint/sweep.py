@@ -222,6 +222,8 @@ class Sweep(SweepOptions):
         for name in ("responses", "router"):
             if name in self.model_args:
                 raise InputError(f"a sweep does not take the model argument {name}")
+        if "base_url" in self.model_args:
+            raise InputError("a sweep of servers names them once: --server URL, and no base_url among the model_args")
         arguments = {**self.model_args, "responses": self.output, "router": pool}
         if self.server:
             return PrunedServerLM(self.server, **arguments)

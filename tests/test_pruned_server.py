@@ -607,7 +607,7 @@ def test_the_template_is_told_what_hf_tells_it(tiny_folder: Path) -> None:
 
 def test_prompts_are_made_when_they_are_sent(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Stub(tiny_folder, HEADS) as stub:
-        lm = served(tiny_folder, stub, probe=False, **ROUTED)
+        lm = served(tiny_folder, stub, probe=False)
         made: list[Any] = []
         monkeypatch.setattr(lm.dispatcher, "run", lambda jobs, done, show: made.extend(jobs))
         encode, count = lm.tokenizer.encode, []

@@ -211,17 +211,15 @@ class Probe:
             return
         mixed = [each for variant in some for each in (variant, DENSE)]
         for variant, found in zip(mixed, self._asked(server, mixed, len(mixed)), strict=True):
-            own = distance(found, alone[variant]) ** 2
-            for other in (DENSE, *some):
-                apart = distance(alone[other], alone[variant]) ** 2
-                if other == variant or own - distance(found, alone[other]) ** 2 <= apart / 2:
-                    continue
-                what = "the unpruned model's requests" if variant == DENSE else f"requests under {variant}"
-                raise InputError(
-                    f"{server.url} answers {what} under {other} when both are in one batch (vLLM on CPU does so "
-                    f"without a spare slot): start it with a --max-loras one above the number of adapters, or leave "
-                    f"dense out"
-                )
+            other = min((DENSE, *some), key=lambda one: distance(found, alone[one]))
+            apart = distance(alone[other], alone[variant]) ** 2
+            if distance(found, alone[variant]) ** 2 - distance(found, alone[other]) ** 2 <= apart / 2:
+                continue
+            what = "the unpruned model's requests" if variant == DENSE else f"requests under {variant}"
+            raise InputError(
+                f"{server.url} answers {what} under {other} when both are in one batch (vLLM on CPU does so without a "
+                f"spare slot): start it with a --max-loras one above the number of adapters, or leave dense out"
+            )
 
     def _asked(self, server: Server, variants: Sequence[Served], concurrent: int) -> list[Signature]:
         """Signatures of one server's answers under each variant."""

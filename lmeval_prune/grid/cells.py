@@ -33,6 +33,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
 from lmeval_prune.errors import InputError, first_line, nearest
+from lmeval_prune.export.manifest import adapter_name, read_adapters
 from lmeval_prune.grid.configuration import Asked, Grid, Variant
 from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.grid.sources import code_digest
@@ -41,6 +42,7 @@ from lmeval_prune.models import generation
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import NOT_PART_OF_AN_ANSWER, config_fingerprint, tokenizer_fingerprint
 from lmeval_prune.models.routers import POLICIES, RouterOptions
+from lmeval_prune.models.served import ServerOptions, without_server
 
 # of a task's configuration: where its data comes from (the questions themselves count), and names
 _ELSEWHERE = {
@@ -93,6 +95,16 @@ class Cell:
         return digest(self.identity)
 
     @property
+    def served(self) -> bool:
+        """Whether servers answer."""
+        return "base_url" in self.model_args
+
+    @property
+    def model(self) -> str:
+        """The name of lm-eval's model class."""
+        return "pruned-server" if self.served else "pruned-hf"
+
+    @property
     def costs(self) -> str:
         """A digest of what its model's costs depend on: the model, and what is applied to it."""
         return digest({name: self.identity[name] for name in ("model", "interventions", "preparation", "router")})
@@ -106,6 +118,8 @@ class Cell:
         made = dict(self.model_args)
         for name, settings in self.prepare.items():
             made |= preparation(name, settings).model_args(prepared / self.prepared)
+        if self.served:
+            return {**made, "seed": self.seed}
         made.setdefault("engine", self.engine)
         if made["engine"] == "batched":
             made.setdefault("deterministic", True)  # no answer depends on which others are decoded beside it
@@ -113,7 +127,7 @@ class Cell:
 
     def command(self, prepared: Path) -> str:
         """The `lm_eval` command that does the same."""
-        words = ["lm_eval", "--model", "pruned-hf", "--model_args", json.dumps(self.arguments(prepared))]
+        words = ["lm_eval", "--model", self.model, "--model_args", json.dumps(self.arguments(prepared))]
         given = self.evaluation
         words += ["--tasks", given["tasks"][0], "--seed", str(self.seed), "--batch_size", str(self.batch_size)]
         for name, value in (("device", self.device), ("limit", given["limit"]), ("num_fewshot", given["num_fewshot"])):
@@ -146,7 +160,7 @@ def cells_of(grid: Grid) -> list[Cell]:
     cells: list[Cell] = []
     for variant in grid.variants:
         try:
-            given = Arguments.of(dict(variant.model_args))
+            given = Arguments.of(without_server(variant.model_args))
             base = loaded_with(given)
             named = digest({name: str(value) for name, value in base.items()})
             if named not in models:
@@ -155,8 +169,12 @@ def cells_of(grid: Grid) -> list[Cell]:
             identity = _variant_identity(variant, given, model)
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
-        engine = str(variant.model_args.get("engine") or _engine(given, model))
-        computed = _computation(variant, given, model, engine, grid.batch_size)
+        if "base_url" in variant.model_args:
+            engine = str(variant.model_args.get("server", ServerOptions.server))
+            computed: dict[str, Any] = {"computation": {"server": engine, **_adapters(variant, given, model)}}
+        else:
+            engine = str(variant.model_args.get("engine") or _engine(given, model))
+            computed = _computation(variant, given, model, engine, grid.batch_size)
         metadata = {**base, **grid.metadata}
         made = digest(metadata)
         for asked in grid.tasks:
@@ -306,6 +324,16 @@ def _variant_identity(variant: Variant, given: Arguments, model: Model) -> dict[
         "router": {name: _by_content(name, value) for name, value in routing.items()},
         "preparation": made,
     }
+
+
+def _adapters(variant: Variant, given: Arguments, model: Model) -> dict[str, Any]:
+    """The content of a served variant's adapters, if their folder is named; with a router, of all in it."""
+    if "adapters" not in variant.model_args:
+        return {}
+    known = read_adapters(str(variant.model_args["adapters"]))
+    heads = [str(head) for one in given.interventions for head in one.heads_of(model.map)]  # type: ignore[attr-defined]
+    names = list(known) if given.tries else [adapter_name(heads), *heads] if heads else []
+    return {"adapters": {name: known[name]["hash"] for name in names if name in known}}
 
 
 def _computation(

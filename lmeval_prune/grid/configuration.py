@@ -11,7 +11,8 @@ tasks:
   - {task: prune_gsm8k, limit: 200}
 ```
 
-A variant's settings are model_args of `pruned-hf` that come to those of `model`, and `prepare`, `seed`, `selected_on`.
+A variant's settings are model_args of `pruned-hf` (with `base_url`: of `pruned-server`) that come to those of `model`,
+and `prepare`, `seed`, `selected_on`.
 `each:` spans an axis, wherever it stands; several axes are multiplied.
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 import yaml
 
 from lmeval_prune.errors import InputError, nearest, yaml_fault
+from lmeval_prune.models.served import API_OPTIONS, SERVERS_OWN
 from lmeval_prune.settings import typed, types_of
 
 SEED = 1234
@@ -226,7 +228,7 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
         raise InputError(f"variant {name!r} holds settings as NAME: VALUE, not {block!r}")
     block = {**block, **{key: value for key, value in {**model, "seed": seed}.items() if key not in block}}
     for key in block:
-        _check_known(name, str(key))
+        _check_known(name, str(key), API_OPTIONS if "base_url" in block else set())
     axes = list(_axes(block, ()))
     labels = _labels(axes)
     for values in itertools.product(*(_at(block, path)["each"] for path in axes)):
@@ -236,6 +238,10 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
         made = dict(chosen)
         own = {key: made.pop(key, None) for key in _OWN}
         prepare = _preparation(name, own["prepare"] or {})
+        if "base_url" in made and prepare:
+            raise InputError(f"variant {name!r} is served and cannot be prepared here; give its heads or its mask")
+        if "base_url" not in made and (stray := sorted(SERVERS_OWN & made.keys())):
+            raise InputError(f"variant {name!r}: {stray[0]} is a server's; name the server, base_url: http://HOST:PORT")
         given = own["selected_on"] or []
         chosen_on = [given] if isinstance(given, str) else given
         if not isinstance(chosen_on, list) or not all(isinstance(one, str) for one in chosen_on):
@@ -251,12 +257,12 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
         yield Variant(full, given, prepare, drawn, tuple(chosen_on))
 
 
-def _check_known(variant: str, name: str) -> None:
+def _check_known(variant: str, name: str, more: set[str]) -> None:
     from lmeval_prune.models.arguments import our_names
 
-    known = {*our_names(), *_hf_arguments(), *_OWN, *_LOADING}
+    known = {*our_names(), *_hf_arguments(), *_OWN, *_LOADING, *SERVERS_OWN, *more}
     if name not in known:
-        hint = nearest(name, known) or "; it is no model_arg of pruned-hf"
+        hint = nearest(name, known) or "; it is no model_arg of pruned-hf or pruned-server"
         raise InputError(f"variant {variant!r} has an unknown axis or setting {name!r}{hint}")
 
 

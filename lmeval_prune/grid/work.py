@@ -24,6 +24,8 @@ from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.models.served import without_server
 from lmeval_prune.profiling.speed import highest_memory
 
 logger = logging.getLogger(__name__)
@@ -93,14 +95,25 @@ class VariantLM(PrunedHFLM):
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
 
+class ServedLM(PrunedServerLM):
+    """A variant that servers answer for."""
+
+    ahead: tuple[HeadMask | None, ...] = ()
+
+    @property
+    def store_rank(self) -> int | None:
+        """Any number that is free."""
+        return None
+
+
 class Loaded:
     """The model that this process has loaded last; another one takes its place."""
 
     key: str = ""
-    lm: VariantLM | None = None
+    lm: VariantLM | ServedLM | None = None
 
     @classmethod
-    def become(cls, arguments: dict[str, Any], seed: int) -> VariantLM:
+    def become(cls, arguments: dict[str, Any], seed: int) -> VariantLM | ServedLM:
         """The loaded model under other arguments; loaded, if it is another one.
 
         Args:
@@ -108,10 +121,14 @@ class Loaded:
             seed: of what is drawn.
         """
         torch.manual_seed(seed)
+        if "base_url" in arguments:
+            cls.release()
+            cls.lm = ServedLM(**arguments)
+            return cls.lm
         ours = dict(arguments)
         pretrained = ours.pop("pretrained")
         key = digest([pretrained, {k: str(v) for k, v in loaded_with(Arguments.of(ours)).items()}])
-        if cls.lm is not None and cls.key == key:
+        if isinstance(cls.lm, VariantLM) and cls.key == key:
             cls.lm.ahead = ()
             cls.lm.again(**ours)
             return cls.lm
@@ -204,7 +221,7 @@ class Worker:
         found: list[HeadMask | None] = []
         for cell in cells:
             try:
-                given = Arguments.of(cell.arguments(self.folder.prepared))
+                given = Arguments.of(without_server(cell.arguments(self.folder.prepared)))
             except InputError:  # it will fail by itself
                 continue
             if is_masks(given) and given.engine.engine == "batched" and given.engine.deterministic:
@@ -214,7 +231,7 @@ class Worker:
 
     def _evaluate(self, cell: Cell, ahead: tuple[HeadMask | None, ...]) -> None:
         arguments = cell.arguments(self.folder.prepared)
-        given = Arguments.of(arguments)
+        given = Arguments.of(without_server(arguments))
         ordered = any(one.needs_order for one in given.interventions)
         stored = {} if ordered else {"responses": str(self.folder.answers(cell.answers))}
         begin = time.perf_counter()
@@ -241,7 +258,7 @@ class Worker:
         assert results is not None
         ended = time.perf_counter()
         samples = results.pop("samples")
-        results["config"] |= {"model": "pruned-hf", "model_args": arguments, "batch_size": cell.batch_size}
+        results["config"] |= {"model": cell.model, "model_args": arguments, "batch_size": cell.batch_size}
         new = len(lm.answering.store.known.keys() - known) if lm.answering.store else None
         ran = {
             "loading_seconds": loaded - begin,
@@ -279,8 +296,9 @@ class Worker:
                 return BUSY
             if not self.folder.needs_measure(key):
                 return DONE
-            if lm.backend != "causal" or lm.given.tries:
+            if isinstance(lm, ServedLM) or lm.backend != "causal" or lm.given.tries:
                 why = "a router's variant is as many models as it has heads" if lm.given.tries else "it is not causal"
+                why = "it is not here, but on a server" if isinstance(lm, ServedLM) else why
                 self.folder.fail(measuring(key), f"its costs are not measured: {why}", "")
                 return FAILED
             try:

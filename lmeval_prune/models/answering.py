@@ -135,9 +135,17 @@ class Answering:
 
     def _look(self) -> None:
         """See what is applied to the model; while it answers, an engine's own masks are, too."""
-        live = self._live if self._busy else interventions_on(self.lm.model)
+        live = self._live if self._busy else self._applied()
         if list(map(id, live)) != list(map(id, self._live)):
             self._live, self._identities = live, {}
+
+    def _applied(self) -> tuple[Intervention, ...]:
+        """What is applied to the model."""
+        return interventions_on(self.lm.model)
+
+    def _drawn(self, request: Any, repeat: int) -> list[Any]:
+        """What a drawn answer depends on, too; the engine's draws are others than `generate`'s."""
+        return [self.lm.given.engine.engine, *generation.draw_of(self.lm.seed, request, repeat)]
 
     def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         """JSON value of everything that an answer depends on; and the head of the try."""
@@ -150,8 +158,8 @@ class Answering:
         if kind == "generate_until":
             if self.tries or not generation.samples(arguments[1]):
                 arguments[1] = generation.greedily(arguments[1])
-            else:  # the engine's draws are others than `generate`'s
-                drawn = [self.lm.given.engine.engine, *generation.draw_of(self.lm.seed, request, repeat)]
+            else:
+                drawn = self._drawn(request, repeat)
         return {"model": self._model, "interventions": applied, "request": arguments, "drawn": drawn}
 
     # ------------------------------------------------------------------ answering

@@ -113,12 +113,12 @@ class Arguments:
         """
         ours = our_names()
         left = {name: value for name, value in given.items() if value is not None or name not in ours}
-        allowed = _read(Allowances, left)
+        allowed = read_fields(Allowances, left)
         methods = {name: left.pop(name) for name in METHODS if name in left}
-        routing = _read(RouterOptions, left)
-        engine = EngineOptions(**_read(EngineOptions, left)).completed(routed="router" in routing)
-        description = vars(Description(**_read(Description, left)))
-        files = Files(**_read(Files, left))
+        routing = read_fields(RouterOptions, left)
+        engine = EngineOptions(**read_fields(EngineOptions, left)).completed(routed="router" in routing)
+        description = vars(Description(**read_fields(Description, left)))
+        files = Files(**read_fields(Files, left))
         interventions = [_method(name, value, allowed) for name, value in methods.items()]
         if files.mask:
             mask = load_intervention(files.mask, allowed.get("allow_other_model", False))
@@ -249,8 +249,12 @@ def _check_theirs(others: dict[str, Any], prunes: bool, engine: EngineOptions) -
         raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto nor auto:N")
 
 
-def _read(kind: type, left: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of a dataclass out of the arguments, each read by its type."""
+def read_fields(kind: type, left: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of a dataclass out of the arguments, each read by its type.
+
+    Raises:
+        InputError: a value is empty or of another type.
+    """
     found: dict[str, Any] = {}
     for one in fields(kind):
         if one.name in left:

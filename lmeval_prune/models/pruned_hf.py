@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from lmeval_prune.architectures import ModelMap, map_model, weights_fingerprint
+from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import (
     UNREADABLE,
@@ -218,6 +218,13 @@ class PrunedHFLM(HFLM):
     def identity(self) -> dict[str, Any]:
         """JSON value of all of the model that an answer depends on, beside what is applied to it; see `identity_of`."""
         return identity_of(self)
+
+    @property
+    def outcomes_of(self) -> dict[str, Any]:
+        """What outcomes of this model are known by beside `identity`."""
+        assert self.engine is not None
+        _, *rounded = loadable_fingerprints(self.model, self.weights)
+        return {"deterministic": self.engine.deterministic, "rounded": rounded}
 
     # ------------------------------------------------------------------ answering
 

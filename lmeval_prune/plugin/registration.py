@@ -11,6 +11,8 @@ from typing import Any
 
 MODELS = {
     "pruned-hf": "lmeval_prune.models.pruned_hf:PrunedHFLM",
+    "pruned-server": "lmeval_prune.models.pruned_server:PrunedServerLM",
+    "pruned-server-chat": "lmeval_prune.models.pruned_server:PrunedServerChatLM",
     "athena": "lmeval_prune.models.athena:AthenaLM",
 }
 

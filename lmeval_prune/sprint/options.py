@@ -16,9 +16,10 @@ class SweepOptions:
     """What is swept.
 
     Attributes:
-        model_args: as for lm_eval --model pruned-hf, e.g. pretrained=smollm2-135m,dtype=float32
+        model_args: as for lm_eval --model pruned-hf (with --server: pruned-server), e.g. pretrained=smollm2-135m
         tasks: generative tasks or groups of them
         output: folder of the outcome store; an interrupted run goes on there, a store is extended
+        server: address of a server that answers, e.g. http://localhost:8000; several are joined by +
         split: split of the data, e.g. train (default: the one that the task asks)
         layers: layers whose heads are pruned, one at a time
         heads: instead of layers: heads, e.g. L5H0-3+L10H2
@@ -36,6 +37,7 @@ class SweepOptions:
     model_args: dict[str, Any]
     tasks: tuple[str, ...]
     output: str
+    server: str | None = None
     split: str | None = None
     layers: tuple[int, ...] = (5, 10, 15, 20, 25)
     heads: str | None = None

@@ -242,9 +242,7 @@ class OutcomeStore:
         known: list[dict[str, Any]] = []
         if self.about.exists():
             about = self.check()
-            plain = {"name": "", "rounded": []}  # a folder may have been renamed; the weights determine their roundings
-            _refuse_difference(self.folder, "model", *({**each, **plain} for each in (about["model"], model)))
-            model = {**model, **about["model"]}
+            model = _same_model(self.folder, about["model"], model)
             for task in about["tasks"].keys() & tasks.keys():
                 _refuse_difference(self.folder, f"task {task}", about["tasks"][task], tasks[task])
             tasks, pool = {**about["tasks"], **tasks}, [*about["pool"], *pool]
@@ -285,6 +283,27 @@ def _name(row: dict[str, Any]) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _same_model(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a model that a store has, with adapters that are new.
+
+    Raises:
+        InputError: the model is another one, or is computed elsewhere or in another type.
+    """
+    how = [f"{model.get('server', 'this machine')} in {model.get('dtype')}" for model in (before, now)]
+    if how[0] != how[1] and "server" in {**before, **now}:
+        raise InputError(f"{folder} has outcomes computed by {how[0]}, these are by {how[1]}: give a new folder")
+    theirs, ours = before.get("adapters", {}), now.get("adapters", {})
+    shared = theirs.keys() & ours.keys()
+    _refuse_difference(folder, "adapter", *({name: each[name] for name in shared} for each in (theirs, ours)))
+    plain = {
+        "name": "",
+        "rounded": [],
+        "adapters": {},
+    }  # a folder may be renamed; the weights determine their roundings
+    _refuse_difference(folder, "model", *({**each, **plain} for each in (before, now)))
+    return {**now, **before, **({"adapters": dict(sorted({**theirs, **ours}.items()))} if ours else {})}
 
 
 def _refuse_difference(folder: Path, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:

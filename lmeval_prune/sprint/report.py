@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -95,7 +96,7 @@ class SprintReport(ReportOptions):
     def _check(self, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:
         identities = {"test": test.model, "train": train.model if train else None}
         identities["router"] = router.about.get("model") if router else None
-        weights = {name: model["weights"] for name, model in identities.items() if model and "weights" in model}
+        weights = {name: _computed_by(model) for name, model in identities.items() if model and _computed_by(model)}
         if len(set(weights.values())) > 1:
             raise InputError(f"stores and router are of different models ({', '.join(weights)}); use those of one")
         shared = set(test.texts) & set(train.texts) if train else set()
@@ -200,3 +201,8 @@ def _median(values: dict[str, list[float]]) -> float:
 
 def _plain(values: np.ndarray) -> list[float | None]:
     return [None if np.isnan(value) else round(float(value), 6) for value in values]
+
+
+def _computed_by(model: dict[str, Any]) -> Any:
+    """By what a model is known: its weights, in their type; one that is served by its files, server and type."""
+    return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)

@@ -73,7 +73,7 @@ class Routing(Tries):
             made = f"router={self.source} was made for"
             fix = "fit one for this model, or give allow_other_model=true if it fits"
             name = str(self.model.get("name", ""))
-            known = [self.model.get("weights", ""), *self.model.get("rounded", [])]
+            known = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
             check_weights(list(filter(None, known)), name, "", model_map, made, fix)
             if self.model.get("interventions", []) != interventions:
                 raise InputError(f"{made} {name or 'a model'} with other heads pruned or with other layers; {fix}")

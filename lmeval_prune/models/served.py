@@ -1,0 +1,331 @@
+"""What is said to an engine's server, by its kind: how a variant is named in a request, and what it can answer.
+
+A served variant is the base model under an adapter that takes heads away (`lmeval-prune export adapter`).
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import urlsplit
+
+from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.settings import typed, types_of
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Which servers are asked, and how.
+
+    Attributes:
+        base_url: of a server, e.g. `http://localhost:8000`; of several a list, or joined by `+`.
+        server: its kind: `vllm`, `sglang` or `llamacpp`.
+        model: the unpruned model's name on the server; default the one that it names.
+        pretrained: the same model where this program can read its configuration and tokenizer; default `model`.
+        adapters: folder that `lmeval-prune export adapter` wrote; what is served is then known by its content.
+        dtype: the type that the servers compute in, as they were started; needed where answers are kept.
+        num_concurrent: requests that a server has at once.
+        max_retries: so many failures of a server, or of a request, in a row are borne.
+        timeout: seconds that a request may take.
+        seed: sampled try i is drawn with a seed that is made of `seed` and i.
+        probe: ask the servers at the start whether they serve what they are asked for.
+    """
+
+    base_url: Any = None
+    server: str = "vllm"
+    model: str | None = None
+    pretrained: str | None = None
+    adapters: str | None = None
+    dtype: str | None = None
+    num_concurrent: int = 64
+    max_retries: int = 8
+    timeout: float = 600.0
+    seed: int = 1234
+    probe: bool = True
+
+    def __post_init__(self) -> None:
+        if self.server not in KINDS:
+            raise InputError(f"server={self.server} is not known{nearest(self.server, KINDS)}; use {', '.join(KINDS)}")
+        if not self.base_url:
+            raise InputError("name a server: --model_args base_url=http://HOST:PORT (several are joined by +)")
+        dtype = str(self.dtype or "float32").removeprefix("torch.")
+        if self.server != "llamacpp" and dtype not in DTYPES:
+            raise InputError(f"dtype={dtype} is not a type that {self.server} computes in; use {', '.join(DTYPES)}")
+        if self.num_concurrent < 1 or self.max_retries < 1 or self.timeout <= 0:
+            raise InputError("num_concurrent and max_retries must be at least 1, and timeout above 0")
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers' addresses, without a path of the API, each once."""
+        given = self.base_url
+        parts = re.split(r"\+(?=https?://)", given) if isinstance(given, str) else given
+        if not isinstance(parts, list | tuple) or not all(isinstance(one, str) for one in parts):
+            raise InputError(f"base_url={given!r} is neither an address nor a list of them")
+        return list(dict.fromkeys(map(_root, parts)))
+
+    @property
+    def kind(self) -> ServerKind:
+        """The kind of server."""
+        return KINDS[self.server]
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """What lm-eval's `local-completions` and `hf` know, too.
+
+    Attributes:
+        max_gen_toks, add_bos_token, eos_string, custom_prefix_token_id: see lm-eval.
+        think_end_token: text that ends a model's thoughts, which are cut off.
+        enable_thinking, chat_template_args: what the chat template is told.
+        tokenizer, trust_remote_code, revision, use_fast_tokenizer: of the tokenizer.
+        max_length: tokens of prompt and answer; at most what the servers take.
+        verify_certificate, ca_cert_path, auth_token, header: of connections.
+        tokenized_requests: prompts are always sent as tokens.
+        batch_size, max_batch_size, device: without meaning here; lm-eval gives them.
+    """
+
+    max_gen_toks: int | None = None
+    add_bos_token: bool | None = None
+    eos_string: str | None = None
+    custom_prefix_token_id: int | None = None
+    think_end_token: str | None = None
+    enable_thinking: bool | None = None
+    chat_template_args: Any = None
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+    use_fast_tokenizer: bool = True
+    max_length: int | None = None
+    verify_certificate: bool = True
+    ca_cert_path: str | None = None
+    auth_token: str | None = None
+    header: Any = None
+    tokenized_requests: bool = True
+    batch_size: Any = None
+    max_batch_size: Any = None
+    device: Any = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ApiOptions:
+        """Read what a user gave; names that are not here are left alone.
+
+        Raises:
+            InputError: a value is of another type, or cannot be used.
+        """
+        kinds: dict[str, Any] = types_of(cls)  # type: ignore[arg-type]
+        return cls(**{name: typed(name, given[name], kinds[name]) for name in kinds if given.get(name) is not None})
+
+    def __post_init__(self) -> None:
+        for name in ("header", "chat_template_args"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, dict):
+                raise InputError(f"{name}={value!r} is no dictionary; give model_args as JSON")
+        for name in ("max_length", "max_gen_toks"):
+            if (getattr(self, name) or 1) < 1:
+                raise InputError(f"{name} must be a whole number above 0, not {getattr(self, name)}")
+        if self.think_end_token and self.think_end_token.isdigit():
+            raise InputError(f"servers send texts: think_end_token={self.think_end_token} is a number; give its text")
+        if not self.tokenized_requests:
+            raise InputError("prompts are sent as tokens, so that they are those of pruned-hf: no tokenized_requests")
+        if self.ca_cert_path and not Path(self.ca_cert_path).exists():
+            raise InputError(f"ca_cert_path={self.ca_cert_path}: there is no such file")
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is told."""
+        thinks = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**(self.chat_template_args or {}), **thinks}
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        """What an answer depends on, if it was given."""
+        names = ("max_gen_toks", "add_bos_token", "eos_string", "custom_prefix_token_id", "think_end_token")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return found | ({"template": self.template_arguments} if self.template_arguments else {})
+
+
+API_OPTIONS = {one.name for one in fields(ApiOptions)}
+# arguments of no local model
+SERVERS_OWN = {one.name for one in fields(ServerOptions)} - {"pretrained", "dtype"}
+SERVERS_OWN |= {"verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"}
+
+
+def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Model_args of a served variant, as far as they say what the model is, and not who answers."""
+    served = "base_url" in arguments
+    return {name: value for name, value in arguments.items() if not served or name not in SERVERS_OWN}
+
+
+def _root(url: str) -> str:
+    found = urlsplit(url.strip())
+    if found.scheme not in ("http", "https") or not found.netloc:
+        raise InputError(f"base_url={url} is no address; write http://HOST:PORT")
+    path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", found.path)
+    return f"{found.scheme}://{found.netloc}{path}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A variant as it is served.
+
+    Attributes:
+        name: of its adapter; empty for the unpruned model.
+        heads: that it lacks.
+    """
+
+    name: str = ""
+    heads: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name or "dense"
+
+
+DENSE = Served()
+
+
+@dataclass
+class Listing:
+    """What a server says that it has.
+
+    Attributes:
+        models: names of unpruned models.
+        parents: of adapters that are loaded, the model that they belong to, where it says so.
+        numbers: of adapters that are called by number, their numbers.
+        length: tokens that a request may have, prompt and answer together, where it says so.
+        roots: of unpruned models, where the server has them from, if it says so.
+    """
+
+    models: list[str] = field(default_factory=list)
+    parents: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    length: int | None = None
+    roots: dict[str, str | None] = field(default_factory=dict)
+
+
+_COMMON = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos", "logit_bias"}
+)
+
+
+class ServerKind(ABC):
+    """A kind of server. All of them answer `/v1/completions`, `/v1/chat/completions` and `/v1/models`.
+
+    Attributes:
+        name: in model_args.
+        scores: whether it gives the log-probabilities of a prompt, by which given texts are scored.
+        echoes: whether an answer says under which name it was made.
+        lists: where its adapters are listed; default among its models.
+        telling: settings for the log-probabilities of what is generated.
+        settings: of generation, that it knows by lm-eval's names.
+    """
+
+    name: str
+    scores = False
+    echoes = False
+    lists: str | None = None
+    telling: Mapping[str, Any] = MappingProxyType({"logprobs": 1})
+    settings: frozenset[str] = frozenset({*_COMMON, "repetition_penalty", "min_tokens", "stop_token_ids"})
+
+    @abstractmethod
+    def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
+        """What of a request names the variant.
+
+        Raises:
+            InputError: the server does not have it.
+        """
+
+    def listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
+        """Read what the server says that it has.
+
+        Args:
+            models: its answer of `/v1/models`.
+            adapters: of `lists`.
+        """
+        found = Listing()
+        for card in models.get("data") or []:
+            if card.get("parent"):
+                found.parents[str(card["id"])] = str(card["parent"])
+            else:
+                found.models.append(str(card["id"]))
+                found.roots[str(card["id"])] = card.get("root")
+                found.length = card.get("max_model_len") or found.length
+        return found
+
+    @abstractmethod
+    def tokenize(self, model: str, text: str) -> dict[str, Any]:
+        """The request to `/tokenize` for a text's tokens without special ones."""
+
+
+class VLLM(ServerKind):
+    """An adapter is a model by its own name; one that is not there may be loaded when it is first asked for."""
+
+    name, scores, echoes = "vllm", True, True
+
+    def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
+        """The name of the adapter, or of the model."""
+        return {"model": variant.name or model}
+
+    def tokenize(self, model: str, text: str) -> dict[str, Any]:
+        """As the base class."""
+        return {"model": model, "prompt": text, "add_special_tokens": False}
+
+
+class SGLang(VLLM):
+    """An adapter is named after the model and a colon."""
+
+    name, scores, echoes = "sglang", False, False
+
+    def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
+        """`MODEL:ADAPTER`, or the model."""
+        return {"model": f"{model}:{variant.name}" if variant.name else model}
+
+
+class LlamaCpp(ServerKind):
+    """Adapters have numbers and compose; one that is not mentioned in a request, or in none, applies."""
+
+    name, lists = "llamacpp", "/lora-adapters"
+    telling = MappingProxyType({"logprobs": 1, "n_probs": 1})
+    settings = _COMMON
+
+    def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
+        """A scale for every adapter that is loaded: 1 for those of the variant, 0 for all others.
+
+        No part of a prompt may come from the server's cache, which finds it by its tokens, whatever adapter it was
+        computed under.
+        """
+        wanted: Sequence[str] = [variant.name] if variant.name in listing.numbers else variant.heads
+        for name in wanted:
+            if name not in listing.numbers:
+                raise InputError(_lacks(str(variant), listing.numbers))
+        scales = [{"id": number, "scale": int(name in wanted)} for name, number in listing.numbers.items()]
+        return {"model": model, "lora": sorted(scales, key=lambda one: one["id"]), "cache_prompt": False}
+
+    def listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
+        """Adapters are files of folders that have the variants' names."""
+        found = super().listing(models, None)
+        for one in adapters or []:
+            path = re.split(r"[/\\]", str(one["path"]))
+            name = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
+            if name in found.numbers:
+                raise InputError(f"the server has two adapters {name}; start it with one of them")
+            found.numbers[name] = int(one["id"])
+        return found
+
+    def tokenize(self, model: str, text: str) -> dict[str, Any]:
+        """As the base class."""
+        return {"content": text, "add_special": False}
+
+
+def _lacks(name: str, known: Mapping[str, Any]) -> str:
+    has = ", ".join(list(known)[:8]) + (", …" if len(known) > 8 else "") if known else "none"
+    return f"the server has no adapter {name} (it has {has}); export it, and start the server with it"
+
+
+KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (VLLM(), SGLang(), LlamaCpp())}

@@ -1,0 +1,72 @@
+"""A real llama.cpp against `pruned-hf`, weights and cache in float32 (`make test-llamacpp`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _engines import Server
+
+from tests.engines.conftest import LOCAL, evaluate, run
+
+LLAMACPP = os.environ.get("LMEVAL_PRUNE_LLAMACPP", "")
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(not LLAMACPP, reason="make test-llamacpp names a llama-server")]
+HEADS, TASK = ["L5H0", "L15H1", "L25H2"], "prune_tiny_words_pass4"
+ROUTER = f"router=random,router_pool={'+'.join(HEADS)}+dense"
+UNEVEN = "L5H0-2+L7H0-5"
+
+
+def llamacpp(printed: str, log: Path) -> Server:
+    """A server by the line that an export prints."""
+    return Server(next(line for line in printed.splitlines() if "llama-server " in line), Path(LLAMACPP).parent, log)
+
+
+def export(*words: str | Path, folder: Path) -> str:
+    return run("lmeval-prune", "export", *words, "--pretrained", "smollm2-135m", "--format", "gguf", folder=folder)
+
+
+@pytest.fixture(scope="module")
+def dense(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    export("model", "--dtype", "float32", "--output", folder / "dense.gguf", folder=folder)
+    return folder / "dense.gguf"
+
+
+@pytest.fixture(scope="module")
+def server(dense: Path) -> Iterator[tuple[Server, Path]]:
+    folder = dense.parent
+    words = [word for head in HEADS for word in ("--heads", head)]
+    printed = export("adapter", *words, "--dtype", "float32", "--output", folder / "adapters", folder=folder)
+    with llamacpp(printed.replace("MODEL.gguf", str(dense)), folder / "llamacpp.log") as started:
+        yield started, folder / "adapters"
+
+
+def served(server: tuple[Server, Path], *more: str) -> str:
+    """model_args of the server."""
+    given = [f"base_url={server[0].url}", "server=llamacpp", "pretrained=smollm2-135m", f"adapters={server[1]}"]
+    return ",".join([*given, *more])
+
+
+def test_a_router_of_three_heads_is_the_same(server: tuple[Server, Path], tmp_path: Path) -> None:
+    """Dense is among the tries: a request that names no adapter would have all of them applied."""
+    here = evaluate("pruned-hf", f"{LOCAL},{ROUTER}", TASK, tmp_path)
+    assert evaluate("pruned-server", served(server, ROUTER), TASK, tmp_path) == here
+
+
+def test_adapters_compose(server: tuple[Server, Path], tmp_path: Path) -> None:
+    both = "heads=L5H0+L15H1"  # no adapter of these two was exported
+    here = evaluate("pruned-hf", f"{LOCAL},{both}", "prune_tiny_words", tmp_path)
+    assert evaluate("pruned-server", served(server, both), "prune_tiny_words", tmp_path) == here
+
+
+def test_a_model_whose_layers_differ_loads_and_agrees(model: str, tmp_path: Path) -> None:
+    words = ["--heads", UNEVEN, "--dtype", "float32", "--output", tmp_path / "cut.gguf"]
+    printed = export("model", *words, folder=tmp_path)
+    assert "deci" in printed
+    here: dict[str, Any] = evaluate("pruned-hf", f"{LOCAL},heads={UNEVEN}", "prune_tiny_words", tmp_path)
+    with llamacpp(printed, tmp_path / "llamacpp.log") as started:
+        given = f"base_url={started.url},server=llamacpp,pretrained=smollm2-135m"
+        assert evaluate("pruned-server", given, "prune_tiny_words", tmp_path) == here

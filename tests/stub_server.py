@@ -1,0 +1,261 @@
+"""A server in this process that answers as vLLM, SGLang or llama.cpp do, by a tiny model, and can be told to misbehave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune import HeadMask
+
+Fault = Callable[[int, dict[str, Any]], str | None]
+_LOCK = threading.RLock()  # one model answers for all stubs
+_MODELS: dict[str, Any] = {}
+_KNOWN: dict[str, Any] = {}
+
+
+class Stub:
+    """A server of one model.
+
+    Args:
+        folder: of the model.
+        adapters: sets of heads that it has, `L0H1` or `L0H1+L1H2`.
+        kind: whose behaviour it has.
+        fault: of the number of a completion (from 0) and its payload, how it goes wrong, if it does.
+        name: by which it calls the model.
+        silent: adapters that change nothing.
+        leaks: requests without an adapter are answered under the last one while others wait, as vLLM's CPU bug has it.
+        port: that it listens at; default a free one.
+        delay: seconds an answer takes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        adapters: tuple[str, ...] = (),
+        kind: str = "vllm",
+        fault: Fault = lambda number, payload: None,
+        name: str = "tiny",
+        silent: tuple[str, ...] = (),
+        leaks: bool = False,
+        port: int = 0,
+        delay: float = 0.0,
+        tokenizer: Any = None,
+    ) -> None:
+        self.folder, self.adapters, self.kind, self.fault, self.name = str(folder), adapters, kind, fault, name
+        self.silent, self.leaks, self.delay = silent, leaks, delay
+        self.wait, self.length = "0.05", 512  # what it says of waiting, and how long a request may be
+        self.asked: list[dict[str, Any]] = []  # payloads of completions
+        self.answered = 0
+        self.waiting = 0
+        if self.folder not in _MODELS:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+            _MODELS[self.folder] = (model, AutoTokenizer.from_pretrained(folder))
+        self.model, own = _MODELS[self.folder]
+        self.tokenizer = tokenizer or own
+        self.connections: set[socket.socket] = set()
+        stub = self
+
+        class Handler(_Handler):
+            of = stub
+
+        for _ in range(100):  # a port is free again when nobody polls it any more
+            with suppress(OSError):
+                self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+                break
+            time.sleep(0.05)
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __enter__(self) -> Stub:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """Close everything at once."""
+        self.server.server_close()
+        for connection in list(self.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        threading.Thread(target=self.server.shutdown, daemon=True).start()
+
+    # ------------------------------------------------------------------ what it serves
+
+    def models(self) -> dict[str, Any]:
+        cards: list[dict[str, Any]] = [
+            {"id": self.name, "root": self.folder, "parent": None, "max_model_len": self.length}
+        ]
+        if self.kind == "vllm":
+            cards += [{"id": each, "root": f"/adapters/{each}", "parent": self.name} for each in self.adapters]
+        return {"object": "list", "data": cards}
+
+    def lora_adapters(self) -> list[dict[str, Any]]:
+        return [
+            {"id": number, "path": f"/adapters/{name}/adapter.gguf", "scale": 0.0}
+            for number, name in enumerate(reversed(self.adapters))
+        ]
+
+    def heads(self, payload: dict[str, Any]) -> str | None:
+        """The heads that a request is answered without; None for a request that names what is not there."""
+        model = payload.get("model")
+        if self.kind == "llamacpp":
+            scales = {one["id"]: one["scale"] for one in payload.get("lora", [])}
+            on = [one["path"].split("/")[-2] for one in self.lora_adapters() if scales.get(one["id"], 1)]
+            return "+".join(on)
+        if model == self.name:
+            return self.adapters[-1] if self.leaks and self.waiting > 1 and self.adapters else ""
+        name = str(model).removeprefix(f"{self.name}:") if self.kind == "sglang" else str(model)
+        if name not in self.adapters:
+            return None
+        return "" if name in self.silent else name
+
+    def complete(self, payload: dict[str, Any], heads: str, chat: bool) -> dict[str, Any]:
+        key = json.dumps([self.folder, payload | {"model": 0, "lora": 0}, heads], sort_keys=True)
+        with _LOCK:
+            if key not in _KNOWN:
+                with nullcontext() if not heads else HeadMask(heads).applied_to(self.model), torch.no_grad():
+                    _KNOWN[key] = self._complete(payload, chat)
+            return json.loads(json.dumps(_KNOWN[key]))
+
+    def _complete(self, payload: dict[str, Any], chat: bool) -> dict[str, Any]:
+        if chat:
+            text = self.tokenizer.apply_chat_template(payload["messages"], tokenize=False, add_generation_prompt=True)
+            prompt = self.tokenizer.encode(text)
+        else:
+            prompt = (
+                payload["prompt"] if isinstance(payload["prompt"], list) else self.tokenizer.encode(payload["prompt"])
+            )
+        temperature = payload["temperature"]
+        generator = torch.Generator().manual_seed(payload.get("seed", 0))
+        tokens, values = list(prompt), []
+        for _ in range(payload["max_tokens"]):
+            logits = self.model(torch.tensor([tokens])).logits[0, -1]
+            token = int(logits.argmax())
+            if temperature:
+                token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+            values.append(float(logits.log_softmax(-1)[token]))
+            if token == self.tokenizer.eos_token_id and not payload.get("echo"):
+                break
+            tokens.append(token)
+        text, reason = self.tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True), "length"
+        for stop in payload.get("stop") or []:
+            if stop in text:
+                text, reason = text.split(stop)[0], "stop"
+        found: dict[str, Any] = {"index": 0, "finish_reason": reason}
+        found |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        if payload.get("echo"):
+            every = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            own = [None, *(float(every[i, t]) for i, t in enumerate(tokens[1:]))]
+            best = [None, *(self._best(every[i], t) for i, t in enumerate(tokens[1:]))]
+            names = [f"token_id:{token}" for token in tokens]
+            found["logprobs"] = {"tokens": names, "token_logprobs": own, "top_logprobs": best}
+        elif payload.get("n_probs" if self.kind == "llamacpp" else "logprobs"):
+            names = [f"token_id:{token}" for token in tokens[len(prompt) :]]
+            if self.kind == "llamacpp":
+                pairs = zip(names, values, strict=False)
+                found["logprobs"] = {"content": [{"token": name, "logprob": value} for name, value in pairs]}
+            else:
+                found["logprobs"] = {"tokens": names, "token_logprobs": values[: len(names)]}
+        return {"object": "text_completion", "choices": [found], "usage": {}}
+
+    @staticmethod
+    def _best(row: torch.Tensor, token: int) -> dict[str, float]:
+        top = int(row.argmax())
+        return {f"token_id:{token}": float(row[token]), f"token_id:{top}": float(row[top])}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    of: Stub
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.of.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.of.connections.discard(self.connection)
+        with suppress(OSError):
+            super().finish()
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            super().handle()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def send(self, status: int, body: Any, headers: dict[str, str] | None = None, cut: bool = False) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if cut else content)
+        self.wfile.flush()
+        if cut:
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def do_GET(self) -> None:
+        found = {"/v1/models": self.of.models}
+        if self.of.kind == "llamacpp":
+            found["/lora-adapters"] = self.of.lora_adapters
+        self.send(200, found[self.path]()) if self.path in found else self.send(404, {"error": "not found"})
+
+    def do_POST(self) -> None:
+        payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            text = payload["content"] if self.of.kind == "llamacpp" else payload["prompt"]
+            self.send(200, {"tokens": self.of.tokenizer.encode(text, add_special_tokens=False)})
+            return
+        with _LOCK:
+            number = len(self.of.asked)
+            self.of.asked.append(payload)
+            self.of.waiting += 1
+        try:
+            self.completion(number, payload)
+        finally:
+            with _LOCK:
+                self.of.waiting -= 1
+
+    def completion(self, number: int, payload: dict[str, Any]) -> None:
+        fault = self.of.fault(number, payload)
+        time.sleep(self.of.delay + (0.05 if self.of.leaks else 0))
+        if fault == "500":
+            return self.send(500, {"error": {"message": "the engine stumbled"}})
+        if fault == "429":
+            return self.send(429, {"error": "busy"}, {"Retry-After": self.of.wait})
+        if fault == "400":
+            return self.send(400, {"error": {"message": "this prompt is too long"}})
+        if fault == "slow":
+            time.sleep(30)
+        if fault == "die":
+            return self.of.die()
+        heads = self.of.heads(payload)
+        if heads is None:
+            return self.send(404, {"error": {"message": f"The model `{payload['model']}` does not exist."}})
+        body = {**self.of.complete(payload, heads, "chat" in self.path), "model": payload.get("model")}
+        if fault == "wrong":
+            body["model"] = "another"
+            body["choices"][0]["text"] = "a wrong adapter's text"
+        if fault == "twice":
+            body["choices"].append({**body["choices"][0], "text": "another text"})
+        if fault == "abort":
+            body["choices"][0] |= {"text": "half a te", "finish_reason": "abort"}
+        if fault == "garbage":
+            return self.send(200, b"<html>gateway</html>")
+        self.of.answered += 1
+        return self.send(200, body, cut=fault == "cut")

@@ -1,0 +1,633 @@
+"""`--model pruned-server` against a stub: the answers of `pruned-hf`, whatever servers do meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import ssl
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.models.api_models import JsonChatStr
+
+from lmeval_prune import InputError
+from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.models.dispatch import Dispatcher
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
+from lmeval_prune.models.served import DENSE, Served
+from lmeval_prune.models.served_answering import seed_of
+from lmeval_prune.models.server_probe import Probe
+from tests.conftest import task_manager
+from tests.kills import killing_after
+from tests.stub_server import Stub
+from tests.test_pruned_hf import request, requests
+
+HEADS = ("L0H0", "L0H1", "L0H2", "L0H3", "L1H2")
+ROUTED = {"router": "random", "router_pool": "+".join([*HEADS, "dense"])}
+TASK = "prune_tiny_words_pass4"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
+
+
+def served(folder: Path, *stubs: Stub, **arguments: Any) -> PrunedServerLM:
+    given = {"pretrained": str(folder), "server": stubs[0].kind, "dtype": "float64", "max_retries": 4, **arguments}
+    return PrunedServerLM("+".join(stub.url for stub in stubs), **given)
+
+
+def evaluate(lm: Any, task: str = TASK, **options: Any) -> list[Any]:
+    given = {"gen_kwargs": {"max_gen_toks": 6}, "limit": 3, **options}
+    results = simple_evaluate(model=lm, tasks=[task], task_manager=task_manager(), bootstrap_iters=0, **given)
+    assert results is not None
+    return [[sample["arguments"][0][0], sample["resps"]] for sample in results["samples"][task]]
+
+
+@pytest.fixture(scope="module")
+def routed(tiny_folder: Path) -> list[Any]:
+    """What `pruned-hf` answers."""
+    lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", **ROUTED)
+    return evaluate(lm)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+def test_tries_are_those_of_pruned_hf(tiny_folder: Path, routed: list[Any], kind: str) -> None:
+    with Stub(tiny_folder, HEADS, kind) as stub:
+        assert evaluate(served(tiny_folder, stub, **ROUTED)) == routed
+    assert len({text for _, ((*texts,),) in routed for text in texts}) > 4  # heads matter
+
+
+def test_what_is_always_pruned_joins_the_head_of_a_try(tiny_folder: Path) -> None:
+    arguments = {"heads": "L1H0", "router": "random", "router_pool": "L0H1+L1H2+L0H2+L0H3"}
+    expected = evaluate(PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", **arguments))
+    unions = ("L0H1+L1H0", "L1H0+L1H2", "L0H2+L1H0", "L0H3+L1H0")
+    for kind, adapters in (("vllm", unions), ("llamacpp", ("L1H0", "L0H1", "L1H2", "L0H2", "L0H3"))):  # which compose
+        with Stub(tiny_folder, adapters, kind) as stub:
+            assert evaluate(served(tiny_folder, stub, **arguments)) == expected
+
+
+@pytest.mark.parametrize("heads", [None, "L0H1+L1H2"])
+def test_given_texts_are_scored_as_pruned_hf_scores_them(tiny_folder: Path, tmp_path: Path, heads: str | None) -> None:
+    hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads=heads)
+    with Stub(tiny_folder, ("L0H1+L1H2",)) as stub:
+        ours = served(tiny_folder, stub, heads=heads, responses=str(tmp_path / "r"))
+        for _ in range(2):  # the second time from the store
+            for kind in ("loglikelihood", "loglikelihood_rolling"):
+                count = len(stub.asked)
+                for theirs, own in zip(
+                    getattr(hf, kind)(requests(kind)), getattr(ours, kind)(requests(kind)), strict=True
+                ):
+                    assert own == pytest.approx(theirs, abs=1e-9)
+        assert len(stub.asked) == count
+        ours.close()
+        theirs = simple_evaluate(model=hf, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"]
+        own = served(tiny_folder, stub, heads=heads)
+        assert (
+            simple_evaluate(model=own, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"]
+            == theirs
+        )
+
+
+FAULTS = ["500", "429", "cut", "wrong", "twice", "garbage", "abort"]
+
+
+def test_faults_lose_nothing_and_count_nothing_twice(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+    kinds = iter(FAULTS * 100)
+    faulty = {number: next(kinds) for number in range(0, 200, 2)}
+    with Stub(tiny_folder, HEADS, fault=lambda number, payload: faulty.get(number)) as stub:
+        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False, max_retries=30)
+        assert evaluate(lm) == routed
+        lm.close()
+    assert {faulty.get(number) for number in range(len(stub.asked))} >= {*FAULTS, None}
+    lines = [json.loads(line) for line in (tmp_path / "r" / "rank-0.jsonl").read_text().splitlines()]
+    assert len(lines) == len({line["key"] for line in lines}) == 3 * 4
+
+
+def test_slow_answers_are_asked_for_again(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, fault=lambda number, payload: "slow" if number == 1 else None) as stub:
+        lm = served(tiny_folder, stub, probe=False, timeout=3.0)
+        asked = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(3)]
+        texts = lm.generate_until(asked)
+    assert len(stub.asked) >= 4
+    assert texts == PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(asked)
+
+
+def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
+    asked = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(6)]
+    for fault, times in (("500", 5), ("400", 1)):
+        with Stub(tiny_folder) as stub:
+            lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / fault), num_concurrent=2)
+            poison = lm.tok_encode("text 2")
+            stub.fault = lambda number, payload, fault=fault, poison=poison: (
+                fault if payload["prompt"] == poison else None
+            )
+            with pytest.raises(
+                InputError, match=r"^1 of 6 requests are not answered, the first [^\n]*document 2"
+            ) as error:
+                lm.generate_until(asked)
+            assert ("stumbled" if fault == "500" else "too long") in str(error.value)
+            assert len(lm.answering.store.known) == 5
+            assert sum(payload["prompt"] == poison for payload in stub.asked) == times
+            lm.close()
+
+
+def test_of_two_servers_one_dies(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as one, Stub(tiny_folder, HEADS) as other:
+        lm = served(tiny_folder, one, other, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=2)
+        before = len(one.asked), len(other.asked)
+        one.fault = lambda number, payload: "die" if number == before[0] else None
+        assert evaluate(lm) == routed
+        lm.close()
+        died = len(one.asked) - before[0]  # of these, one at least was not answered
+        assert 1 <= died < 12 and 13 - died <= len(other.asked) - before[1] <= 12
+    assert len(list(read_answers(tmp_path / "r"))) == 12
+
+
+def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: list[Any]) -> None:
+    revived: list[Stub] = []
+
+    def dies(number: int, payload: dict) -> str | None:
+        return "die" if number == first + 4 else None
+
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, **ROUTED, num_concurrent=1, max_retries=12)
+        first = len(stub.asked)
+        stub.fault, die = dies, stub.die
+
+        def die_and_rise() -> None:
+            stub.die = die  # type: ignore[method-assign]
+            die()
+            revived.append(Stub(tiny_folder, HEADS, port=stub.port))
+
+        stub.die = die_and_rise  # type: ignore[method-assign]
+        assert evaluate(lm) == routed
+    assert len(revived[0].asked) == 12 - 4
+    revived[0].die()
+
+
+def test_all_servers_die_for_good_and_another_run_goes_on(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=1)
+        first = len(stub.asked)
+        stub.fault = lambda number, payload: "die" if number == first + 5 else None
+        with pytest.raises(InputError, match=r"^no server answers any more \([^\n]*\); 5 of 12 requests[^\n]*$"):
+            evaluate(lm)
+        lm.close()
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
+        assert evaluate(lm) == routed
+        assert len(stub.asked) == 12 - 5
+        lm.close()
+
+
+def test_it_can_be_killed_and_goes_on(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        child = os.fork()
+        if child == 0:
+            try:
+                AnswerStore.add = killing_after(7)(AnswerStore.add)
+                options = {"responses": str(tmp_path / "r"), "probe": False, "num_concurrent": 1}
+                evaluate(served(tiny_folder, stub, **ROUTED, **options))
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        before = len(stub.asked)
+        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
+        assert evaluate(lm) == routed
+        assert len(stub.asked) - before == 12 - 7
+        lm.close()
+
+
+def test_every_sampled_try_has_a_seed_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = {"max_gen_toks": 8, "temperature": 1.0, "do_sample": True}
+    tries = [request("generate_until", ("a b c", settings), 0, 4)] * 4
+    with Stub(tiny_folder) as stub:
+        texts = served(tiny_folder, stub, probe=False).generate_until(tries)
+        assert len(set(texts)) == 4
+        seeds = {seed: {seed_of(seed, repeat) for repeat in range(4)} for seed in (1234, 1235)}
+        assert {payload["seed"] for payload in stub.asked} == seeds[1234]
+        assert len(seeds[1234] | seeds[1235]) == 8  # runs of neighbouring seeds share no try
+        stored = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
+        assert stored.generate_until(tries) == texts
+        stored.close()
+        again = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
+        count = len(stub.asked)
+        assert again.generate_until(tries) == texts and len(stub.asked) == count
+        again.close()
+        other = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"), seed=7)
+        assert other.generate_until(tries) != texts
+        other.close()
+
+
+def test_greedy_tries_are_one_answer_and_settings_are_lm_evals(tiny_folder: Path, tmp_path: Path) -> None:
+    greedy = {"max_gen_toks": 4, "until": ["\n"], "do_sample": False}
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
+        lm.generate_until([request("generate_until", ("a", {**greedy}), 0, 3)] * 3)
+        lm.close()
+        (payload,) = stub.asked
+        lm = served(tiny_folder, stub, probe=False)
+        lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 4, "do_sample": True}), 0)])
+        lm.generate_until([request("generate_until", ("a", {**greedy, "temperature": 0.7}), 0)])
+    assert payload["temperature"] == 0 and payload["stop"] == ["\n", "</s>"] and payload["max_tokens"] == 4
+    assert payload["prompt"] == lm.tok_encode("a") and "do_sample" not in payload and "until" not in payload
+    assert [one["temperature"] for one in stub.asked[1:]] == [1, 0]  # lm-eval's own class would send 0 and 0.7
+
+
+def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, ("L0H1", "L1H2", "L0H1+L1H0"), "llamacpp") as stub:
+        numbers = {one["path"].split("/")[2]: one["id"] for one in stub.lora_adapters()}
+        for heads, on in (
+            (None, set()),
+            ("L1H2", {"L1H2"}),
+            ("L0H1+L1H2", {"L0H1", "L1H2"}),
+            ("L0H1+L1H0", {"L0H1+L1H0"}),
+        ):
+            lm = served(tiny_folder, stub, heads=heads)
+            lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 2, "temperature": 0.5}), 0)])
+            payload = stub.asked[-1]
+            assert payload["lora"] == [{"id": n, "scale": int(n in {numbers[name] for name in on})} for n in range(3)]
+            assert payload["cache_prompt"] is False  # it may have been computed under another adapter
+            assert (payload["top_k"], payload["top_p"], payload["min_p"]) == (50, 1.0, 0.0)  # as `hf`
+
+
+def test_answers_of_the_store_are_those_of_the_variant_and_not_of_its_router(tiny_folder: Path, tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        store = {"responses": str(tmp_path / "r"), "probe": False}
+        for seed in (0, 1):
+            lm = served(tiny_folder, stub, **ROUTED, router_seed=seed, **store)
+            evaluate(lm)
+            lm.close()
+        asked = Counter(json.dumps([one["model"], one["prompt"]]) for one in stub.asked)
+        assert len(asked) > 12 and set(asked.values()) == {1}
+        (one,) = [request("generate_until", ("some text", {"max_gen_toks": 2}), 0)]
+        for count, other in enumerate(
+            ({}, {"dtype": "bfloat16"}, {"max_length": 6}, {"max_length": 7}, {"heads": "L0H1"}), len(stub.asked)
+        ):
+            for _ in range(2):
+                lm = served(tiny_folder, stub, **{**store, **other})
+                lm.generate_until([one])
+                assert len(stub.asked) == count + 1
+                lm.close()
+        stub.length = 400  # nothing is cut
+        lm = served(tiny_folder, stub, **store)
+        lm.generate_until([one])
+        assert lm.max_length == 400 and len(stub.asked) == count + 1
+        lm.close()
+
+
+def test_chats(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
+        expected = [texts for _, texts in evaluate(hf, "prune_tiny_words", apply_chat_template=True)]
+        plain = served(tiny_folder, stub, heads="L0H1")
+        assert [texts for _, texts in evaluate(plain, "prune_tiny_words", apply_chat_template=True)] == expected
+        chat = PrunedServerChatLM(stub.url, pretrained=str(tiny_folder), heads="L0H1")
+        assert [texts for _, texts in evaluate(chat, "prune_tiny_words", apply_chat_template=True)] == expected
+        assert "messages" in stub.asked[-1]
+        with pytest.raises(InputError, match="add --apply_chat_template"):
+            evaluate(chat, "prune_tiny_words")
+        with pytest.raises(InputError, match="a chat does not tell"):
+            chat.loglikelihood(requests("loglikelihood"))
+        plain.tokenizer.chat_template = None
+        with pytest.raises(InputError, match=r"^the tokenizer has no chat template[^\n]*$"):
+            evaluate(plain, "prune_tiny_words", apply_chat_template=True)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.fixture(scope="module")
+def good(tiny_folder: Path) -> Iterator[Stub]:
+    with Stub(tiny_folder, HEADS) as stub:
+        yield stub
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"base_url": "http://127.0.0.1:9"},
+            r"no server answers at http://127.0.0.1:9/v1/models .the connection is refused",
+        ),
+        ({"base_url": "localhost:8000"}, "write http://HOST:PORT"),
+        ({"base_url": None}, "name a server"),
+        ({"heads": "L1H1"}, "404: it has no adapter L1H1"),
+        ({"heads": "L9H1"}, "no attention in layer 9"),
+        ({"model": "llama"}, "serves tiny, not llama; another base model"),
+        ({"server": "vlm"}, "did you mean 'vllm'"),
+        ({"server": "llamacpp"}, r"answers 404; is it the server that `server=` says"),
+        ({"token_filter": 0.2}, "TokenFilter cannot be served"),
+        ({"engine": "batched"}, "engine= is for pruned-hf"),
+        ({"basel_url": "x"}, "unknown model_arg 'basel_url'; did you mean 'base_url'"),
+        ({"num_concurrent": 0}, "at least 1"),
+        ({"pretrained": "nobody/nothing"}, "cannot read the model nobody/nothing here"),
+        ({"responses": "{tmp}", "dtype": None}, "name the type in which the servers compute"),
+        ({"adapters": "{tmp}/none"}, "there is no folder"),
+        ({"max_length": "abc"}, "max_length='abc' is not a whole number"),
+        ({"max_length": -5}, "max_length must be a whole number above 0"),
+        ({"max_gen_toks": "abc"}, "max_gen_toks='abc' is not a whole number"),
+        ({"header": "abc"}, "header='abc' is no dictionary"),
+        ({"verify_certificate": "maybe"}, "neither true nor false"),
+        ({"ca_cert_path": "/nowhere/ca.pem"}, "there is no such file"),
+        ({"think_end_token": 5}, "think_end_token=5 is |think_end_token"),
+        ({"think_end_token": "5"}, "is a number; give its text"),
+        ({"tokenized_requests": False}, "sent as tokens"),
+        ({"dtype": "bfloat"}, "dtype=bfloat is not a type"),
+    ],
+)
+def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, arguments: dict, message: str) -> None:
+    given = {"base_url": good.url, "pretrained": str(tiny_folder), "dtype": "float64", **arguments}
+    given = {
+        name: str(tmp_path) + value[5:] if str(value).startswith("{tmp}") else value for name, value in given.items()
+    }
+    with pytest.raises(InputError, match=message) as error:
+        PrunedServerLM(**given)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None:
+    with (
+        Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub,
+        pytest.raises(InputError, match="under L0H2 as the unpruned"),
+    ):
+        served(tiny_folder, stub, **ROUTED)
+    with (
+        Stub(tiny_folder, HEADS, leaks=True) as stub,
+        pytest.raises(InputError, match="under L1H2 when both are in one"),
+    ):
+        served(tiny_folder, stub, **ROUTED)
+    with (
+        Stub(tiny_folder, HEADS, "llamacpp") as stub,
+        pytest.raises(InputError, match=r"has no adapter L1H1 .it has L1H2"),
+    ):
+        served(tiny_folder, stub, heads="L1H1")
+    with Stub(tiny_folder, HEADS) as stub:
+        stub.tokenizer = type("Other", (), {"encode": lambda self, text, **_: list(text.encode())})()
+        with pytest.raises(
+            InputError, match=r"makes \d+ tokens of a text of which this tokenizer makes \d+, other ones"
+        ):
+            served(tiny_folder, stub)
+
+
+def test_a_server_that_is_not_there_leaves_the_work_to_the_others(tiny_folder: Path, routed: list[Any]) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = PrunedServerLM(
+            ["http://127.0.0.1:9/v1/completions", f"{stub.url}/v1"], pretrained=str(tiny_folder), **ROUTED
+        )
+        assert evaluate(lm) == routed
+
+
+def test_likelihoods_and_caches_that_a_server_cannot_have(tiny_folder: Path, tmp_path: Path) -> None:
+    for kind in ("llamacpp", "sglang"):
+        message = f"prune_tiny_choice scores given texts, and server={kind}"
+        with Stub(tiny_folder, HEADS, kind) as stub, pytest.raises(InputError, match=message):
+            evaluate(served(tiny_folder, stub), "prune_tiny_choice", gen_kwargs=None)
+    with Stub(tiny_folder, HEADS) as stub:
+        with pytest.raises(InputError, match="generative tasks only"):
+            evaluate(served(tiny_folder, stub, **ROUTED), "prune_tiny_choice", gen_kwargs=None)
+        with pytest.raises(InputError, match="cannot tell served variants apart"):
+            simple_evaluate(
+                model=served(tiny_folder, stub), tasks=["prune_tiny_words"], limit=1, use_cache=str(tmp_path / "c"),
+                task_manager=task_manager(),
+            )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- servers that change, adapters that are wrong
+
+
+def text(context: Any, number: int = 0, **settings: Any) -> Any:
+    return request("generate_until", (context, {"max_gen_toks": 8, **settings}), number)
+
+
+@pytest.mark.parametrize("notices", [True, False])
+def test_llama_cpp_started_again_with_its_adapters_in_another_order(tiny_folder: Path, notices: bool) -> None:
+    """With or without a failed request in between."""
+    asked = [text(f"text {n} and more", n) for n in range(4)]
+    expected = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1").generate_until(asked)
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        lm = served(tiny_folder, stub, heads="L0H1", num_concurrent=1, probe=notices)
+        first = len(stub.asked)
+
+        def fault(number: int, payload: dict) -> str | None:
+            if number == first + 1:
+                stub.adapters = ("L0H0", "L0H3", "L0H2", "L0H1", "L1H2")
+            return "cut" if notices and number == first + 1 else None
+
+        stub.fault = fault
+        assert lm.generate_until(asked) == expected
+
+
+def test_another_model_in_the_place_of_a_server_is_not_asked(tiny_folder: Path) -> None:
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, num_concurrent=1)
+
+        def fault(number: int, payload: dict) -> str | None:
+            stub.models = lambda: {"data": [{"id": "tiny", "root": "another", "parent": None}]}  # type: ignore[method-assign]
+            return "500" if number == 0 else None
+
+        stub.fault = fault
+        with pytest.raises(InputError, match=r"it serves another model now .another"):
+            lm.generate_until([text("a b")])
+        assert len(stub.asked) == 1
+
+
+def test_adapters_that_are_mixed_up_are_found_out(tiny_folder: Path) -> None:
+    class Same(Stub):
+        def heads(self, payload: dict) -> str | None:
+            return super().heads(payload) and "L0H0"
+
+    class Mixed(Stub):
+        def heads(self, payload: dict) -> str | None:
+            return self.adapters[-1] if (found := super().heads(payload)) and self.waiting > 1 else found
+
+    with Same(tiny_folder, HEADS) as stub, pytest.raises(InputError, match=r"under L0H\d as under L0H\d: two names"):
+        served(tiny_folder, stub, heads=None, **{**ROUTED, "router_pool": "L0H1+L0H2"})
+    with (
+        Mixed(tiny_folder, HEADS, delay=0.05) as stub,
+        pytest.raises(InputError, match=r"requests under L0H. under L1H2"),
+    ):
+        served(tiny_folder, stub, **ROUTED)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
+    """Answers with noise as of 16 bits: a right server passes, one that answers dense under the last adapter does not."""
+    random = np.random.default_rng(0)
+    variants = [Served(f"L{i}H0", (f"L{i}H0",)) for i in range(32)]
+    effect = {one: random.normal(0, 0.15, 63) for one in variants} | {DENSE: np.zeros(63)}
+
+    class Noisy(Probe):
+        def __init__(self) -> None:
+            pass
+
+        def _tokenizer(self, server: Any) -> None:
+            pass
+
+        def _asked(self, server: Any, asked: Any, concurrent: int) -> Any:
+            leaks = wrong and concurrent > 1
+            shown = [effect[variants[-1] if leaks and one == DENSE else one] for one in asked]
+            sigma = 0.05 if concurrent > 1 else 0.0
+            return [[("t", value) for value in one + random.normal(0, 1, 63) * sigma] for one in shown]
+
+    for _ in range(5):
+        with pytest.raises(InputError, match="unpruned model's requests under L31H0") if wrong else nullcontext():
+            Noisy()._one(SimpleNamespace(url="http://server"), variants)  # type: ignore[arg-type]
+
+
+def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stub(tiny_folder, fault=lambda number, payload: "429" if number < 12 else None) as stub:
+        stub.wait = "0"
+        lm = served(tiny_folder, stub, probe=False, max_retries=3)
+        monkeypatch.setattr("lmeval_prune.models.dispatch.LONGEST_WAIT", 0.05)
+        assert len(lm.generate_until([text("a b")])) == 1 and len(stub.asked) == 13
+        stub.wait = "3600"  # not for an hour
+        stub.fault = lambda number, payload: "429" if number == 13 else None
+        assert len(lm.generate_until([text("a b c")])) == 1
+
+
+def test_a_variant_that_is_broken_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
+    pool = {**ROUTED, "router_pool": "+".join(HEADS[:4])}
+    with Stub(tiny_folder, HEADS) as stub:
+        options = {"responses": str(tmp_path / "r"), "probe": False, "num_concurrent": 1}
+        lm = served(tiny_folder, stub, **pool, **options)
+        stub.fault = lambda number, payload: "500" if payload["model"] == "L0H0" else None
+        with pytest.raises(InputError, match=r"^6 of 24 requests are not answered, [^\n]* under L0H0: [^\n]*stumbled"):
+            evaluate(lm, limit=6)
+        assert len(lm.answering.store.known) == 18
+        assert sum(payload["model"] == "L0H0" for payload in stub.asked) <= 6
+        lm.close()
+
+
+def test_a_server_that_dies_while_it_is_tried_is_left_out(tiny_folder: Path) -> None:
+    with Stub(tiny_folder, HEADS) as one, Stub(tiny_folder, HEADS) as other:
+        other.fault = lambda number, payload: "die" if number == 1 else None
+        lm = served(tiny_folder, one, other, heads="L0H1", max_retries=2)
+        assert [server.url for server in lm.dispatcher.servers] == [one.url]
+
+
+# ---------------------------------------------------------------------- what is asked, and kept
+
+
+def test_whole_texts_longer_than_a_request_are_scored_in_windows(tiny_folder: Path) -> None:
+    """Two tokens shorter than those of `hf`."""
+    hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", max_length=30)
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, max_length=32)
+        asked = [request("loglikelihood_rolling", ("x" * n,), n) for n in (29, 30, 31, 32, 33, 90)]
+        assert lm.loglikelihood_rolling(asked) == pytest.approx(hf.loglikelihood_rolling(asked), abs=1e-9)
+
+
+def test_answers_depend_on_the_prefix(tiny_folder: Path, tmp_path: Path) -> None:
+    asked = [request("loglikelihood_rolling", ("hello",), 0)]
+    found = []
+    with Stub(tiny_folder) as stub:
+        for prefix in (None, 50):
+            store = {"responses": str(tmp_path / "r")}
+            lm = served(tiny_folder, stub, probe=False, custom_prefix_token_id=prefix, **store)
+            found += lm.loglikelihood_rolling(asked)
+            lm.close()
+    assert found[0] != found[1]
+
+
+def test_settings_that_a_server_would_ignore_are_refused(tiny_folder: Path) -> None:
+    with Stub(tiny_folder) as stub, Stub(tiny_folder, kind="llamacpp") as other:
+        lm = served(tiny_folder, stub, probe=False)
+        for name, value in (("seed", 7), ("n", 2), ("num_beams", 4), ("repetition_penaltyy", 3.0), ("model", "x")):
+            with pytest.raises(InputError, match=f"generation setting {name}={value} cannot be sent to server=vllm"):
+                lm.generate_until([text("a", **{name: value})])
+        lm.generate_until([text("a", num_beams=1, repetition_penalty=1.5)])
+        assert stub.asked[-1]["repetition_penalty"] == 1.5 and "num_beams" not in stub.asked[-1]
+        with pytest.raises(InputError, match=r"repetition_penalty=1.5 cannot be sent to server=llamacpp"):
+            served(tiny_folder, other, probe=False).generate_until([text("a", repetition_penalty=1.5)])
+        assert not lm.MULTIMODAL
+        with pytest.raises(InputError, match="more than a text"):
+            lm.generate_until([request("generate_until", ("a", {"max_gen_toks": 2}, {"visual": []}), 0)])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
+def test_sampling_is_by_the_models_own_settings(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "tiny-llama"
+    shutil.copytree(tiny_folder, folder)
+    path = folder / "generation_config.json"
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    with Stub(tiny_folder, kind=kind) as stub:
+        lm = served(folder, stub, probe=False)
+        lm.generate_until([text("a", do_sample=True, top_k=0)])
+    sent = stub.asked[-1]
+    assert [sent[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [0.6, 0.9, -1, 0.0]
+
+
+def test_weights_that_are_not_here_cannot_be_told_apart(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "final"
+    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with Stub(tiny_folder) as stub:
+        served(folder, stub, probe=False)
+        with pytest.raises(InputError, match=r"has no weights here, [^\n]*: give adapters=FOLDER"):
+            served(folder, stub, probe=False, responses=str(tmp_path / "r"))
+
+
+def test_an_answer_without_text_is_not_kept(tiny_folder: Path, tmp_path: Path, caplog: Any) -> None:
+    class Null(Stub):
+        def complete(self, payload: dict, heads: str, chat: bool) -> dict:
+            found = super().complete(payload, heads, chat)
+            found["choices"][0]["message"] = {"role": "assistant", "content": None}
+            return found
+
+    chat = JsonChatStr(json.dumps([{"role": "user", "content": "x"}]))
+    with Null(tiny_folder) as stub:
+        given = {"pretrained": str(tiny_folder), "dtype": "float64", "responses": str(tmp_path / "r"), "probe": False}
+        lm = PrunedServerChatLM(stub.url, **given, enable_thinking=False)
+        with caplog.at_level("WARNING"):
+            assert lm.generate_until([text(chat, 0), text(chat, 1, max_gen_toks=3)]) == ["", ""]
+        lm.close()
+        assert caplog.text.count("content is null") == 1
+    assert stub.asked[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert not list(read_answers(tmp_path / "r"))
+
+
+def test_the_template_is_told_what_hf_tells_it(tiny_folder: Path) -> None:
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, enable_thinking=False, chat_template_args={"tone": "dry"})
+        lm.tokenizer.chat_template = "{{ messages[0]['content'] }} {{ enable_thinking }} {{ tone }}"
+        assert lm.apply_chat_template([{"role": "user", "content": "x"}]) == "x False dry"
+
+
+def test_prompts_are_made_when_they_are_sent(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, probe=False)
+        made: list[Any] = []
+        monkeypatch.setattr(lm.dispatcher, "run", lambda jobs, done, show: made.extend(jobs))
+        encode, count = lm.tokenizer.encode, []
+        monkeypatch.setattr(lm.tokenizer, "encode", lambda *a, **k: count.append(1) or encode(*a, **k))
+        with pytest.raises(KeyError):
+            lm.generated([text("some text")] * 4, range(4), lambda *_: None, False)
+        assert len(made) == 4 and not count
+        assert len({json.dumps(job.payload()["prompt"]) for job in made}) == 1 and len(count) == 1
+
+
+def test_own_certificates_reach_both_clients(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_text("nothing")
+    with Stub(tiny_folder) as stub:
+        with pytest.raises(InputError, match="holds no certificates"):
+            served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
+        path.write_text(
+            "".join(ssl.DER_cert_to_PEM_cert(one) for one in ssl.create_default_context().get_ca_certs(True))
+        )
+        if path.read_text():
+            lm = served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
+            assert isinstance(lm.dispatcher.verify, ssl.SSLContext) and lm.connection.verify == str(path)

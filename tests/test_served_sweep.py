@@ -1,0 +1,215 @@
+"""`lmeval-prune sweep --server`: the outcomes of a local sweep, never mixed with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lmeval_prune import InputError
+from lmeval_prune.cli import main
+from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION
+from lmeval_prune.grid import cells
+from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.run import run as run_grid
+from lmeval_prune.models.dispatch import Dispatcher
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.sprint.outcomes import OutcomeStore
+from lmeval_prune.sprint.router import FitOptions, fit
+from lmeval_prune.sprint.sweep import Sweep
+from tests.conftest import task_manager
+from tests.stub_server import Stub
+from tests.test_sweep import content, few_shot
+from tests.test_sweep import sweep as sweep_here
+
+pytestmark = pytest.mark.usefixtures("one_task_manager")
+HEADS = ("L0H0", "L0H1", "L0H2", "L0H3", "L1H2")
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exported as a user would, in the type in which the stub is said to compute."""
+    folder = tmp_path_factory.mktemp("adapters") / "pool"
+    words = ["--pretrained", str(tiny_folder), "--each", "+".join(HEADS), "--dtype", "float32", "--output", str(folder)]
+    assert main(["export", "adapter", *words]) == 0
+    return folder
+
+
+def sweep(stub: Stub, folder: Path, adapters: Path, output: Path, **options: Any) -> Any:
+    arguments = {"pretrained": str(folder), "server": "vllm", "adapters": str(adapters), "max_retries": 3}
+    given = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
+    arguments |= given.pop("model_args", {})
+    return Sweep(arguments, given.pop("tasks", ("prune_tiny_words",)), str(output), server=stub.url, **given).run()
+
+
+def test_outcomes_are_those_of_a_local_sweep(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
+    sweep_here(tiny_folder, tmp_path / "here")
+    with Stub(tiny_folder, HEADS) as stub:
+        served = sweep(stub, tiny_folder, adapters, tmp_path / "there", heads="L0H*", limit=3)
+        assert served.pool == ["dense", *HEADS[:4]]
+        served = sweep(stub, tiny_folder, adapters, tmp_path / "there")  # with another head, and more questions
+        count = len(stub.asked)
+        assert sum("echo" not in payload for payload in stub.asked) == 5 * 6  # nothing twice
+        before = content(tmp_path / "there")
+        sweep(stub, tiny_folder, adapters, tmp_path / "there")
+        assert all("echo" in payload for payload in stub.asked[count:]) and content(tmp_path / "there") == before
+    here = OutcomeStore(tmp_path / "here").read()
+    assert served.pool == here.pool and np.array_equal(served.z, here.z) and served.questions == here.questions
+    every = [OutcomeStore(tmp_path / name).cells() for name in ("here", "there")]
+    for ours, theirs in zip(*every, strict=True):
+        assert {**ours, "tokens": None, "answer": None} == {**theirs, "tokens": None, "answer": None}
+    assert sorted(path.name for path in (tmp_path / "here").glob("[a-z]*")) == sorted(before)
+    model = served.model
+    assert (model["server"], model["dtype"]) == ("vllm", "float32") and set(model["adapters"]) == set(HEADS)
+    assert model["adapters"]["L0H1"] == json.loads((adapters / "L0H1" / MANIFEST).read_text())["hash"]
+    for name in ("here", "there"):  # neither goes on in the other's folder
+        with pytest.raises(InputError, match=r"^[^\n]*has outcomes computed by [^\n]* in [^\n]*: give a new folder$"):
+            if name == "here":
+                with Stub(tiny_folder, HEADS) as stub:
+                    sweep(stub, tiny_folder, adapters, tmp_path / name)
+            else:
+                sweep_here(tiny_folder, tmp_path / name)
+
+
+def test_an_interrupted_sweep_goes_on_and_ends_as_one_that_was_not(
+    tiny_folder: Path, adapters: Path, tmp_path: Path
+) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        sweep(stub, tiny_folder, adapters, tmp_path / "whole", limit=3)
+    with Stub(tiny_folder, HEADS) as stub:
+        stub.fault = lambda number, payload: "die" if number == 28 else None
+        with pytest.raises(InputError, match="no server answers any more"):
+            sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3, model_args={"num_concurrent": 1})
+    with Stub(tiny_folder, HEADS) as one, Stub(tiny_folder, HEADS) as other:
+        one.url += f"+{other.url}"
+        sweep(one, tiny_folder, adapters, tmp_path / "cut", limit=3)
+    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+
+
+def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        options: dict[str, Any] = {"heads": "L0H0+L0H1", "limit": 1}
+        sweep(stub, tiny_folder, adapters, tmp_path / "s", **options)
+        with pytest.raises(InputError, match="give adapters=FOLDER"):
+            arguments = {"pretrained": str(tiny_folder), "dtype": "float32"}
+            Sweep(arguments, ("prune_tiny_words",), str(tmp_path / "n"), server=stub.url, heads="L0H0", limit=1).run()
+        with pytest.raises(InputError, match="made for servers in float32, not in dtype=bfloat16"):
+            sweep(stub, tiny_folder, adapters, tmp_path / "s", model_args={"dtype": "bfloat16"}, **options)
+        changed = tmp_path / "changed"
+        for name in HEADS:
+            about = json.loads((adapters / name / MANIFEST).read_text())
+            (changed / name).mkdir(parents=True)
+            about["hash"] = "0" * 16 if name == "L0H1" else about["hash"]
+            (changed / name / MANIFEST).write_text(json.dumps({**about, "schema": SCHEMA, "schema_version": VERSION}))
+        with pytest.raises(InputError, match=r"another adapter .L0H1: "):
+            sweep(stub, tiny_folder, changed, tmp_path / "s", **options)
+        sweep(stub, tiny_folder, changed, tmp_path / "s", **{**options, "heads": "L0H0+L0H2"})  # it is not asked for
+        other = tmp_path / "other" / tiny_folder.name
+        shutil.copytree(tiny_folder, other)
+        model = AutoModelForCausalLM.from_pretrained(other)
+        torch.nn.init.normal_(model.lm_head.weight)
+        model.save_pretrained(other)
+        with pytest.raises(InputError, match=r"was made from [^\n]*, another base model than [^\n]*other"):
+            sweep(stub, other, adapters, tmp_path / "o", **options)
+        with pytest.raises(InputError, match="names them once"):
+            sweep(stub, tiny_folder, adapters, tmp_path / "b", model_args={"base_url": stub.url}, **options)
+        stub.length = 400  # a server that takes less leaves what was not cut as it is
+        sweep(stub, tiny_folder, adapters, tmp_path / "s", **options)
+        with pytest.raises(InputError, match=r"has no adapter L1H0; write it with `lmeval-prune export adapter`"):
+            sweep(stub, tiny_folder, adapters, tmp_path / "s", heads="L1H0", limit=1)
+
+
+def test_a_router_of_a_served_sweep_routes_both(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        outcomes = sweep(
+            stub, tiny_folder, adapters, tmp_path / "s", tasks=(few_shot(tmp_path),), limit=4, gen_kwargs={}
+        )
+        outcomes.z[:] = np.eye(*outcomes.z.shape)
+        router = fit(outcomes, "all-minilm-l6-v2", FitOptions(epochs=1, validation=0.0, weights=(0.0,), sizes=(2,)))
+        router.save(tmp_path / "r")
+        PrunedServerLM(stub.url, pretrained=str(tiny_folder), router=str(tmp_path / "r")).close()
+        PrunedHFLM(str(tiny_folder), device="cpu", router=str(tmp_path / "r")).close()
+        other = tmp_path / "another-name"
+        other.symlink_to(tiny_folder)
+        with pytest.raises(InputError, match="was made for tiny-llama, this model is another-name"):
+            PrunedServerLM(stub.url, pretrained=str(other), router=str(tmp_path / "r"))
+
+
+def test_the_command(tiny_folder: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        words = ["sweep", "--server", stub.url, "--tasks", "prune_tiny_words", "--heads", "L0H0", "--limit", "2"]
+        words += ["--model_args", f"pretrained={tiny_folder},adapters={adapters}", "--output", str(tmp_path / "s")]
+        assert main([*words, "--gen_kwargs", "max_gen_toks=4"]) == 0
+        assert "2 questions, pool of 2" in capsys.readouterr().out
+    assert main(words) == 2
+    assert "no server answers at" in capsys.readouterr().err
+
+
+def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "TaskManager", task_manager)
+    with Stub(tiny_folder, HEADS) as stub:
+        asked: dict[str, Any] = {
+            "tasks": [{"task": "prune_tiny_words", "limit": 2}, {"task": "prune_tiny_choice", "limit": 2}]
+        }
+        asked |= {"gen_kwargs": {"max_gen_toks": 4}, "variants": {"dense": {}, "one": {"heads": "L0H1"}}}
+        here = {"pretrained": str(tiny_folder), "dtype": "float64"}
+        there = {**here, "base_url": stub.url}
+        for name, model in (("here", here), ("there", there)):
+            done = run_grid(Grid.of({**asked, "model": model, "measure": name == "there"}), str(tmp_path / name))
+            assert (done.new, done.failed) == (4, [])
+        count = len(stub.asked)
+        again = run_grid(
+            Grid.of({**asked, "model": {**there, "base_url": "http://127.0.0.1:9"}}), str(tmp_path / "there")
+        )
+        assert (again.new, again.failed) == (0, []) and len(stub.asked) == count  # the address is no part of a cell
+        counts = len(stub.asked)
+        changed = {**asked, "model": {**there, "max_gen_toks": 5, "auth_token": "x", "verify_certificate": False}}
+        changed |= {"variants": {"one": {"heads": "L0H1"}}, "measure": False}
+        assert run_grid(Grid.of(changed), str(tmp_path / "changed")).failed == [] and len(stub.asked) > counts
+        mixed = {**asked, "model": here, "variants": {"here": {}, "there": {"base_url": stub.url}}}
+        assert run_grid(Grid.of({**mixed, "measure": False}), str(tmp_path / "mixed")).new == 4
+    with pytest.raises(InputError, match="unknown axis or setting 'max_gen_toks'"):
+        Grid.of({**asked, "model": {**here, "max_gen_toks": 4}})
+    found = []
+    for name in ("here", "there"):
+        rows = [json.loads(line) for path in (tmp_path / name).rglob("samples_*.jsonl") for line in path.open()]
+        found.append(sorted(json.dumps([row["doc_id"], row["target"], rounded(row["filtered_resps"])]) for row in rows))
+    assert found[0] == found[1] and len(found[0]) == 8
+    with pytest.raises(InputError, match="cannot be prepared here"):
+        Grid.of({**asked, "model": there, "variants": {"x": {"prepare": {"random_heads": {"share": 0.1}}}}})
+    with pytest.raises(InputError, match="name the server, base_url"):
+        Grid.of({**asked, "model": {**here, "adapters": "x"}})
+
+
+def test_a_cell_of_a_grid_knows_its_adapters(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(adapters, changed)
+    path = changed / "L0H1" / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hash": "0" * 16}))
+    keys = []
+    for folder in (adapters, changed):
+        model = {"pretrained": str(tiny_folder), "base_url": "http://localhost:9", "adapters": str(folder)}
+        variants = {"one": {"heads": "L0H1"}, "other": {"heads": "L0H2"}}
+        asked = {"tasks": ["prune_tiny_words"], "variants": variants, "model": model, "measure": False}
+        keys.append({cell.variant: cell.key for cell in cells.cells_of(Grid.of(asked))})
+    assert keys[0]["one"] != keys[1]["one"] and keys[0]["other"] == keys[1]["other"]
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return f"{float(value):.6f}" if str(value).startswith("-") or isinstance(value, float) else value

@@ -72,13 +72,13 @@ def _questions(found: Comparison, folder: GridFolder, without_texts: Sequence[st
     result: dict[str, Any] = {}
     left = MOST
     for task, (questions, outcomes) in found.outcomes.items():
-        base = read_answers(folder.cell(found.cells[found.baseline, task]["key"]))
+        withheld = task in without_texts
+        base = {} if withheld else read_answers(folder.cell(found.cells[found.baseline, task]["key"]))
         several = len({own for own, _, _ in questions}) > 1
-        shown, withheld = [], task in without_texts
+        shown = []
         for own, number, _ in questions:
-            row = base[own, number]
             place = f"{own}, {number}" if several else f"{number}"
-            texts_of = {} if withheld else {"question": _short(row["question"]), "target": _short(row["target"])}
+            texts_of = {} if withheld else {key: _short(base[own, number][key]) for key in ("question", "target")}
             shown.append({"id": place, **texts_of})
         answers: dict[str, list[int]] = {}
         texts: dict[str, int] = {}

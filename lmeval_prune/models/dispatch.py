@@ -15,6 +15,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -150,12 +151,8 @@ class Dispatcher:
 
     def only(self, server: Server, concurrent: int | None = None) -> Dispatcher:
         """One that asks this server."""
-        return self._with([server], concurrent or self.concurrent)
-
-    def _with(self, servers: list[Server], concurrent: int) -> Dispatcher:
-        given = (self.kind, self.model, servers, self.headers, concurrent, self.retries, self.timeout, self.verify)
-        made = Dispatcher(*given)
-        made.first_wait = self.first_wait
+        made = copy(self)
+        made.servers, made.concurrent = [server], concurrent or self.concurrent
         return made
 
     def run(self, jobs: Sequence[Job], done: Callable[[Job, Any], None], show: bool = False) -> None:

@@ -61,6 +61,7 @@ class PrunedServerLM(LocalCompletionsAPI):
 
     chat = False
     MULTIMODAL = False
+    _warned = False  # of an answer without text
 
     @reported
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
@@ -76,7 +77,7 @@ class PrunedServerLM(LocalCompletionsAPI):
         path, self.config, self.model_map = self._local()
         self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
         self.checkpoint, self.dtype = self._base(path), self._dtype()
-        self.connection = Connection(self._headers(), self._verification, self.options.timeout)
+        self.connection = Connection(self.header, self._verification, self.options.timeout)
         servers = reach(self.kind, self.options.urls, self.connection)
         name = model_name(self.kind, servers, self.options.model)
         self._load(path, name, servers)
@@ -179,14 +180,10 @@ class PrunedServerLM(LocalCompletionsAPI):
 
     def _load(self, path: str, name: str, servers: Sequence[Server]) -> None:
         """lm-eval's own part, with the tokenizer."""
-        names: tuple[str, ...] = (
-            "trust_remote_code",
-            "revision",
-            "use_fast_tokenizer",
-            "custom_prefix_token_id",
-            "eos_string",
+        names = (
+            *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string"),
+            *("auth_token", "header", "verify_certificate", "ca_cert_path", "max_gen_toks"),
         )
-        names += ("auth_token", "header", "verify_certificate", "ca_cert_path", "max_gen_toks")
         theirs = {name: getattr(self.api, name) for name in names if getattr(self.api, name) is not None}
         tokenizer = embedded.resolve(str(self.api.tokenizer or path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
@@ -203,14 +200,11 @@ class PrunedServerLM(LocalCompletionsAPI):
         self.max_length = min([self.api.max_length or int(resolve_max_length(self.config, self.tokenizer)), *lengths])
         self._tokens = lru_cache(maxsize=4096)(self.tok_encode)  # variant by variant, the same prompts come again
 
-    def _headers(self) -> dict[str, str]:
-        key = self.api.auth_token or self.api_key
-        return dict(self.api.header) if self.api.header else ({"Authorization": f"Bearer {key}"} if key else {})
-
     @cached_property
     def header(self) -> dict[str, str]:
         """Of each request."""
-        return self._headers()
+        key = self.api.auth_token or self.api_key
+        return dict(self.api.header) if self.api.header else ({"Authorization": f"Bearer {key}"} if key else {})
 
     @property
     def _verification(self) -> bool | str:
@@ -463,9 +457,7 @@ class PrunedServerLM(LocalCompletionsAPI):
                 return NoText()
             return postprocess_generated_text(text, until, self.think_end_token)
 
-        return Job(
-            path, lambda: {**payload, **prompt()}, variant, self._text, where, tag=place, made=finished
-        )  # fmt: skip
+        return Job(path, lambda: {**payload, **prompt()}, variant, self._text, where, tag=place, made=finished)
 
     def _sampling(self, given: dict[str, Any], drawn: bool) -> dict[str, Any]:
         """Settings of generation, as `hf` would have them: the task's, then the model's own, then its defaults.
@@ -499,8 +491,6 @@ class PrunedServerLM(LocalCompletionsAPI):
                 " such answers count as empty and are not stored: give more max_gen_toks, or start it without parser",
                 where,
             )
-
-    _warned = False
 
     def _prompt(self, request: Any, context: Any, length: int) -> Callable[[], dict[str, Any]]:
         if not context:

@@ -297,11 +297,8 @@ def _same_model(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> di
     theirs, ours = before.get("adapters", {}), now.get("adapters", {})
     shared = theirs.keys() & ours.keys()
     _refuse_difference(folder, "adapter", *({name: each[name] for name in shared} for each in (theirs, ours)))
-    plain = {
-        "name": "",
-        "rounded": [],
-        "adapters": {},
-    }  # a folder may be renamed; the weights determine their roundings
+    # a folder may be renamed; the weights determine their roundings
+    plain = {"name": "", "rounded": [], "adapters": {}}
     _refuse_difference(folder, "model", *({**each, **plain} for each in (before, now)))
     return {**now, **before, **({"adapters": dict(sorted({**theirs, **ours}.items()))} if ours else {})}
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from lmeval_prune import Plan, TokenFilter, map_model
 from lmeval_prune.interventions.probe_pruning import ProbePruning
+from lmeval_prune.profiling.costs import counted_flops
 from lmeval_prune.pruners.base import PRUNERS, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.profiling.costs import counted_flops
 from lmeval_prune.surgery.cut import cut
 from tests.test_pruners import text_of
 from tests.tiny_models import output, tiny, tokens
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 DEVICE = "cuda"
-NEAR = {"rtol": 0, "atol": 1e-8}
+NEAR = {"rtol": 1e-5, "atol": 1e-5}  # rotary embeddings are in float32, whose sines differ by device
 HEADS_ONLY = "confidence"  # its channels are by another method
 OPTIONS = {
     **{name: (name, {}, {}) for name in PRUNERS},

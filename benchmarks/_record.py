@@ -23,12 +23,14 @@ def environment() -> dict[str, Any]:
         done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True)
         return done.stdout.strip()
 
+    commit = git("rev-parse", "--short", "HEAD") or os.environ.get("LMEVAL_PRUNE_COMMIT", "unknown")  # a bare copy
+
     packages = ("lmeval-prune", "lm_eval", "transformers", "torch")
     return {
         "command": " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
-        "commit": git("rev-parse", "--short", "HEAD")
-        + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else ""),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "commit": commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else ""),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
@@ -36,7 +38,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,6 +1,7 @@
 """What a share of the parameters costs by each pruner, calibrated on one text and on another: SmolLM2.
 
-    python benchmarks/baselines_result.py [--tokens 4096] [--threads 1] [--work out/baselines] [--report]
+    python benchmarks/baselines_result.py [--tokens 4096] [--threads 1] [--device cpu] [--match REGEX]
+        [--work out/baselines] [--report]
 
 Calibrated on 128 windows of 128 tokens of GSM8K's training text, and of MATH's; perplexity by token on GSM8K's test
 text and on MATH-500, windows of 128 tokens, at 10, 20 and 50 per cent of the parameters of heads and channels, with
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,6 +130,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", default="out/baselines")
     parser.add_argument("--rows", type=int, help="at most so many rows that are not there")
+    parser.add_argument("--match", default="", help="only rows whose name has this regular expression")
+    parser.add_argument("--device", default="cpu", help="torch's name of it")
     parser.add_argument("--report", action="store_true", help="measure nothing, write what is known")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -145,15 +149,17 @@ def main() -> None:
     if options.report:
         finish(about, options.tokens, said, known)
         return
-    model = load_pretrained(folder, dtype=torch.float32)
+    model: Any = load_pretrained(folder, dtype=torch.float32)
+    model.to(options.device)
     model_map = map_model(model)
-    windows = {name: windows_of(tokenizer, name, options.tokens) for name in TEXTS}
+    windows = {name: windows_of(tokenizer, name, options.tokens).to(options.device) for name in TEXTS}
     if "dense" not in known:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": formula_flops(model_map, WINDOW)}
         known["dense"] = {**counts, "perplexity": perplexities(model, windows), "environment": about}
         write_text(path, json.dumps(known))
-    waiting = [row for row in rows() if row.key not in known][: options.rows]
+    wanted = [row for row in rows() if re.search(options.match, row.key)]
+    waiting = [row for row in wanted if row.key not in known][: options.rows]
     for place, row in enumerate(waiting):
         try:
             known[row.key] = {

@@ -1,6 +1,7 @@
 """The second paper's tables, measured: recursive distillation of ATHENA and of SmolLM2, a row at a time.
 
     python benchmarks/distillation_result.py [--rows 1000] [--match REGEX] [--list] [--report]
+        [--unreported] [--gpu_speeds]
 
 A row is one model on one fold by one seed. Rows stand in the order of their importance; each is stored under --work
 when it is done and never made again, and a row that was killed goes on where it was: the same command can be given
@@ -8,8 +9,9 @@ again and again. `--rows 1` makes the next one. Recipes: configs/athena/minilm.y
 Nothing of a fold's test is looked at before its row is tested, by lm_eval. Speed, FLOPs and memory are those of
 reading the same test problems and judging their gold graphs, for a search does as much work as it keeps thoughts
 (language models: a prompt of 128 tokens; speed with 16 more). Speed: processor time, in turn with the dense host,
-medians. Memory: what a process of its own needs at most above what it has before the model is read. Writes
-`results/distillation.json`, and tables and pictures under `docs/results/distillation/`.
+medians; `--gpu_speeds` adds those of a GPU to rows that are done, alone on it. Memory: what a process of its own needs
+at most above what it has before the model is read. Writes `results/distillation.json`, and tables and pictures under
+`docs/results/distillation/`.
 """
 
 from __future__ import annotations
@@ -235,16 +237,41 @@ def athena_costs(folder: Path, dense: Path, fold: int) -> dict[str, Any]:
     return {**found, "memory": _memory_of(_judge, str(folder), fold)}
 
 
-def _in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Processor time of each, the median of several rounds after one that does not count."""
+def gpu_seconds(row: Row, folder: Path, dense: Path) -> dict[str, Any]:
+    """Seconds on a GPU of what is timed on a processor, in turn with the dense host."""
+    if row.host == "athena":
+        from lmeval_prune.athena import checkpoint
+
+        hosts = {"dense": checkpoint.read(dense).cuda(), "own": checkpoint.read(folder).cuda()}
+        batch = {
+            name: value.cuda() if isinstance(value, torch.Tensor) else value
+            for name, value in judged(hosts["own"], row.fold).items()
+        }
+        with torch.no_grad():
+            return _in_turn({name: lambda model=model: model(**batch) for name, model in hosts.items()}, _on_gpu)
+    from lmeval_prune import load_pretrained
+
+    models: dict[str, Any] = {name: load_pretrained(one).cuda() for name, one in (("dense", dense), ("own", folder))}
+    ids = torch.randint(5, 1000, (16, 128), device="cuda")
+    with torch.no_grad():
+        return _in_turn({name: lambda model=model: model(ids) for name, model in models.items()}, _on_gpu)
+
+
+def _on_gpu() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _in_turn(runs: dict[str, Callable[[], Any]], clock: Callable[[], float] = time.process_time) -> dict[str, float]:
+    """Time of each, the median of several rounds after one that does not count."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(ROUNDS + 1):
         for name, run in runs.items():
-            begun = time.process_time()
+            begun = clock()
             run()
             if number:
-                times[name].append(time.process_time() - begun)
-    return {name: round(statistics.median(all_), 4) for name, all_ in times.items()}
+                times[name].append(clock() - begun)
+    return {name: round(statistics.median(all_), 5) for name, all_ in times.items()}
 
 
 def _memory_of(function: Callable[..., int], *arguments: Any) -> int:
@@ -335,6 +362,8 @@ def main() -> None:
     parser.add_argument("--hosts", default="out/athena", help="folder of the dense hosts of athena_host.py")
     parser.add_argument("--list", action="store_true", help="show rows and whether they are done")
     parser.add_argument("--report", action="store_true", help="measure nothing, write what is known")
+    parser.add_argument("--unreported", action="store_true", help="write no report: for several processes at once")
+    parser.add_argument("--gpu_speeds", action="store_true", help="time rows that are done on this GPU, nothing else")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -345,7 +374,12 @@ def main() -> None:
         for row in wanted:
             print(("done  " if row.key in done else "      ") + row.key)
         return
-    if not options.report:
+    if options.gpu_speeds:
+        for row in [row for row in wanted if row.key in done and "gpu_seconds" not in done[row.key]]:
+            found = {**done[row.key], "gpu_seconds": gpu_seconds(row, *made(row, work, Path(options.hosts)))}
+            write_text(work / "rows" / f"{row.folder}.json", json.dumps(found) + "\n")
+            print(row.key, found["gpu_seconds"], flush=True)
+    elif not options.report:
         for row in [row for row in wanted if row.key not in done][: options.rows]:
             begun, about = time.time(), environment()
             print(f"--- {row.key}", flush=True)
@@ -354,7 +388,8 @@ def main() -> None:
             write_text(work / "rows" / f"{row.folder}.json", json.dumps(found) + "\n")
             minutes = (time.time() - begun) / 60
             print(f"--- {row.key}: {found['accuracy']:.1%}, {minutes:.1f} min in this run", flush=True)
-    finish(work)
+    if not options.unreported:
+        finish(work)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time of the decoding engine against lm-eval's `hf`, one mask at a time at its best batch size.
 
     python benchmarks/sweep_speed.py [--questions 64] [--threads 2] [--parts sweep,router,factors] [--twice]
+        [--device cpu]
 
 Parts: `sweep`, each question dense and with 8 heads; `router`, some questions with 8 heads of their own each;
 `factors`, the sweep on a few questions with each idea of the engine switched off in turn. Before a ratio is
@@ -41,8 +42,8 @@ Pairs = list[tuple[int, str | None]]  # question, head (None: dense)
 class Work:
     """Questions as lm-eval requests, and the ways to answer them."""
 
-    def __init__(self, model: str, questions: Sequence[str], longest: int) -> None:
-        self.lm = HFLM(model, device="cpu", dtype="float32", batch_size=16)
+    def __init__(self, model: str, questions: Sequence[str], longest: int, device: str = "cpu") -> None:
+        self.lm = HFLM(model, device=device, dtype="float32", batch_size=16)
         self.model_map = map_model(self.lm.model)
         self.generate = {"until": ["<|im_end|>", "<|endoftext|>"], "max_gen_toks": longest, "do_sample": False}
         chats = [[{"role": "user", "content": question + PROMPT}] for question in questions]
@@ -90,7 +91,9 @@ class Work:
             shared = (i for i in range(len(own)) if not text.startswith(self.lm.tok_decode(own[: i + 1])))
             parting = next(shared, len(own))  # the first token of ours that is not in their text
             with torch.inference_mode(), HeadMask(head).applied_to(self.lm.model) if head else nullcontext():
-                logits = self.lm.model(torch.tensor([prompt + own[:parting]]), logits_to_keep=1).logits[0, 0]
+                logits = self.lm.model(
+                    torch.tensor([prompt + own[:parting]], device=self.lm.device), logits_to_keep=1
+                ).logits[0, 0]
             best, second = logits.topk(2).values.tolist()
             gaps.append(best - second)
         report = {"texts": len(theirs), "identical": len(theirs) - len(gaps), "gaps_where_others_part": sorted(gaps)}
@@ -126,15 +129,25 @@ class Work:
         return total
 
 
-def peak() -> float:
+def peak(device: str) -> float:
     """Operations a second of a large float32 matrix product."""
-    a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
-    best = float("inf")
-    for _ in range(20):
-        begin = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - begin)
-    return 2 * 1536**3 / best
+    size = 1536 if device == "cpu" else 8192
+    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    return 2 * size**3 / min(_seconds(lambda: a @ b) for _ in range(20))
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """How long it takes, the device's own work included."""
+    _wait()
+    begin = time.perf_counter()
+    run()
+    _wait()
+    return time.perf_counter() - begin
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def by_rows(work: Work) -> dict[int, float]:
@@ -146,14 +159,9 @@ def by_rows(work: Work) -> dict[int, float]:
     each = 2 * sum(m.weight.numel() for m in products)
     found = {}
     for rows in (1, 8, 32, 64, 128, 192, 512):
-        inputs = {m.in_features: torch.randn(rows, m.in_features) for m in products}
-        best = float("inf")
+        inputs = {m.in_features: torch.randn(rows, m.in_features, device=work.lm.device) for m in products}
         with torch.inference_mode():
-            for _ in range(5):
-                begin = time.perf_counter()
-                for m in products:
-                    m(inputs[m.in_features])
-                best = min(best, time.perf_counter() - begin)
+            best = min(_seconds(lambda inputs=inputs: [m(inputs[m.in_features]) for m in products]) for _ in range(5))
         found[rows] = round(each * rows / best / 1e9, 1)
     return found
 
@@ -192,13 +200,14 @@ def main() -> None:
     parser.add_argument("--batches", default="16,32,64")
     parser.add_argument("--twice", action="store_true", help="run the engine again after hf")
     parser.add_argument("--name", default="sweep_speed")
+    parser.add_argument("--device", default="cpu", help="torch's name of it")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
     results: dict[str, Any] = {"environment": environment(), "questions": options.questions}
     asked = data.load("gsm8k", "test")["question"][: options.questions]
-    work = Work(embedded.resolve("smollm2-135m"), asked, 256)
-    highest = peak()
+    work = Work(embedded.resolve("smollm2-135m"), asked, 256, options.device)
+    highest = peak(options.device)
     results["gemm_peak_gflops"] = round(highest / 1e9, 1)
     results["gemm_gflops_by_rows"] = by_rows(work)
     rng = random.Random(0)

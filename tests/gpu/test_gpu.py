@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+NEAR = 1e-5  # sines and cosines of positions are of float32, and others on each device
 MASKS = [None, HeadMask("L0H1"), HeadMask("L1H2-3"), HeadMask("L0H0+L1H1")]
 
 
@@ -39,7 +41,7 @@ def test_a_head_mask_moves_to_the_activations() -> None:
         expected = output(model, inputs)
     model.cuda()
     with MASKS[3].applied_to(model):
-        torch.testing.assert_close(output(model, inputs.cuda()).cpu(), expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(output(model, inputs.cuda()).cpu(), expected, rtol=0, atol=NEAR)
 
 
 def test_row_masks_stay_on_the_device() -> None:
@@ -52,7 +54,7 @@ def test_row_masks_stay_on_the_device() -> None:
     with rows.applied_to(model):
         table = rows.table(MASKS)
         with rows.using(table):
-            torch.testing.assert_close(output(model, inputs.cuda()).cpu(), expected, rtol=0, atol=1e-9)
+            torch.testing.assert_close(output(model, inputs.cuda()).cpu(), expected, rtol=0, atol=NEAR)
         assert {drop.device.type for drop in table.drops.values()} == {"cuda"}
 
 
@@ -105,4 +107,7 @@ def test_pruned_hf_runs_there(tiny_folder: Path) -> None:
         arguments = {"dtype": "float64", "batch_size": 3, "heads": HEADS}
         expected = getattr(PrunedHFLM(str(tiny_folder), device="cpu", **arguments), kind)(asked(kind))
         got = getattr(PrunedHFLM(str(tiny_folder), device="cuda", **arguments), kind)(asked(kind))
-        assert got == expected if kind == "generate_until" else str(got)[:40] == str(expected)[:40]
+        if kind == "generate_until":
+            assert got == expected
+        else:
+            assert np.allclose(np.array(got, float), np.array(expected, float), atol=NEAR * 10)

@@ -106,9 +106,10 @@ def solve(model: Athena, problems: Sequence[Encoded]) -> list[Solution]:
             searches[number].expansion.keep(candidates[number][place] for place in accepted)
             chosen += [rows[place] for place in accepted]
         if chosen:
-            problem = step["problem"][chosen]
-            state = model.keep(state, thoughts[chosen], contexts[chosen], problem)
-            answers = model.conclude(state, thoughts[chosen], problem)
+            places = torch.tensor(chosen, device=model.device)
+            kept, problem = thoughts[places], step["problem"][places]
+            state = model.keep(state, kept, contexts[places], problem)
+            answers = model.conclude(state, kept, problem)
             for number, logit in zip(problem.tolist(), answers.tolist(), strict=True):
                 searches[number].answers.append(logit)
     return [search.solution for search in searches]

@@ -311,6 +311,7 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
         f"| nothing | | | | {_shown(dense['perplexity'])} | {dense['parameters'] / 1e6:.1f} M | "
         f"{dense['flops'] / 1e9:.2f} G |",
     ]
+    refused = list[str]()
     for row in sorted(rows(), key=lambda row: row.ratio):
         one = results.get(row.key)
         if one is None:
@@ -318,7 +319,8 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
         text = row.text if row.method and make_pruner(row.method, row.given).needs_text(True, True) else ""
         text = row.text if row.options.get("compensation") == "least_squares" else text
         if "refused" in one:
-            lines.append(f"| {row.name} | {row.ratio:.0%} | | {text} | {one['refused']} | | | |")
+            lines.append(f"| {row.name} | {row.ratio:.0%} | | {text} | — | — | | |")
+            refused.append(f"{row.name} at {row.ratio:.0%}: {one['refused']}.")
             continue
         shares = " | ".join(f"−{1 - one[name] / dense[name]:.1%}" for name in ("parameters", "flops"))
         share = realised(one, dense)
@@ -330,6 +332,7 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
         "left, biases that were added taken off. Probe Pruning masks and Token Filtering skips: all parameters stay,",
         "and Probe Pruning's share is what its masks leave out: heads without keys and values, and channels. A probe",
         "looks at the whole window, the predicted tokens included.",
+        *refused,
     ]
     lines += ["", "| expected | asked | read | so? | figures |", "| --- | --- | --- | --- | --- |"]
     for one in checked:
@@ -349,9 +352,9 @@ def draw(results: dict[str, Any]) -> None:
     """Perplexity against the share, of each method and text that it was calibrated on."""
     from matplotlib.figure import Figure as Picture
 
-    made = Picture(figsize=(9, 3.8), layout="constrained")
+    made = Picture(figsize=(10, 3.8), layout="constrained")
     panels = made.subplots(1, len(TEXTS), sharey=True)
-    names = ["slimgpt", "flap", "wanda_sp", "llm_pruner", "random, seed 0", "magnitude"]
+    names = ["slimgpt", "flap", "wanda_sp", "llm_pruner", "magnitude"]
     for axes, read in zip(panels, TEXTS, strict=True):
         for colour, name in zip(COLOURS, names, strict=False):
             for text, line in (("GSM8K", "-"), ("MATH", "--")):
@@ -360,7 +363,14 @@ def draw(results: dict[str, Any]) -> None:
                 label = f"{name}{'' if text == 'GSM8K' else ', calibrated on MATH'}"
                 if points:
                     axes.plot(*zip(*points, strict=True), color=colour, ls=line, marker="o", ms=4, label=label)
-        axes.axhline(results["dense"]["perplexity"][read], color="black", lw=0.8, ls=":")
+        seeds = [[results.get(Row(f"random, seed {s}", "", r).key) for s in range(SEEDS)] for r in sorted(RATIOS)]
+        drawn = [[one["perplexity"][read] for one in known if one] for known in seeds]
+        if all(drawn):
+            shares, ends = [100 * ratio for ratio in sorted(RATIOS)], [(min(one), max(one)) for one in drawn]
+            axes.fill_between(
+                shares, *zip(*ends, strict=True), color="grey", alpha=0.3, lw=0, label="random, five seeds"
+            )
+        axes.axhline(results["dense"]["perplexity"][read], color="black", lw=0.8, ls=":", label="unpruned")
         axes.set_yscale("log")
         axes.set_xlim(0, 60)
         axes.set_xticks([100 * ratio for ratio in sorted(RATIOS)])
@@ -368,7 +378,7 @@ def draw(results: dict[str, Any]) -> None:
         axes.set_xlabel("per cent of the parameters of heads and channels")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("perplexity by token")
-    panels[-1].legend(fontsize=6, frameon=False)
+    made.legend(*panels[-1].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside right center")
     save(made, OUTPUT / "perplexity")
 
 

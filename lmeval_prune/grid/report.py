@@ -71,6 +71,7 @@ def write(
     text = render(
         Path(__file__).with_name("report.md.jinja"),
         found=found,
+        without_texts=without_texts,
         tables={task: _table(found, task) for task in found.tasks},
         tests=len(tests),
         on_trial=_on_trial(found),

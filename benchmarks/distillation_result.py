@@ -1,7 +1,7 @@
 """The second paper's tables, measured: recursive distillation of ATHENA and of SmolLM2, a row at a time.
 
     python benchmarks/distillation_result.py [--rows 1000] [--match REGEX] [--list] [--report]
-        [--unreported] [--gpu_speeds]
+        [--unreported] [--speeds]
 
 A row is one model on one fold by one seed. Rows stand in the order of their importance; each is stored under --work
 when it is done and never made again, and a row that was killed goes on where it was: the same command can be given
@@ -9,9 +9,9 @@ again and again. `--rows 1` makes the next one. Recipes: configs/athena/minilm.y
 Nothing of a fold's test is looked at before its row is tested, by lm_eval. Speed, FLOPs and memory are those of
 reading the same test problems and judging their gold graphs, for a search does as much work as it keeps thoughts
 (language models: a prompt of 128 tokens; speed with 16 more). Speed: processor time, in turn with the dense host,
-medians; `--gpu_speeds` adds those of a GPU to rows that are done, alone on it. Memory: what a process of its own needs
-at most above what it has before the model is read. Writes `results/distillation.json`, and tables and pictures under
-`docs/results/distillation/`.
+medians; rows that were made beside others are timed again alone by `--speeds`, on models of their shapes. Memory:
+what a process of its own needs at most above what it has before the model is read. Writes
+`results/distillation.json`, and tables and pictures under `docs/results/distillation/`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def measured(row: Row, folder: Path, dense: Path, work: Path) -> dict[str, Any]:
         tested(folder, row.fold, None, kept)
         costs = athena_costs(folder, dense, row.fold)
     else:
-        _tested_language(folder, row.fold, kept)
+        tested_language(folder, row.fold, kept)
         costs = language_costs(folder, dense)
     answers = json.loads(kept.read_text(encoding="utf-8"))
     right = "".join(str(int(one["right"])) for one in answers)
@@ -183,7 +183,7 @@ def _removed_by(row: Row) -> str:
     )
 
 
-def _tested_language(folder: Path, fold: int, kept: Path) -> None:
+def tested_language(folder: Path, fold: int, kept: Path) -> None:
     if kept.exists():
         return
     from lm_eval import simple_evaluate
@@ -203,13 +203,13 @@ def _tested_language(folder: Path, fold: int, kept: Path) -> None:
     write_text(kept, json.dumps(samples, indent=0) + "\n")
 
 
-def judged(model: Any, fold: int) -> dict[str, Any]:
+def judged(model: Any, fold: int, most: int = JUDGED) -> dict[str, Any]:
     """Test problems with their gold graphs: what a model judges, whatever it would have searched through."""
     from lmeval_prune.athena.batches import Collator
     from lmeval_prune.athena.data import Grounded
     from lmeval_prune.tasks import data
 
-    problems = [one for row in data.load("asdiv_a", f"fold{fold}") if (one := Grounded.of(row))][:JUDGED]
+    problems = [one for row in data.load("asdiv_a", f"fold{fold}") if (one := Grounded.of(row))][:most]
     made = [one.example(model.tokenizer, model.settings.max_length, model.settings.constants) for one in problems]
     batch = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)([one for one in made if one])
     return {name: value for name, value in batch.items() if name != "labels"}
@@ -237,40 +237,58 @@ def athena_costs(folder: Path, dense: Path, fold: int) -> dict[str, Any]:
     return {**found, "memory": _memory_of(_judge, str(folder), fold)}
 
 
-def gpu_seconds(row: Row, folder: Path, dense: Path) -> dict[str, Any]:
-    """Seconds on a GPU of what is timed on a processor, in turn with the dense host."""
-    if row.host == "athena":
-        from lmeval_prune.athena import checkpoint
+def shaped_like(row: dict[str, Any], dense: Path) -> Any:
+    """An ATHENA of the shapes of a row's model, cut from a dense one; channels go evenly from all blocks.
 
-        hosts = {"dense": checkpoint.read(dense).cuda(), "own": checkpoint.read(folder).cuda()}
-        batch = {
-            name: value.cuda() if isinstance(value, torch.Tensor) else value
-            for name, value in judged(hosts["own"], row.fold).items()
-        }
-        with torch.no_grad():
-            return _in_turn({name: lambda model=model: model(**batch) for name, model in hosts.items()}, _on_gpu)
-    from lmeval_prune import load_pretrained
+    How long it takes does not depend on weights, so that a row can be timed where its model is not.
+    """
+    from lmeval_prune import Plan, cut, map_model
+    from lmeval_prune.athena import checkpoint
 
-    models: dict[str, Any] = {name: load_pretrained(one).cuda() for name, one in (("dense", dense), ("own", folder))}
-    ids = torch.randint(5, 1000, (16, 128), device="cuda")
-    with torch.no_grad():
-        return _in_turn({name: lambda model=model: model(ids) for name, model in models.items()}, _on_gpu)
+    own = checkpoint.read(dense)
+    model_map = map_model(own.encoder)
+    kept = row["stages"][-1]["heads"] if row["stages"] else {}
+    gone = [
+        f"{layer.label}H{head}"
+        for layer in model_map.attention
+        for head in range(layer.heads)
+        if head not in kept.get(layer.label, range(layer.heads))
+    ]
+    blocks = list(model_map.channels())
+    share, more = divmod(row["removed"]["channels"], len(blocks))
+    channels = {block: list(range(share + (place < more))) for place, block in enumerate(blocks) if share}
+    if gone or channels:
+        own.encoder = cut(own.encoder, Plan(heads=tuple(gone), channels=channels)).model
+    return own
 
 
-def _on_gpu() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
+def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of ATHENA that was not timed alone, with its time and the environment that it was taken in."""
+    from lmeval_prune.athena import checkpoint
+
+    host, about = checkpoint.read(dense), environment()
+    for key, row in done.items():
+        if row["host"] == "ATHENA over MiniLM" and "timed_in" not in row:
+            own = shaped_like(row, dense)
+            batch = judged(own, 0, 32)
+            with torch.no_grad():
+                runs = {"dense": host, "own": own}
+                seconds = _in_turn(
+                    {name: lambda model=model, batch=batch: model(**batch) for name, model in runs.items()}
+                )
+            assert sum(parameter.numel() for parameter in own.parameters()) == row["parameters"]
+            yield key, {**row, "seconds": seconds, "timed_in": about}
 
 
-def _in_turn(runs: dict[str, Callable[[], Any]], clock: Callable[[], float] = time.process_time) -> dict[str, float]:
-    """Time of each, the median of several rounds after one that does not count."""
+def _in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Processor time of each, the median of several rounds after one that does not count."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(ROUNDS + 1):
         for name, run in runs.items():
-            begun = clock()
+            begun = time.process_time()
             run()
             if number:
-                times[name].append(clock() - begun)
+                times[name].append(time.process_time() - begun)
     return {name: round(statistics.median(all_), 5) for name, all_ in times.items()}
 
 
@@ -343,6 +361,10 @@ def finish(work: Path) -> None:
         if row["environment"] not in environments:
             environments.append(row["environment"])
         row["environment"] = environments.index(row["environment"])
+        if "timed_in" in row:
+            if row["timed_in"] not in environments:
+                environments.append(row["timed_in"])
+            row["timed_in"] = environments.index(row["timed_in"])
     splits = sorted({row["split"] for row in found.values()})
     questions = {
         split: [{"id": one["id"], "complexity": one["complexity"]} for one in data.load("asdiv_a", split)]
@@ -363,7 +385,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show rows and whether they are done")
     parser.add_argument("--report", action="store_true", help="measure nothing, write what is known")
     parser.add_argument("--unreported", action="store_true", help="write no report: for several processes at once")
-    parser.add_argument("--gpu_speeds", action="store_true", help="time rows that are done on this GPU, nothing else")
+    parser.add_argument("--speeds", action="store_true", help="only time again what is done, of equal shapes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -374,11 +396,11 @@ def main() -> None:
         for row in wanted:
             print(("done  " if row.key in done else "      ") + row.key)
         return
-    if options.gpu_speeds:
-        for row in [row for row in wanted if row.key in done and "gpu_seconds" not in done[row.key]]:
-            found = {**done[row.key], "gpu_seconds": gpu_seconds(row, *made(row, work, Path(options.hosts)))}
-            write_text(work / "rows" / f"{row.folder}.json", json.dumps(found) + "\n")
-            print(row.key, found["gpu_seconds"], flush=True)
+    if options.speeds:
+        folders = {row.key: row.folder for row in rows()}
+        for key, found in speeds(done, Path(options.hosts) / "dense_fold0"):
+            write_text(work / "rows" / f"{folders[key]}.json", json.dumps(found) + "\n")
+            print(key, found["seconds"], flush=True)
     elif not options.report:
         for row in [row for row in wanted if row.key not in done][: options.rows]:
             begun, about = time.time(), environment()

@@ -49,7 +49,7 @@ def draw(stages: Sequence[dict[str, Any]], stem: Path) -> None:
     axes.set_xlabel("epoch, over all stages")
     if named:
         axes.set_yscale("log")
-        axes.legend(frameon=False, fontsize=7)
+        made.legend(frameon=False, fontsize=7, ncols=len(named), loc="outside lower center")
     if right is not None:
         right.set_ylabel("validation problems solved, % (dotted)", color=COLOURS[3], fontsize=8)
         right.set_ylim(0, 100)

@@ -192,6 +192,7 @@ def write(results: Path, output: Path) -> list[Path]:
         if not found.dense(host):
             continue
         parts.append(f"## {host}\n\n{_what(found, host)}")
+        shown = len(parts)
         kinds = [kind for kind in dict.fromkeys(row["kind"] for row in found.rows) if kind.startswith(OURS)]
         for title, table in (
             *((f"Table 1: {kind}, by share of heads", table_1(found, host, kind)) for kind in kinds),
@@ -201,6 +202,8 @@ def write(results: Path, output: Path) -> list[Path]:
         ):
             if table is not None:
                 parts.append(f"### {title}\n\n{_shown(table)}")
+        if len(parts) == shown and (alone := found.variant(host, DENSE, 0.0)):
+            parts.append(f"Only unpruned: {alone.accuracy:.1f}% on {', '.join(row['split'] for row in alone.rows)}.")
     sizes = table_2(found)
     if sizes is not None:
         parts.append(f"## Table 2: hosts, 25% of heads\n\n{_shown(sizes)}")
@@ -430,7 +433,7 @@ def _removed_where(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _draw(found: Results, stem: Path) -> None:
-    made, axes = figure(5.5, 3.4, "Accuracy by share of heads removed")
+    made, axes = figure(7, 3.4, "Accuracy by share of heads removed")
     for colour, host in zip(COLOURS, found.hosts, strict=False):
         shares = [0.0, *found.ratios(host)]
         variants, _ = _comparable([found.variant(host, OURS if share else DENSE, share) for share in shares])
@@ -460,5 +463,5 @@ def _draw(found: Results, stem: Path) -> None:
     )
     axes.set_xlabel("heads removed, %")
     axes.set_ylabel("accuracy, %")
-    axes.legend(frameon=False, fontsize=7)
+    made.legend(frameon=False, fontsize=7, loc="outside right center")
     save(made, stem)

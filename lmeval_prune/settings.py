@@ -116,3 +116,19 @@ _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     float: (_float, "not a number"),
     str: (_str, "not a text"),
 }
+
+
+def device_named(name: str | None) -> Any:
+    """A device of torch; without a name, and for a GPU where there is none (lm-eval's default), what there is.
+
+    Raises:
+        InputError: torch knows none of that name.
+    """
+    import torch
+
+    if name is None or (str(name).startswith("cuda") and not torch.cuda.is_available()):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device={name} is none of torch's; use cpu or cuda") from error

@@ -132,6 +132,7 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
         (("--method", "confidence", "--ffn_ratio", 0.25), "confidence scores heads only"),
         (("--method", "confidence", "--ratio", 0.2, "--ffn_ratio", 0.25, "--text", "text.txt"), "scores heads only"),
         (("--method", "confidence", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
+        (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu is none of torch's; use cpu or cuda"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_loaded(

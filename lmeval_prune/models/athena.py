@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-import torch
 from lm_eval.api.model import LM
 
 from lmeval_prune.architectures import ModelMap, map_model
@@ -20,7 +19,7 @@ from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError, nearest, reported
 from lmeval_prune.models.arguments import Arguments, our_names, unknown
 from lmeval_prune.models.identity import applied
-from lmeval_prune.settings import typed
+from lmeval_prune.settings import device_named, typed
 
 eval_logger = logging.getLogger(__name__)
 _FOR_TEXTS = ("router", "engine", "responses")  # what only a language model has use for
@@ -61,7 +60,7 @@ class AthenaLM(LM):
             meant = nearest(name, [*our_names(), "pretrained", "batch_size", "device"])
             raise unknown(name) if not meant else InputError(f"unknown model_arg {name!r}{meant}")
         self.field, self.batch_size = question_field, _batch(batch_size)
-        where = _device(device)
+        where = device_named(device)
         self.about = checkpoint.describe(pretrained)
         self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
@@ -150,13 +149,3 @@ def _batch(size: Any) -> int:
     if found < 1:
         raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto")
     return int(found)
-
-
-def _device(name: str | None) -> torch.device:
-    """The device of a name; lm-eval's own default is a GPU, also where there is none."""
-    if name is None or (str(name).startswith("cuda") and not torch.cuda.is_available()):
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"device={name} is none of torch's; use cpu or cuda") from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.settings import device_named
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
@@ -42,6 +43,7 @@ def importance(
     seed: int = 0,
     channels: bool = False,
     revision: str | None = None,
+    device: str | None = None,
 ) -> int:
     """Score the heads of a model, and draw the scores layer by layer.
 
@@ -58,6 +60,7 @@ def importance(
         seed: of the order in which the text is read
         channels: score feed-forward channels, too
         revision: of the model
+        device: cpu or cuda; default: a GPU if there is one
     """
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
@@ -66,13 +69,13 @@ def importance(
     from lmeval_prune.pruners.base import by_member, make_pruner
     from lmeval_prune.reporting.importance_map import draw
 
-    pruner = make_pruner(method, options or {})
+    pruner, where = make_pruner(method, options or {}), device_named(device)
     _check_json(output)
     check_writable(output)
     pruner.check(True, channels, bool(task or text))
     pruner.check_model(map_model(skeleton_of(pretrained, revision)))
     needed = pruner.needs_text(True, channels)
-    model_map, calibration, _ = _loaded(pretrained, revision, needed, task, text, windows, tokens, batch, seed)
+    model_map, calibration, _ = _loaded(where, pretrained, revision, needed, task, text, windows, tokens, batch, seed)
     scored = pruner.scores(model_map, calibration, True, channels)
     scores = {f"heads.{label}": one for label, one in scored.heads.items()}
     scores |= {f"channels.{label}": one for label, one in scored.channels.items()}
@@ -104,6 +107,7 @@ def prune(
     seed: int = 0,
     cut: str | None = None,
     revision: str | None = None,
+    device: str | None = None,
     **wanted: Any,
 ) -> int:
     """Make a plan of what a model loses for good; with `--cut`, the smaller checkpoint, too.
@@ -126,6 +130,7 @@ def prune(
         seed: of the order in which the text is read
         cut: folder for the smaller checkpoint
         revision: of the model
+        device: cpu or cuda; default: a GPU if there is one
     """
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
@@ -135,7 +140,7 @@ def prune(
     from lmeval_prune.pruners.schedule import check_methods, settled, stages, wants_channels, wants_heads
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
-    asked = PruneOptions(**wanted)
+    asked, where = PruneOptions(**wanted), device_named(device)
     known, at_hand = _scores_of(scores) if scores else (None, ({}, {}))
     if method:
         make_pruner(method, options or {})
@@ -174,7 +179,9 @@ def prune(
     needs = any(uses.values())
     if known and (task or text) and not needs:
         raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
-    model_map, calibration, tokenizer = _loaded(pretrained, revision, needs, task, text, windows, tokens, batch, seed)
+    model_map, calibration, tokenizer = _loaded(
+        where, pretrained, revision, needs, task, text, windows, tokens, batch, seed
+    )
     if known:
         known.fit_to(model_map)
     work = Path(output).with_name(f".{Path(output).name}.layers")
@@ -302,7 +309,13 @@ def _check_apart(output: str, cut: str) -> None:
 
 
 def _loaded(
-    pretrained: str, revision: str | None, needs_text: bool, task: str | None, text: str | None, *drawn: int
+    device: Any,
+    pretrained: str,
+    revision: str | None,
+    needs_text: bool,
+    task: str | None,
+    text: str | None,
+    *drawn: int,
 ) -> tuple[Any, Any, Any]:
     """The model's map, calibration text if there is to be one, and the tokenizer that it was read with."""
     from lmeval_prune.architectures import map_model
@@ -320,7 +333,7 @@ def _loaded(
         if tokenizer is None:
             raise InputError(f"{pretrained} has no tokenizer, which calibration text needs")
         calibration = read_calibration(tokenizer, text, task, *drawn)
-    return map_model(with_weights(bare, pretrained, revision)), calibration, tokenizer
+    return map_model(with_weights(bare, pretrained, revision).to(device)), calibration, tokenizer
 
 
 def tokenizer_of(pretrained: str, revision: str | None) -> Any:

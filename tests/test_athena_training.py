@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import shutil
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from lmeval_prune import InputError
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.data import Material, question_key
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.athena.training import AthenaTrainer, ByLength, last_whole
+from lmeval_prune.athena.training import AthenaTrainer, ByLength, last_whole, room_in, train
 from lmeval_prune.cli import main
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import task_manager
@@ -189,6 +191,40 @@ def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     assert last_whole(tmp_path) == str(tmp_path / "checkpoint-20")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 46930432 vs 46930320"),
+    ],
+)
+def test_a_full_disk_is_one_line(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    with pytest.raises(InputError, match="is full; make room, then the same command goes on"), room_in(tmp_path):
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("inline_container"), RuntimeError("shapes"), OSError(errno.EIO, "bad")])
+def test_other_errors_are_not_a_full_disk(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    with pytest.raises(type(error)) as raised, room_in(tmp_path):
+        raise error
+    assert raised.value is error
+
+
+def test_a_refused_training_leaves_its_name_free(options: TrainOptions, tmp_path: Path) -> None:
+    shutil.copytree(options.encoder, tmp_path / "nomask")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = tmp_path / "nomask" / name
+        if path.is_file():
+            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "mask_token"}))
+    wrong = replace(options, encoder=str(tmp_path / "nomask"), output=str(tmp_path / "host"))
+    with pytest.raises(InputError, match="mask token"):
+        train(wrong)
+    assert train(replace(wrong, encoder=options.encoder)).about["log"]
 
 
 @pytest.mark.parametrize(

@@ -399,13 +399,14 @@ def test_what_no_adapter_can_do_is_one_line(
     error = refused(
         capsys, "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "out"), "--heads", "L0H0-8"
     )
-    assert "needs rank 576" in error and "export model --zeroed --heads L0H0+L0H1" in error
+    advice = f"export model --zeroed --pretrained {tmp_path / 'wide'} --output FOLDER --heads L0H0+L0H1"
+    assert "needs rank 576" in error and advice in error
     saved("llama", tmp_path / "many", hidden_size=640, num_attention_heads=40, num_key_value_heads=40, head_dim=16)
     error = refused(
         capsys, "--pretrained", str(tmp_path / "many"), "--output", str(tmp_path / "out"), "--heads", "L0H0-34"
     )
     assert error.startswith("lmeval-prune: error: heads-35-")
-    assert error.endswith(f"export model --zeroed --heads {'+'.join(f'L0H{head}' for head in range(35))}`")
+    assert error.endswith(f" --output FOLDER --heads {'+'.join(f'L0H{head}' for head in range(35))}`")
     config = json.loads((tmp_path / "wide" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "wide" / "config.json").write_text(json.dumps(config))

@@ -111,7 +111,9 @@ def other_folds(data: str, test: str) -> list[str]:
     """
     folds = [name for name in DATA[data].splits if name.startswith("fold")]
     if test not in folds:
-        raise InputError(f"test={test} is no fold of {data}; name the training splits in train")
+        raise InputError(
+            f"test={test} is no fold of {data}; give test, e.g. test=fold0, or name the training splits in train"
+        )
     return [name for name in folds if name != test]
 
 

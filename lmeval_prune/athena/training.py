@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Sampler
@@ -32,6 +34,7 @@ from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
 ACCURACY = "eval_accuracy"
+LITTLE = 2**30  # bytes that are free on a disk that a checkpoint did not fit
 
 
 def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
@@ -305,12 +308,28 @@ def alone(work: Path, target: Path) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def room_in(work: Path) -> Iterator[None]:
+    """A block that keeps checkpoints in a folder; torch and safetensors say in their own ways that a disk is full.
+
+    Raises:
+        InputError: it is.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        said = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
+        torn = any(word in str(error) for word in ("iostream", "inline_container"))  # of torch.save
+        if not said and not (torn and shutil.disk_usage(work).free < LITTLE):
+            raise
+        raise InputError(f"the disk of {work} is full; make room, then the same command goes on") from error
+
+
 def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
     begun = work / "options.json"
     if begun.is_file():
         refuse_other(settings, begun_with(begun), work)
     material = Material.of(options)
-    write_text(begun, json.dumps(settings, indent=1) + "\n")
     set_seed(options.seed)
     model = checkpoint.begin(
         options.encoder,
@@ -319,6 +338,7 @@ def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athen
         dropout=options.dropout,
         max_kept=options.max_kept,
     )
+    write_text(begun, json.dumps(settings, indent=1) + "\n")
     made = [one.example(model.tokenizer, model.settings.max_length, material.constants) for one in material.train]
     examples = [example for example in made if example]
     print(
@@ -332,7 +352,8 @@ def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athen
     given = arguments(options, work)
     trainer = AthenaTrainer(model, given, examples, material.validation, options.head_rate, callbacks)
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=last_whole(work))
+    with room_in(work):
+        trainer.train(resume_from_checkpoint=last_whole(work))
     state = trainer.state
     model.about = {
         "options": settings,

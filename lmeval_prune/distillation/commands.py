@@ -24,10 +24,14 @@ def distill(**options: Any) -> int:
         return 130
     if not recursion.this_process().is_main_process:
         return 0
+    heads, all_ = 0, note["stages"][0]["removed"]["heads_total"]
     for stage in note["stages"]:
         removed = stage["removed"]
-        gone = f"{removed['heads']} heads, {removed['channels']} channels removed"
+        heads += removed["heads"]
+        gone = f"{removed['heads']} heads, {removed['channels']} channels removed, {heads} of {all_} heads in all"
         print(f"stage {stage['stage']}: {gone}; {stage['parameters'] / 1e6:.2f} million parameters are left")
+    if heads < int(wanted.ratio * all_):
+        print(f"{heads / all_:.1%} of the heads: whole units of each layer leave less than --ratio {wanted.ratio:g}")
     splits = note["material"]["splits"]
     if "data" in splits:
         task, model = f"prune_{splits['data']}_equation", "athena"

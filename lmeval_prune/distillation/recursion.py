@@ -20,7 +20,7 @@ from accelerate import PartialState
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.athena.checkpoint import SETTINGS
-from lmeval_prune.athena.training import alone, begun_with, last_whole, refuse_other
+from lmeval_prune.athena.training import alone, begun_with, last_whole, refuse_other, room_in
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.curves import draw
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, Material, check_maps, note_of
@@ -154,7 +154,7 @@ def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str, of
             raise InputError(
                 f"stage {stage} of {wanted.steps} has nothing left to remove: {after[0]} of {model_map.total_heads} "
                 f"heads and {after[1]} of {sum(model_map.channels().values())} channels are gone by then; give fewer "
-                f"stages, a larger ratio, another unit or a smaller ffn_multiple"
+                f"stages, a larger ratio, another unit, allocation global or a smaller ffn_multiple"
             )
         before = after
 
@@ -227,7 +227,10 @@ def _run_stage(
     if options.epochs:
         taught_by = options.teacher if stage == 1 and options.teacher else parent
         teacher = host.read(taught_by) if options.taught else None
-        learned = train(host, student, teacher, kept, material, training, stage, time.monotonic() - begun, last_whole)
+        with room_in(work):
+            learned = train(
+                host, student, teacher, kept, material, training, stage, time.monotonic() - begun, last_whole
+            )
     process.wait_for_everyone()
     if process.is_main_process:
         before = note["stages"][-1]["heads"] if note["stages"] else {}

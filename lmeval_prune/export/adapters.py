@@ -94,10 +94,11 @@ class AdapterExport:
         self.rank = max(self._rank(mask) for mask in self.masks.values())
         if format == "peft" and self.rank > RANKS[-1]:
             worst, mask = next((name, mask) for name, mask in self.masks.items() if self._rank(mask) == self.rank)
-            heads = "+".join(mask.heads)
+            heads, empty = "+".join(mask.heads), " --allow_empty_layer" if mask.allow_empty_layer else ""
             raise InputError(
                 f"{worst} needs rank {self.rank} in one layer, and vLLM takes up to {RANKS[-1]}; write a whole "
-                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --heads {heads}`"
+                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --pretrained {pretrained} "
+                f"--output FOLDER --heads {heads}{empty}`"
             )
         self.base = {
             "pretrained": self.served,

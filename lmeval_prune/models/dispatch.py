@@ -375,7 +375,10 @@ class _Run:
             busy = status == 429
             raise Failure(f"status {status}, {_said(text)}", _seconds(wait), busy, busy, refused=status == 500)
         if status in FATAL:
-            hint = FATAL[status] or f"it has no adapter {job.variant}, or no {job.path}"
+            hint = FATAL[status] or (
+                f"it has no adapter {job.variant}, or no {job.path}; `lmeval-prune export adapter` writes adapters and "
+                f"says how the server is started with them"
+            )
             raise InputError(f"{server.url} answers {status}: {hint} ({_said(text)})")
         if status != 200:
             raise Rejection(f"{server.url} answers {status}: {_said(text)}")

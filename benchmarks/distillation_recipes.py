@@ -29,9 +29,8 @@ STAGES = ((1, 1e-4), (3, 1e-4), (3, 2e-4))
 FOLDS = {"test": "fold1", "train": ("fold2", "fold3", "fold4")}
 
 
-def tried(kind: str, given: dict[str, Any], work: Path) -> dict[str, Any]:
+def tried(name: str, given: dict[str, Any], work: Path) -> dict[str, Any]:
     """Accuracy and losses of a recipe."""
-    name = f"{kind}_{given['epochs']}_{given['rate']}"
     kept = work / f"{name}.result"
     if not kept.exists():
         folder, answers = work / name, work / f"{name}.answers"
@@ -55,10 +54,13 @@ def main() -> None:
     registration.register()
     work = Path(options.work)
     base = recipe("distillation/smollm2_finetune", "distill")
-    dense = [tried("dense", {**base, "epochs": epochs, "rate": rate}, work) for epochs, rate in DENSE]
+    dense = [tried(f"dense_{epochs}_{rate}", {**base, "epochs": epochs, "rate": rate}, work) for epochs, rate in DENSE]
     best = max(dense, key=lambda one: one["accuracy"])
     base = {**recipe("distillation/smollm2", "distill"), "ratio": 0.3, "pretrained": str(work / best["name"])}
-    stages = [tried("stages", {**base, "epochs": epochs, "rate": rate}, work) for epochs, rate in STAGES]
+    under = f"under_{best['name']}"
+    stages = [
+        tried(f"{under}_{epochs}_{rate}", {**base, "epochs": epochs, "rate": rate}, work) for epochs, rate in STAGES
+    ]
     write("distillation_recipes", {"written": environment(), "folds": FOLDS, "dense": dense, "stages": stages})
 
 

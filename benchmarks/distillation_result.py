@@ -256,14 +256,19 @@ def shaped_like(row: dict[str, Any], dense: Path) -> Any:
     ]
     blocks = list(model_map.channels())
     share, more = divmod(row["removed"]["channels"], len(blocks))
-    channels = {block: list(range(share + (place < more))) for place, block in enumerate(blocks) if share}
+    channels = {
+        block: list(range(share + (place < more))) for place, block in enumerate(blocks) if share + (place < more)
+    }
     if gone or channels:
         own.encoder = cut(own.encoder, Plan(heads=tuple(gone), channels=channels)).model
     return own
 
 
 def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of ATHENA that was not timed alone, with its time and the environment that it was taken in."""
+    """Each row of ATHENA that was not timed alone, with its time and the environment that it was taken in.
+
+    Shapes are all that differs, so that one fold's host and 32 of its problems serve for all folds.
+    """
     from lmeval_prune.athena import checkpoint
 
     host, about = checkpoint.read(dense), environment()
@@ -276,8 +281,9 @@ def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, 
                 seconds = _in_turn(
                     {name: lambda model=model, batch=batch: model(**batch) for name, model in runs.items()}
                 )
-            assert sum(parameter.numel() for parameter in own.parameters()) == row["parameters"]
-            yield key, {**row, "seconds": seconds, "timed_in": about}
+            if sum(parameter.numel() for parameter in own.parameters()) != row["parameters"]:
+                raise ValueError(f"{key}: another shape than that of the row")
+            yield key, {**row, "seconds": seconds, "timed_in": about, "timed_at_load": os.getloadavg()[0]}
 
 
 def _in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:

@@ -118,17 +118,25 @@ _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def device_named(name: str | None) -> Any:
-    """A device of torch; without a name, and for a GPU where there is none (lm-eval's default), what there is.
+def device_named(name: str | None, strictly: bool = True) -> Any:
+    """A device of torch; without a name a GPU if there is one.
+
+    Args:
+        name: torch's, or None.
+        strictly: refuse a GPU where there is none; else (lm-eval's own default is a GPU) take the processor.
 
     Raises:
-        InputError: torch knows none of that name.
+        InputError: torch knows none of that name, or it is not there.
     """
     import torch
 
-    if name is None or (str(name).startswith("cuda") and not torch.cuda.is_available()):
+    gpu = str(name).startswith("cuda")
+    if name is None or (gpu and not strictly and not torch.cuda.is_available()):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
+        found = torch.device(name)
     except RuntimeError as error:
         raise InputError(f"device={name} is none of torch's; use cpu or cuda") from error
+    if strictly and (found.type not in ("cpu", "cuda") or (gpu and (found.index or 0) >= torch.cuda.device_count())):
+        raise InputError(f"device={name} is not there, or not for this; use cpu, or cuda where there is a GPU")
+    return found

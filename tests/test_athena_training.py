@@ -215,6 +215,17 @@ def test_other_errors_are_not_a_full_disk(error: Exception, tmp_path: Path, monk
     assert raised.value is error
 
 
+def test_a_disk_that_fills_up_in_training_is_one_line(
+    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(AthenaTrainer, "train", full)
+    with pytest.raises(InputError, match="is full; make room"):
+        train(replace(options, output=str(tmp_path / "host")))
+
+
 def test_a_refused_training_leaves_its_name_free(options: TrainOptions, tmp_path: Path) -> None:
     shutil.copytree(options.encoder, tmp_path / "nomask")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):

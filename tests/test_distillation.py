@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -902,6 +903,20 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     assert "2 heads, 0 channels removed, 2 of 8 heads in all;" in said and "leave less" not in said
     assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
     assert "was made with other options" in capsys.readouterr().err
+    less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
+    assert main(["distill", "--config", str(recipe), *less]) == 0
+    assert "25.0% of the heads: whole units leave less than --ratio 0.4" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DistillTrainer, "train", full)
+        with pytest.raises(InputError, match=r"the disk of model\.safetensors is full"):
+            distill(athena)
+    assert len(distill(athena)["stages"]) == athena.stages
 
 
 @pytest.mark.long

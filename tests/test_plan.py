@@ -133,6 +133,8 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
         (("--method", "confidence", "--ratio", 0.2, "--ffn_ratio", 0.25, "--text", "text.txt"), "scores heads only"),
         (("--method", "confidence", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
         (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu is none of torch's; use cpu or cuda"),
+        (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 is not there"),
+        (("--method", "random", "--ratio", 0.25, "--device", "meta"), "device=meta is not there, or not for this"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_loaded(
@@ -152,6 +154,25 @@ def test_mistakes_are_refused_before_anything_is_loaded(
     said = capsys.readouterr().err.strip().splitlines()
     assert message in said[-1] and said[-1].startswith("lmeval-prune: error: ")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "more"), [("importance", ()), ("prune", ("--ratio", 0.25))], ids=["importance", "prune"]
+)
+def test_the_model_is_put_on_the_device(
+    command: str, more: tuple, prunable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put: list[torch.device] = []
+    to = torch.nn.Module.to
+
+    def spied(self: torch.nn.Module, *where: Any, **options: Any) -> torch.nn.Module:
+        put.extend(one for one in where if isinstance(one, torch.device))
+        return to(self, *where, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "to", spied)
+    words = ("--method", "magnitude", "--device", "cpu:0", *more)
+    assert run(command, "--pretrained", prunable / "model", "--output", tmp_path / "plan.json", *words) == 0
+    assert torch.device("cpu:0") in put
 
 
 def test_scores_of_several_steps_are_refused(prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -34,6 +34,7 @@ from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
 ACCURACY = "eval_accuracy"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 LITTLE = 2**30  # bytes that are free on a disk that a checkpoint did not fit
 
 
@@ -248,7 +249,7 @@ def train(options: TrainOptions) -> Athena:
     if target.exists():
         refuse_other(settings, checkpoint.describe(target).get("options", {}), target)
     else:
-        with alone(work, target):
+        with alone(work, target), room_in(work):
             checkpoint.write(_train(options, settings, work), target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
@@ -318,11 +319,12 @@ def room_in(work: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        said = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
+        said = getattr(error, "errno", None) in FULL or any(f"(os error {number})" in str(error) for number in FULL)
         torn = any(word in str(error) for word in ("iostream", "inline_container"))  # of torch.save
         if not said and not (torn and shutil.disk_usage(work).free < LITTLE):
             raise
-        raise InputError(f"the disk of {work} is full; make room, then the same command goes on") from error
+        where = getattr(error, "filename", None) or work
+        raise InputError(f"the disk of {where} is full; make room, then the same command goes on") from error
 
 
 def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
@@ -352,8 +354,7 @@ def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athen
     given = arguments(options, work)
     trainer = AthenaTrainer(model, given, examples, material.validation, options.head_rate, callbacks)
     trainer.remove_callback(PrinterCallback)
-    with room_in(work):
-        trainer.train(resume_from_checkpoint=last_whole(work))
+    trainer.train(resume_from_checkpoint=last_whole(work))
     state = trainer.state
     model.about = {
         "options": settings,

@@ -14,6 +14,7 @@ def distill(**options: Any) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from lmeval_prune.distillation import recursion
+    from lmeval_prune.pruners.selection import share_of
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()
@@ -30,8 +31,8 @@ def distill(**options: Any) -> int:
         heads += removed["heads"]
         gone = f"{removed['heads']} heads, {removed['channels']} channels removed, {heads} of {all_} heads in all"
         print(f"stage {stage['stage']}: {gone}; {stage['parameters'] / 1e6:.2f} million parameters are left")
-    if heads < int(wanted.ratio * all_):
-        print(f"{heads / all_:.1%} of the heads: whole units of each layer leave less than --ratio {wanted.ratio:g}")
+    if heads < share_of(wanted.ratio, all_):
+        print(f"{heads / all_:.1%} of the heads: whole units leave less than --ratio {wanted.ratio:g}")
     splits = note["material"]["splits"]
     if "data" in splits:
         task, model = f"prune_{splits['data']}_equation", "athena"

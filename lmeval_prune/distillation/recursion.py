@@ -201,7 +201,8 @@ def _go_on(host: Host, settings: dict[str, Any], target: Path, work: Path) -> No
     for stage in range(1, options.stages + 1):
         folder = target if stage == options.stages else work / f"stage{stage}"
         if not (folder / NOTE).is_file():
-            _run_stage(host, material, stage, parent, work, folder, note)
+            with room_in(work):
+                _run_stage(host, material, stage, parent, work, folder, note)
         parent, note = str(folder), note_of(folder)
 
 
@@ -227,10 +228,7 @@ def _run_stage(
     if options.epochs:
         taught_by = options.teacher if stage == 1 and options.teacher else parent
         teacher = host.read(taught_by) if options.taught else None
-        with room_in(work):
-            learned = train(
-                host, student, teacher, kept, material, training, stage, time.monotonic() - begun, last_whole
-            )
+        learned = train(host, student, teacher, kept, material, training, stage, time.monotonic() - begun, last_whole)
     process.wait_for_everyone()
     if process.is_main_process:
         before = note["stages"][-1]["heads"] if note["stages"] else {}

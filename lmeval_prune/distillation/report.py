@@ -202,7 +202,8 @@ def write(results: Path, output: Path) -> list[Path]:
         ):
             if table is not None:
                 parts.append(f"### {title}\n\n{_shown(table)}")
-        if len(parts) == shown and (alone := found.variant(host, DENSE, 0.0)):
+        alone = found.variant(host, DENSE, 0.0)
+        if len(parts) == shown and alone:
             parts.append(f"Only unpruned: {alone.accuracy:.1f}% on {', '.join(row['split'] for row in alone.rows)}.")
     sizes = table_2(found)
     if sizes is not None:

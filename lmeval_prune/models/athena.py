@@ -60,7 +60,7 @@ class AthenaLM(LM):
             meant = nearest(name, [*our_names(), "pretrained", "batch_size", "device"])
             raise unknown(name) if not meant else InputError(f"unknown model_arg {name!r}{meant}")
         self.field, self.batch_size = question_field, _batch(batch_size)
-        where = device_named(device)
+        where = device_named(device, strictly=False)
         self.about = checkpoint.describe(pretrained)
         self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))

@@ -318,6 +318,8 @@ def _loaded(
     *drawn: int,
 ) -> tuple[Any, Any, Any]:
     """The model's map, calibration text if there is to be one, and the tokenizer that it was read with."""
+    import torch
+
     from lmeval_prune.architectures import map_model
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.pruners.calibration import check_length, read_calibration
@@ -333,7 +335,12 @@ def _loaded(
         if tokenizer is None:
             raise InputError(f"{pretrained} has no tokenizer, which calibration text needs")
         calibration = read_calibration(tokenizer, text, task, *drawn)
-    return map_model(with_weights(bare, pretrained, revision).to(device)), calibration, tokenizer
+    model = with_weights(bare, pretrained, revision)
+    try:
+        model.to(device)
+    except torch.OutOfMemoryError:
+        raise InputError(f"{pretrained} does not fit into the memory of {device}; give --device cpu") from None
+    return map_model(model), calibration, tokenizer
 
 
 def tokenizer_of(pretrained: str, revision: str | None) -> Any:

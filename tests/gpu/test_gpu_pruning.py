@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lmeval_prune import Plan, TokenFilter, map_model
+from lmeval_prune.cli import main
 from lmeval_prune.interventions.probe_pruning import ProbePruning
 from lmeval_prune.profiling.costs import counted_flops
 from lmeval_prune.pruners.base import PRUNERS, make_pruner
@@ -107,3 +108,13 @@ def test_probe_pruning_chooses_what_it_chooses_on_a_cpu(state: str, planned: boo
 def test_arithmetic_is_counted_there() -> None:
     model = tiny("llama")
     assert counted_flops(model, 16) == counted_flops(model.to(DEVICE), 16)
+
+
+def test_the_command_plans_there_what_it_plans_on_a_cpu(tiny_folder: Path, tmp_path: Path) -> None:
+    plans = []
+    for device in ("cpu", DEVICE):
+        path = tmp_path / f"{device}.json"
+        words = ["--pretrained", str(tiny_folder), "--output", str(path), "--method", "magnitude", "--ratio", "0.25"]
+        assert main(["prune", *words, "--device", device]) == 0
+        plans.append(Plan.load(path))
+    assert plans[0].heads == plans[1].heads != ()

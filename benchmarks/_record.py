@@ -19,16 +19,10 @@ RESULTS = Path(__file__).parent / "results"
 def environment() -> dict[str, Any]:
     import torch
 
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "--short", "HEAD") or os.environ.get("LMEVAL_PRUNE_COMMIT", "unknown")  # a bare copy
-
     packages = ("lmeval-prune", "lm_eval", "transformers", "torch")
     return {
         "command": " ".join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)]),
-        "commit": commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else ""),
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
         "processor": processor(),
         "threads": torch.get_num_threads(),
@@ -36,6 +30,15 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
     }
+
+
+def commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    known = git("rev-parse", "--short", "HEAD") or os.environ.get("LMEVAL_PRUNE_COMMIT", "unknown")  # a bare copy
+    return known + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def processor() -> str:

@@ -364,13 +364,10 @@ def finish(work: Path) -> None:
 
     environments: list[dict[str, Any]] = []
     for row in found.values():
-        if row["environment"] not in environments:
-            environments.append(row["environment"])
-        row["environment"] = environments.index(row["environment"])
-        if "timed_in" in row:
-            if row["timed_in"] not in environments:
-                environments.append(row["timed_in"])
-            row["timed_in"] = environments.index(row["timed_in"])
+        for name in [name for name in ("environment", "timed_in") if name in row]:
+            if row[name] not in environments:
+                environments.append(row[name])
+            row[name] = environments.index(row[name])
     splits = sorted({row["split"] for row in found.values()})
     questions = {
         split: [{"id": one["id"], "complexity": one["complexity"]} for one in data.load("asdiv_a", split)]

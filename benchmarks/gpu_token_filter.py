@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import transformers
-from _record import write
+from _record import commit, processor, write
 from lmeval_prune.kernels.filtered_attention import naive as naive_attention
 from lmeval_prune.kernels.filtered_attention import ops as attention
 from lmeval_prune.kernels.masked_projection import naive as naive_projection
@@ -470,9 +470,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if not options.cpu and not torch.cuda.is_available():
         sys.exit("no CUDA device here; --cpu measures what a CPU can show")
-    device = torch.cuda.get_device_name() if not options.cpu else _processor()
+    device = torch.cuda.get_device_name() if not options.cpu else processor()
     results: dict[str, Any] = {
         "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
         "device": device,
         "threads": options.threads,
         "load before": os.getloadavg()[0],
@@ -481,11 +482,6 @@ def main() -> None:
         "gate": gate(options),
     }
     (on_cpu if options.cpu else on_gpu)(options, results)
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def _triton() -> str | None:

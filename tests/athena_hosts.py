@@ -107,3 +107,11 @@ def data_folder(folder: Path, rows: int = 30) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asdiv.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+def without_mask_token(encoder: Path) -> None:
+    """Take the mask token out of a tokenizer's files."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = encoder / name
+        if path.is_file():
+            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "mask_token"}))

@@ -22,7 +22,7 @@ from lmeval_prune.athena.data import Material, question_key
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.training import AthenaTrainer, ByLength, last_whole, room_in, train
 from lmeval_prune.cli import main
-from tests.athena_hosts import data_folder, encoder_folder
+from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
 from tests.conftest import task_manager
 
 
@@ -228,10 +228,7 @@ def test_a_disk_that_fills_up_in_training_is_one_line(
 
 def test_a_refused_training_leaves_its_name_free(options: TrainOptions, tmp_path: Path) -> None:
     shutil.copytree(options.encoder, tmp_path / "nomask")
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = tmp_path / "nomask" / name
-        if path.is_file():
-            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "mask_token"}))
+    without_mask_token(tmp_path / "nomask")
     wrong = replace(options, encoder=str(tmp_path / "nomask"), output=str(tmp_path / "host"))
     with pytest.raises(InputError, match="mask token"):
         train(wrong)

@@ -33,7 +33,7 @@ from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.surgery.cut import cut_to
-from tests.athena_hosts import data_folder, encoder_folder
+from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
 from tests.conftest import ROOT
 from tests.tiny_models import tiny
 
@@ -884,10 +884,7 @@ def test_what_stands_at_the_output_is_left(athena: DistillOptions, dense: TrainO
 
 def test_a_host_without_a_mask_token(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
     shutil.copytree(dense.output, tmp_path / "host")
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = tmp_path / "host" / "encoder" / name
-        if path.is_file():
-            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "mask_token"}))
+    without_mask_token(tmp_path / "host" / "encoder")
     with pytest.raises(InputError, match="has no mask token"):
         distill(replace(athena, pretrained=str(tmp_path / "host")))
 

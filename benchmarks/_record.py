@@ -37,8 +37,11 @@ def commit() -> str:
         done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True)
         return done.stdout.strip()
 
-    known = git("rev-parse", "--short", "HEAD") or os.environ.get("LMEVAL_PRUNE_COMMIT", "unknown")  # a bare copy
-    return known + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    if known := os.environ.get("LMEVAL_PRUNE_COMMIT"):  # of a copy elsewhere, whose own commit says nothing
+        return known
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
+        "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    )
 
 
 def processor() -> str:

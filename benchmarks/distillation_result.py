@@ -81,25 +81,45 @@ class Row:
         return re.sub(r"\W+", "_", self.key)
 
 
+CHANNELS = {"ffn_ratio": 0.3, "ffn_method": "random"}
+
+
 def rows() -> Iterator[Row]:
-    """What matters most first: Table 1 fold by fold, Table 4 on two folds, α, then the language model."""
+    """What matters most first: Table 1 fold by fold, Table 4 on two folds, α, the language model; then more seeds."""
     for fold in range(5):
-        yield Row("athena", DENSE, 0.0, fold)
-        for ratio in (0.25, 0.3, 0.2):
-            yield Row("athena", OURS, ratio, fold)
+        yield from _table_1("athena", fold)
         if fold == 1:  # what the method is made of, before more folds
-            for kind, changes in ABLATIONS.items():
-                for one in (0, 1):
-                    yield Row("athena", kind, changes.get("ratio", 0.25), one, changes=changes)
+            yield from _table_4()
             for alpha in (0.3, 0.7):
                 for one in (0, 1):
                     yield Row("athena", f"alpha {alpha}", 0.25, one, changes={"options": {"alpha": alpha}})
-            yield Row("smollm2", DENSE, 0.0, 0)
-            for ratio in (0.25, 0.3, 0.2):
-                yield Row("smollm2", OURS, ratio, 0)
-            channels = {"ffn_ratio": 0.3, "ffn_method": "random"}
-            yield Row("smollm2", f"{OURS} + channels", 0.3, 0, changes=channels)
-            yield Row("athena", f"{OURS} + channels", 0.3, 0, changes=channels)
+            yield from _table_1("smollm2", 0)
+            yield Row("smollm2", f"{OURS} + channels", 0.3, 0, changes=CHANNELS)
+            yield Row("athena", f"{OURS} + channels", 0.3, 0, changes=CHANNELS)
+    for seed in (1, 2):
+        for fold in (0, 1):
+            yield Row("athena", DENSE, 0.0, fold, seed)
+            yield Row("athena", OURS, 0.25, fold, seed)
+        yield from _table_4(seed)
+        if seed == 1:
+            for fold in range(5):
+                yield from [row for row in _table_1("athena", fold, seed) if fold > 1 or row.ratio not in (0, 0.25)]
+                yield Row("athena", f"{OURS} + channels", 0.3, fold, seed, CHANNELS)
+            for fold in (2, 3):  # the recipe was chosen on fold 1
+                yield from _table_1("smollm2", fold)
+                yield Row("smollm2", f"{OURS} + channels", 0.3, fold, changes=CHANNELS)
+
+
+def _table_1(host: str, fold: int, seed: int = 0) -> Iterator[Row]:
+    yield Row(host, DENSE, 0.0, fold, seed)
+    for ratio in (0.25, 0.3, 0.2):
+        yield Row(host, OURS, ratio, fold, seed)
+
+
+def _table_4(seed: int = 0) -> Iterator[Row]:
+    for kind, changes in ABLATIONS.items():
+        for one in (0, 1):
+            yield Row("athena", kind, changes.get("ratio", 0.25), one, seed, changes)
 
 
 def recipe(name: str, section: str) -> dict[str, Any]:
@@ -237,16 +257,17 @@ def athena_costs(folder: Path, dense: Path, fold: int) -> dict[str, Any]:
     return {**found, "memory": _memory_of(_judge, str(folder), fold)}
 
 
-def shaped_like(row: dict[str, Any], dense: Path) -> Any:
-    """An ATHENA of the shapes of a row's model, cut from a dense one; channels go evenly from all blocks.
+def shaped_like(row: dict[str, Any], model: Any) -> Any:
+    """A transformers model of the shapes of a row's, cut from a dense one; channels go evenly from all blocks.
 
     How long it takes does not depend on weights, so that a row can be timed where its model is not.
+
+    Raises:
+        ValueError: it has another number of parameters than the row's.
     """
     from lmeval_prune import Plan, cut, map_model
-    from lmeval_prune.athena import checkpoint
 
-    own = checkpoint.read(dense)
-    model_map = map_model(own.encoder)
+    model_map = map_model(model)
     kept = row["stages"][-1]["heads"] if row["stages"] else {}
     gone = [
         f"{layer.label}H{head}"
@@ -259,31 +280,43 @@ def shaped_like(row: dict[str, Any], dense: Path) -> Any:
     channels = {
         block: list(range(share + (place < more))) for place, block in enumerate(blocks) if share + (place < more)
     }
-    if gone or channels:
-        own.encoder = cut(own.encoder, Plan(heads=tuple(gone), channels=channels)).model
-    return own
+    return cut(model, Plan(heads=tuple(gone), channels=channels)).model if gone or channels else model
 
 
 def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of ATHENA that was not timed alone, with its time and the environment that it was taken in.
+    """Each row that was not timed alone, with its time and the environment that it was taken in.
 
     Shapes are all that differs, so that one fold's host and 32 of its problems serve for all folds.
     """
+    about = environment()
+    for key, row in done.items():
+        if "timed_in" not in row:
+            found = (_athena_speed if row["host"] == "ATHENA over MiniLM" else _language_speed)(row, dense)
+            if found.pop("parameters") != row["parameters"]:
+                raise ValueError(f"{key}: another shape than that of the row")
+            yield key, {**row, **found, "timed_in": about, "timed_at_load": os.getloadavg()[0]}
+
+
+def _athena_speed(row: dict[str, Any], dense: Path) -> dict[str, Any]:
     from lmeval_prune.athena import checkpoint
 
-    host, about = checkpoint.read(dense), environment()
-    for key, row in done.items():
-        if row["host"] == "ATHENA over MiniLM" and "timed_in" not in row:
-            own = shaped_like(row, dense)
-            batch = judged(own, 0, 32)
-            with torch.no_grad():
-                runs = {"dense": host, "own": own}
-                seconds = _in_turn(
-                    {name: lambda model=model, batch=batch: model(**batch) for name, model in runs.items()}
-                )
-            if sum(parameter.numel() for parameter in own.parameters()) != row["parameters"]:
-                raise ValueError(f"{key}: another shape than that of the row")
-            yield key, {**row, "seconds": seconds, "timed_in": about, "timed_at_load": os.getloadavg()[0]}
+    models = {"dense": checkpoint.read(dense), "own": checkpoint.read(dense)}
+    own = models["own"]
+    own.encoder = shaped_like(row, own.encoder)
+    batch = judged(own, 0, 32)
+    with torch.no_grad():
+        seconds = _in_turn({name: lambda model=model: model(**batch) for name, model in models.items()})
+    return {"seconds": seconds, "parameters": sum(parameter.numel() for parameter in own.parameters())}
+
+
+def _language_speed(row: dict[str, Any], _: Path) -> dict[str, Any]:
+    from lmeval_prune import load_pretrained
+    from lmeval_prune.checkpoints import embedded
+    from lmeval_prune.profiling.costs import parameters
+
+    models = {name: load_pretrained(embedded.resolve("smollm2-135m")) for name in ("dense", "own")}
+    models["own"] = shaped_like(row, models["own"])
+    return {**_timed(models), "parameters": parameters(models["own"])[0]}
 
 
 def _in_turn(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -318,26 +351,34 @@ def _judge(folder: str, fold: int) -> int:
     return highest_memory() - before
 
 
+WORK = {"prompt": 128, "new": 16, "batches": (1,), "rounds": ROUNDS, "clock": "processor"}  # of a language model
+
+
 def language_costs(folder: Path, dense: Path) -> dict[str, Any]:
     from lmeval_prune import load_pretrained
     from lmeval_prune.profiling.costs import counted_flops, parameters
-    from lmeval_prune.profiling.speed import Workload, measure, peak_memory
+    from lmeval_prune.profiling.speed import Workload, peak_memory
 
-    work = Workload(prompt=128, new=16, batches=(1,), rounds=ROUNDS, clock="processor")
     models = {"dense": load_pretrained(dense), "own": load_pretrained(folder)}
-    speeds = measure(models, work)
-    seconds = {
-        name: round(work.prompt / one["prefill_1"] + work.new / one["decode_1"], 4) for name, one in speeds.items()
-    }
     found = {
         "parameters": parameters(models["own"])[0],
-        "flops": counted_flops(models["own"], 128),
-        "seconds": seconds,
-        "speeds": speeds,
+        "flops": counted_flops(models["own"], WORK["prompt"]),
+        **_timed(models),
     }
     del models
     gc.collect()
-    return {**found, "memory": int(peak_memory(str(folder), work) * 2**20)}
+    return {**found, "memory": int(peak_memory(str(folder), Workload(**WORK)) * 2**20)}
+
+
+def _timed(models: dict[str, Any]) -> dict[str, Any]:
+    """Processor time of a prompt and new tokens, and the speeds that it is made of."""
+    from lmeval_prune.profiling.speed import Workload, measure
+
+    found = measure(models, Workload(**WORK))
+    seconds = {
+        name: round(WORK["prompt"] / one["prefill_1"] + WORK["new"] / one["decode_1"], 4) for name, one in found.items()
+    }
+    return {"seconds": seconds, "speeds": found}
 
 
 # ---------------------------------------------------------------- rows in a file

@@ -193,8 +193,11 @@ def gate(options: argparse.Namespace) -> dict[str, Any]:
 # ---------------------------------------------------------------------- on a GPU
 
 
-def gpu_time(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwargs: Any) -> float:
-    """Median milliseconds of a call, the second-level cache emptied before each."""
+Clock = Callable[..., float]
+
+
+def launched(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwargs: Any) -> float:
+    """Median milliseconds of a call, the second-level cache emptied before each; what Python takes to launch counts."""
     flushed = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
     times = []
     for repeat in range(repeats + 3):
@@ -209,23 +212,57 @@ def gpu_time(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwar
     return statistics.median(times)
 
 
+def replayed(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwargs: Any) -> float:
+    """The same without what launching takes: calls in a CUDA graph, less a graph that only empties the cache."""
+    flushed = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def graph(call: Callable[..., Any], calls: int = 10) -> torch.cuda.CUDAGraph:
+        found = torch.cuda.CUDAGraph()
+        function(*args, **kwargs)  # compiled and tuned before
+        torch.cuda.synchronize()
+        with torch.cuda.graph(found):
+            for _ in range(calls):
+                flushed.zero_()
+                call()
+        return found
+
+    try:
+        graphs = [graph(lambda: function(*args, **kwargs)), graph(lambda: None)]
+    except RuntimeError:  # it waits for the device, which a graph cannot
+        torch.cuda.synchronize()
+        return math.nan
+    times: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for one, into in zip(graphs, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            one.replay()
+            end.record()
+            torch.cuda.synchronize()
+            into.append(begin.elapsed_time(end) / 10)
+    with_call, without = map(statistics.median, times)
+    return with_call - without
+
+
 def bandwidth() -> float:
     """Bytes a millisecond that copying a large tensor reads and writes."""
     source = torch.empty(2**30, dtype=torch.int8, device=DEVICE)
-    return 2 * source.numel() / gpu_time(torch.empty_like(source).copy_, source)
+    return 2 * source.numel() / launched(torch.empty_like(source).copy_, source)
 
 
-def decode_kernels(config: LlamaConfig, options: argparse.Namespace, batch: int, measured: float) -> dict[str, float]:
+def decode_kernels(
+    config: LlamaConfig, options: argparse.Namespace, batch: int, measured: float, clock: Clock
+) -> dict[str, float]:
     """Milliseconds of a layer's decode step: attention, by how many rows are skipped; deciding and storing."""
     heads, kv_heads, keys = config.num_attention_heads, config.num_key_value_heads, options.context
     query, one = random(options, batch, heads, WIDTH), random(options, batch, kv_heads, 1, WIDTH)
     k, v = (random(options, batch, kv_heads, keys, WIDTH) for _ in range(2))
     lengths = torch.full((batch,), keys, device=DEVICE, dtype=torch.int32)
-    found = {"attention, sdpa": gpu_time(SDPA, query[:, :, None], k, v, enable_gqa=True)}
+    found = {"attention, sdpa": clock(SDPA, query[:, :, None], k, v, enable_gqa=True)}
     for share in (0.0, 0.5):
         skipped = torch.arange(batch, device=DEVICE) < share * batch
         name = f"attention, {share:.0%} of rows skipped"
-        found[name] = gpu_time(attention.decode, query, k, v, lengths, skipped, SCALING, check=False)
+        found[name] = clock(attention.decode, query, k, v, lengths, skipped, SCALING, check=False)
     taken = found["attention, 0% of rows skipped"]
     found["attention, share of bandwidth"] = 2 * k.numel() * k.element_size() / taken / measured
     state = torch.zeros(batch, 6, dtype=torch.float64, device=DEVICE)
@@ -240,32 +277,32 @@ def decode_kernels(config: LlamaConfig, options: argparse.Namespace, batch: int,
         moved = one, one, valid, begun, anchor, anchor, state, NOTHING
         token_filter.decide_and_store(*moved, store=store, place=keys, keep_skipped=False)
 
-    found["decide and store"] = gpu_time(decide)
+    found["decide and store"] = clock(decide)
     found["decide and store, layers that filter"] = found["decide and store"] * config.num_hidden_layers / 2
     return found
 
 
-def prefill_kernels(config: LlamaConfig, options: argparse.Namespace) -> dict[str, float]:
+def prefill_kernels(config: LlamaConfig, options: argparse.Namespace, clock: Clock) -> dict[str, float]:
     """Milliseconds of a layer's attention of a prompt, by how many of its tokens are skipped."""
     keys, (heads, kv_heads) = options.context, (config.num_attention_heads, config.num_key_value_heads)
     query, (k, v) = random(options, 1, heads, keys, WIDTH), random(options, 2, 1, kv_heads, keys, WIDTH)
-    found = {"sdpa": gpu_time(SDPA, query, k, v, is_causal=True, enable_gqa=True)}
+    found = {"sdpa": clock(SDPA, query, k, v, is_causal=True, enable_gqa=True)}
     for share in (0.0, 0.2, 0.5):
         count = round(keys * (1 - share))
         chosen = torch.randperm(keys, device=DEVICE)[:count].sort().values[None]
         some = chosen, torch.tensor([count], device=DEVICE), torch.arange(1, count + 1, device=DEVICE)[None]
-        found[f"{share:.0%} skipped"] = gpu_time(attention.prefill, query, k, v, *some, SCALING, check=False)
+        found[f"{share:.0%} skipped"] = clock(attention.prefill, query, k, v, *some, SCALING, check=False)
     return found
 
 
-def projection_kernels(config: LlamaConfig, options: argparse.Namespace, tokens: int) -> dict[str, float]:
+def projection_kernels(config: LlamaConfig, options: argparse.Namespace, tokens: int, clock: Clock) -> dict[str, float]:
     """Milliseconds of a layer's output projection, by how many heads are masked."""
     heads = config.num_attention_heads
     x, weight = random(options, tokens, heads * WIDTH), random(options, config.hidden_size, heads * WIDTH)
-    found = {"dense": gpu_time(torch.nn.functional.linear, x, weight)}
+    found = {"dense": clock(torch.nn.functional.linear, x, weight)}
     for share in (0.0, 0.5):
         kept = torch.arange(round(heads * share), heads, device=DEVICE)
-        found[f"{share:.0%} of heads masked"] = gpu_time(projection.project, x, weight, kept, WIDTH, check=False)
+        found[f"{share:.0%} of heads masked"] = clock(projection.project, x, weight, kept, WIDTH, check=False)
     return found
 
 
@@ -273,15 +310,16 @@ def random(options: argparse.Namespace, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=options.dtype)
 
 
-def kernels(config: LlamaConfig, options: argparse.Namespace) -> dict[str, Any]:
+@torch.no_grad()
+def kernels(config: LlamaConfig, options: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     measured = bandwidth()
     found: dict[str, Any] = {"bandwidth, GB/s": measured / 1e6}
     for batch in options.batches:
         if 4 * batch * config.num_key_value_heads * options.context * WIDTH <= 2**34:  # bytes of keys and values
-            found[f"decode, batch {batch}"] = decode_kernels(config, options, batch, measured)
-    found[f"prefill of {options.context} tokens"] = prefill_kernels(config, options)
+            found[f"decode, batch {batch}"] = decode_kernels(config, options, batch, measured, clock)
+    found[f"prefill of {options.context} tokens"] = prefill_kernels(config, options, clock)
     for tokens in (1, 32, options.context):
-        found[f"output projection of {tokens} tokens"] = projection_kernels(config, options, tokens)
+        found[f"output projection of {tokens} tokens"] = projection_kernels(config, options, tokens, clock)
     return found
 
 
@@ -333,7 +371,10 @@ def end_to_end(model: Any, batch: int, options: argparse.Namespace) -> dict[str,
 def on_gpu(options: argparse.Namespace, results: dict[str, Any]) -> None:
     for name in options.models:
         config = shaped(name, options.shrink)
-        found = results[name] = {"kernels, ms": kernels(config, options)}
+        found = results[name] = {
+            "kernels, ms": kernels(config, options, launched),
+            "kernels in CUDA graphs, ms": kernels(config, options, replayed),
+        }
         write(options.out, results)
         model = built(config, DEVICE, options.dtype)
         for batch in options.batches:

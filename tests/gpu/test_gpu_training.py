@@ -97,7 +97,7 @@ def test_athena_is_trained_as_on_a_cpu(tmp_path: Path, devices: set[str]) -> Non
     reference = replace(options, output=str(tmp_path / "here"))
     subprocess.run(
         [sys.executable, "-c", script, json.dumps(asdict(reference))],
-        check=True, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}, timeout=300,
+        check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "CUDA_VISIBLE_DEVICES": ""}, timeout=300,
     )  # fmt: skip
     training.train(options)
     assert devices == {DEVICE}

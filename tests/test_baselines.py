@@ -31,7 +31,7 @@ from lmeval_prune.pruners.allocation import (
     standardised_by_layer,
 )
 from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.flap import Flap
 from lmeval_prune.pruners.layer_store import Done, LayerStore
@@ -884,3 +884,33 @@ def test_a_sequential_score_is_that_of_the_dense_model() -> None:
     weight = weight_of(model_map.feed_forward[1].down)
     found = WandaSp().channel_scores(model_map, text)["L1"]
     torch.testing.assert_close(found, weight.abs().mean(0) * x.square().mean(0).sqrt())
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "message"),
+    [
+        (None, "prune_tinny", "there is no task prune_tinny; did you mean 'prune_tiny'"),
+        ("latin.txt", None, "is no text in UTF-8 .* convert it"),
+        ("none.txt", None, "no such file"),
+    ],
+)
+def test_a_calibration_text_that_cannot_be_had(
+    tmp_path: Path, text: str | None, task: str | None, message: str
+) -> None:
+    (tmp_path / "latin.txt").write_bytes("déjà vu".encode("latin1"))
+    with pytest.raises(InputError, match=message) as refusal:
+        read_calibration(None, str(tmp_path / text) if text else None, task)
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_to_do_where_nothing_would_go() -> None:
+    """Another allocation is advised only to who can follow it."""
+    model = map_model(tiny("llama"))
+    with pytest.raises(InputError) as even:
+        plan_by("random", model, None, ratio=0.001, budget="heads", allocation="uniform")
+    with pytest.raises(InputError) as already:
+        plan_by("random", model, None, ratio=0.001, budget="heads")
+    with pytest.raises(InputError) as layer_by_layer:
+        plan_by("slimgpt", model, text_of(), ratio=0.001)
+    assert "--allocation global" in str(even.value)
+    assert not any("global" in str(one.value) for one in (already, layer_by_layer))

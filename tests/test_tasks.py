@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
+from lmeval_prune.tasks.named import load_task, load_tasks
 
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
@@ -202,3 +203,15 @@ def test_our_folder_comes_before_the_users_and_not_twice(tmp_path: Path) -> None
     assert manager.task_index["prune_gsm8k"].yaml_path.parent == tmp_path
     assert "prune_tiny" in manager.all_groups
     assert "prune_tiny" not in TaskManager(include_defaults=False).all_groups
+
+
+def test_one_task_is_wanted_and_a_group_is_named() -> None:
+    manager = TaskManager()
+    assert set(load_tasks(manager, ["prune_tiny"])) > {"prune_tiny_choice"}
+    assert load_task(manager, "prune_tiny_choice").config.task == "prune_tiny_choice"
+    with pytest.raises(InputError, match=r"prune_tiny is a group of tasks; name one of them: .*prune_tiny_choice"):
+        load_task(manager, "prune_tiny")
+    with pytest.raises(InputError, match="there is no task prune_tinny, x; did you mean 'prune_tiny"):
+        load_tasks(manager, ["prune_tiny", "prune_tinny", "x"])
+    with pytest.raises(InputError, match="there is no task to run"):
+        load_tasks(manager, [])

@@ -25,6 +25,7 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.tasks.data import DATA, load
+from lmeval_prune.tasks.named import load_task
 
 IGNORED = -100  # label of what is not learned
 
@@ -253,10 +254,4 @@ def task_named(name: str, data_dir: str | None) -> Any:
     """
     from lm_eval.tasks import TaskManager
 
-    try:
-        metadata = {"data_dir": data_dir} if data_dir else {}
-        return TaskManager(metadata=metadata).load([name])["tasks"][name]
-    except InputError:
-        raise
-    except Exception as error:  # a task may fail in any way of its own
-        raise InputError(f"the task {name} cannot be read ({first_line(error)})") from error
+    return load_task(TaskManager(metadata={"data_dir": data_dir} if data_dir else {}), name)

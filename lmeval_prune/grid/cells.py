@@ -43,6 +43,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import NOT_PART_OF_AN_ANSWER, config_fingerprint, tokenizer_fingerprint
 from lmeval_prune.models.routers import POLICIES, RouterOptions
 from lmeval_prune.models.served import ServerOptions, without_server
+from lmeval_prune.tasks.named import load_tasks
 
 # of a task's configuration: where its data comes from (the questions themselves count), and names
 _ELSEWHERE = {
@@ -379,7 +380,7 @@ def _evaluation(asked: Asked, grid: Grid) -> dict[str, Any]:
 
 def _task_identity(manager: TaskManager, asked: Asked, grid: Grid) -> dict[str, Any]:
     """What a task's prompts and scores depend on; and whether something is drawn, and answers are sampled."""
-    loaded = load(manager, asked.task)
+    loaded = load_tasks(manager, [asked.task])
     found: dict[str, Any] = {}
     draws = samples = False
     for name, task in sorted(loaded.items()):
@@ -423,23 +424,6 @@ def manager_of(metadata: dict[str, Any]) -> TaskManager:
             _MANAGERS[key] = copy.copy(first)
             _MANAGERS[key].metadata, _MANAGERS[key]._factory = metadata, type(factory)(meta=metadata)
     return _MANAGERS[key]
-
-
-def load(manager: TaskManager, name: str) -> dict[str, Any]:
-    """Load a task or the tasks of a group.
-
-    Raises:
-        InputError: there is none, or its data cannot be loaded.
-    """
-    if name not in manager.all_tasks and not Path(name).is_file():
-        raise InputError(f"there is no task {name}{nearest(name, manager.all_tasks)}; `lm_eval ls tasks` lists them")
-    try:
-        loaded: dict[str, Any] = manager.load([name])["tasks"]
-    except InputError:
-        raise
-    except Exception as error:  # whatever a data set's loader raises
-        raise InputError(f"the task {name} cannot be loaded ({first_line(error)})") from error
-    return loaded
 
 
 def _override(task: Any, asked: Asked) -> None:

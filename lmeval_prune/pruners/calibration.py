@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.tasks.named import load_task
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,12 @@ def _paragraphs(path: Path) -> Iterator[str]:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"the calibration text {path} is no text in UTF-8 ({first_line(error)}); convert it, "
+            f"e.g. iconv -f latin1 -t utf-8"
+        ) from None
+    except OSError as error:
         raise InputError(f"the calibration text {path} cannot be read ({first_line(error)})") from None
     return (f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip())
 
@@ -184,8 +190,8 @@ def _problems(name: str) -> Iterator[str]:
     """Problems of a task's training split with their answers."""
     from lm_eval.tasks import TaskManager
 
+    task = load_task(TaskManager(metadata={"data_split": "train"}), name)
     try:
-        task = TaskManager(metadata={"data_split": "train"}).load([name])["tasks"][name]
         docs = _training_docs(name, task)
         first = next(docs, None)
     except InputError:

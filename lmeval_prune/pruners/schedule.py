@@ -112,7 +112,8 @@ def stages(
             )
             made |= {"ffn_allocation": allocation}
         if step == options.steps:
-            _check_removes(any(heads.values()) or any(channels.values()), options)
+            by_layer = (options.allocation or pruner.allocation) == "uniform"
+            _check_removes(any(heads.values()) or any(channels.values()), options, by_layer)
         bare = _plan(heads, channels, options.allow_empty_layer)
         found = _made_up_for(model_map, bare, text, options, scored.means if step == 1 else None, progress)
         compensation = {**compensation, **found.compensation, **pruner.compensation(model_map, bare, text)}
@@ -392,11 +393,12 @@ def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
         check_channels(model_map)
 
 
-def _check_removes(something: bool, options: PruneOptions) -> None:
+def _check_removes(something: bool, options: PruneOptions, by_layer: bool = False) -> None:
+    """Refuse a plan that removes nothing; `by_layer`: layers lose equal shares now, and need not."""
     if not something:
         raise InputError(
             f"nothing would be removed: the share is less than one unit ({options.unit}) of a layer or the model; give "
-            f"a larger --ratio, another --unit, or --allocation global"
+            f"a larger --ratio{', --allocation global' if by_layer else ''} or another --unit"
         )
 
 

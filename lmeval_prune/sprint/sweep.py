@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 
 from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
@@ -28,6 +28,7 @@ from lmeval_prune.models.tries import DENSE, InTurn
 from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question, pool_order
 from lmeval_prune.sprint.swept_task import SweptTask, swept
+from lmeval_prune.tasks.named import load_tasks
 
 logger = logging.getLogger(__name__)
 Model = PrunedHFLM | PrunedServerLM
@@ -128,16 +129,7 @@ class Sweep(SweepOptions):
         return TaskManager(metadata=metadata)
 
     def _tasks(self) -> dict[str, SweptTask]:
-        manager = self._manager()
-        unknown = [name for name in self.tasks if name not in manager.all_tasks and not Path(name).is_file()]
-        if unknown or not self.tasks:
-            raise InputError(f"there is no task {', '.join(unknown) or 'to run'}; `lm_eval ls tasks` lists them")
-        try:
-            found = manager.load(list(self.tasks))["tasks"]
-        except InputError:
-            raise
-        except Exception as error:  # whatever a data set's loader raises
-            raise InputError(f"the tasks cannot be loaded ({first_line(error)})") from error
+        found = load_tasks(self._manager(), list(self.tasks))
         for name, task in found.items():
             self._check(name, task)
             self._choose_split(name, task)

@@ -1,0 +1,50 @@
+"""Tasks of lm-eval by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmeval_prune.errors import InputError, first_line, nearest
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+
+def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
+    """Load tasks, and the tasks of groups.
+
+    Args:
+        manager: lm-eval's.
+        names: of tasks, groups or tags, or paths of their YAML files.
+
+    Returns:
+        Tasks by name.
+
+    Raises:
+        InputError: there is none of a name, or its data cannot be loaded.
+    """
+    unknown = [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
+    if unknown or not names:
+        meant = nearest(unknown[0], manager.all_tasks) if unknown else ""
+        raise InputError(f"there is no task {', '.join(unknown) or 'to run'}{meant}; `lm_eval ls tasks` lists them")
+    try:
+        found: dict[str, Any] = manager.load(list(names))["tasks"]
+    except InputError:
+        raise
+    except Exception as error:  # whatever a data set's loader raises
+        raise InputError(f"{', '.join(names)} cannot be loaded ({first_line(error)})") from error
+    return found
+
+
+def load_task(manager: TaskManager, name: str) -> Any:
+    """Load one task.
+
+    Raises:
+        InputError: there is none, its data cannot be loaded, or the name is a group's.
+    """
+    found = load_tasks(manager, [name])
+    if name not in found:
+        raise InputError(f"{name} is a group of tasks; name one of them: {', '.join(found)}")
+    return found[name]

@@ -176,13 +176,21 @@ def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: lis
     revived[0].die()
 
 
-def test_all_servers_die_for_good_and_another_run_goes_on(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
+def test_all_servers_die_for_good_and_another_run_goes_on(
+    tiny_folder: Path, routed: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr("lmeval_prune.models.dispatch.SAID_FROM", 0.0)
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=1)
         first = len(stub.asked)
         stub.fault = lambda number, payload: "die" if number == first + 5 else None
         with pytest.raises(InputError, match=r"^no server answers any more \([^\n]*\); 5 of 12 requests[^\n]*$"):
             evaluate(lm)
+        retries = lm.dispatcher.retries
+        waits = [record.getMessage() for record in caplog.records if "no server answers (" in record.getMessage()]
+        assert [f"failure {number} of {retries + 1}, " in one for number, one in enumerate(waits, 1)] == [
+            True
+        ] * retries
         lm.close()
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)

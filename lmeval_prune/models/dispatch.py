@@ -29,6 +29,7 @@ from lmeval_prune.models.served import Listing, Served, ServerKind
 logger = logging.getLogger(__name__)
 FATAL = {401: "it wants another key (OPENAI_API_KEY)", 403: "it does not allow this", 404: ""}
 LONGEST_WAIT = 60.0
+SAID_FROM = 5.0  # shorter waits are not mentioned
 
 
 class Gone(InputError):  # noqa: N818
@@ -188,7 +189,6 @@ class _Run:
         self.lost: list[tuple[Job, str]] = []
         self.answered: set[Served] = set()
         self.given_up: dict[Served, str] = {}
-        self.warned = False
 
     async def whole(self) -> None:
         self.queue: asyncio.Queue[Job] = asyncio.Queue()
@@ -288,10 +288,10 @@ class _Run:
             server.blamed.add(variant)
         pause = max(self._pause(server.failures), min(error.wait or 0.0, LONGEST_WAIT))
         server.closed_until = now + pause
-        if all(one.closed_until > now for one in self.of.servers) and pause > 5 and not self.warned:
-            self.warned = True
-            logger.warning("%s: %s; waiting for it, %.0f seconds at first", server.url, error, pause)
         if any(one.strikes <= self.of.retries for one in self.of.servers):
+            if pause > SAID_FROM and all(one.closed_until > now for one in self.of.servers):
+                known = f"failure {server.strikes} of {self.of.retries + 1}, " if server.strikes else ""
+                logger.warning("%s: %s; no server answers (%swaiting %.0f seconds)", server.url, error, known, pause)
             return
         if error.refused and server.blamed and self.answered and not self.answered & server.blamed:
             self.given_up |= dict.fromkeys(server.blamed, f"{error} ({server.url}, as do all under this one)")

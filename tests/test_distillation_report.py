@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,26 @@ def test_the_other_tables(content: dict[str, Any]) -> None:
     sizes = table_2(found)
     assert sizes is not None
     assert len(sizes) == 5
+
+
+def test_ablations_are_tested_against_ours(content: dict[str, Any]) -> None:
+    """By all sign flips, and Holm's correction by its definition."""
+    table = table_4(Results(content), HOST)
+    names = {"dense": ("dense", 0.0), "without entropy": ("alpha 1.0", 0.25), "without norm": ("alpha 0.0", 0.25)}
+    names |= {"random": ("random", 0.25), "distillation only": ("distillation only", 0.0)}
+    ours = np.array([int(mark) for mark in "".join(RIGHT["ours", 0.25])])
+    points, chances = {}, {}
+    for name, key in names.items():
+        difference = np.array([int(mark) for mark in "".join(RIGHT[key])]) - ours
+        flipped = [abs(np.dot(signs, difference)) for signs in product((1, -1), repeat=len(difference))]
+        chances[name] = np.mean(np.array(flipped) >= abs(difference.sum()))
+        points[name] = 50 * (difference[:6].mean() + difference[6:].mean())  # the mean over splits
+    below = 0.0
+    for rank, name in enumerate(sorted(chances, key=lambda one: chances[one])):
+        below = min(1.0, max(below, (len(chances) - rank) * chances[name]))
+        assert float(cell(table, name, "Holm to ours")) == pytest.approx(below, abs=6e-4)
+        assert float(cell(table, name, "to ours").replace("−", "-")) == pytest.approx(points[name], abs=0.06)
+    assert cell(table, "ours", "to ours") == cell(table, "ours", "Holm to ours") == ""
 
 
 def test_rows_without_a_dense_host_do_not_count(content: dict[str, Any]) -> None:

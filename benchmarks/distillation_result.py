@@ -406,9 +406,10 @@ def finish(work: Path) -> None:
     environments: list[dict[str, Any]] = []
     for row in found.values():
         for name in [name for name in ("environment", "timed_in") if name in row]:
-            if row[name] not in environments:
-                environments.append(row[name])
-            row[name] = environments.index(row[name])
+            own = {what: value for what, value in row[name].items() if what not in ("command", "load_before")}
+            if own not in environments:  # rows differ by --match and have their own load
+                environments.append(own)
+            row[name] = environments.index(own)
     splits = sorted({row["split"] for row in found.values()})
     questions = {
         split: [{"id": one["id"], "complexity": one["complexity"]} for one in data.load("asdiv_a", split)]

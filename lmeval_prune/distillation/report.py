@@ -258,7 +258,8 @@ def _legend(found: Results) -> str:
         f"it cannot be below 2/2⁵ = 0.0625. Holm: the former, corrected for the rows of its table. *to ours*: the same "
         f"difference and test, against ours in place of the dense host. Parameters, FLOPs, "
         f"memory: by how much smaller; speed: by how much faster than the dense host timed beside it; all in %. Memory "
-        f"is that of a process, of which a small model is little: a few % either way are noise. *paper*: its own "
+        f"is that of a process (of a language model measured on a GPU: what it has there), of which a small model is "
+        f"little: a few % either way are noise. *paper*: its own "
         f"figures, whose unpruned rows are another paper's to the digit; in its Table 4 each pruned model needs "
         f"{paper.MEMORY}% less memory. Empty: not measured."
     )

@@ -37,9 +37,10 @@ def commit() -> str:
         done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True)
         return done.stdout.strip()
 
-    if known := os.environ.get("LMEVAL_PRUNE_COMMIT"):  # of a copy elsewhere, whose own commit says nothing
+    known = os.environ.get("LMEVAL_PRUNE_COMMIT")  # of a copy elsewhere, whose own commit says nothing
+    if known and not git("log", "-1", "--format=%h", known):
         return known
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
+    return (git("rev-parse", "--short", "HEAD") or known or "unknown") + (
         "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     )
 

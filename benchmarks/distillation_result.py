@@ -44,6 +44,7 @@ ROOT = RESULTS.parent.parent
 OUTPUT = ROOT / "docs/results/distillation"
 TASK = "prune_asdiv_a_equation"
 JUDGED, ROUNDS = 96, 7  # problems whose gold graphs are judged, and how often
+BUSY = 1.5  # load of a machine on which `--speeds`, which is one process of one thread, was not alone
 OURS, DENSE = "ours", "dense"
 
 # what differs from "ours", which follows the recipe
@@ -136,13 +137,9 @@ def made(row: Row, work: Path, hosts: Path) -> tuple[Path, Path]:
     if row.kind == DENSE:
         return dense, dense
     folder = work / "models" / row.folder
-    name = "distillation/minilm" if row.host == "athena" else "distillation/smollm2"
-    given = {**recipe(name, "distill"), "ratio": row.ratio, **row.changes}
-    given |= {"pretrained": str(dense), "output": str(folder), "seed": row.seed}
+    given = _options(row) | {"pretrained": str(dense), "output": str(folder), "seed": row.seed}
     if row.host == "smollm2":
         given["test"] = f"fold{row.fold}"
-    if row.changes.get("stages") == 1:  # as many epochs as in all stages of the others
-        given["epochs"] *= recipe(name, "distill")["stages"]
     from lmeval_prune.distillation.recursion import distill
 
     distill(DistillOptions(**given))
@@ -196,10 +193,22 @@ def measured(row: Row, folder: Path, dense: Path, work: Path) -> dict[str, Any]:
     }
 
 
+def _options(row: Row) -> dict[str, Any]:
+    """By which a row's model is made from its dense host."""
+    name = "distillation/minilm" if row.host == "athena" else "distillation/smollm2"
+    given = {**recipe(name, "distill"), "ratio": row.ratio, **row.changes}
+    if row.changes.get("stages") == 1:  # as many epochs as in all stages of the others
+        given["epochs"] *= recipe(name, "distill")["stages"]
+    return given
+
+
 def _removed_by(row: Row) -> str:
-    given = recipe("distillation/minilm" if row.host == "athena" else "distillation/smollm2", "distill") | row.changes
+    if row.kind == DENSE:
+        return "nothing is removed"
+    given, stages = _options(row), _options(row)["stages"]
     return (
-        f"unit={given.get('unit', 'head')}, {given['stages']} stages of {given['epochs']} epochs, rate {given['rate']}"
+        f"unit={given.get('unit', 'head')}, {stages} stage{'s' * (stages > 1)} of {given['epochs']} epochs, "
+        f"rate {given['rate']}"
     )
 
 
@@ -263,17 +272,17 @@ def shaped_like(row: dict[str, Any], model: Any) -> Any:
     How long it takes does not depend on weights, so that a row can be timed where its model is not.
 
     Raises:
-        ValueError: it has another number of parameters than the row's.
+        KeyError: the row does not say which heads of a layer are left.
     """
     from lmeval_prune import Plan, cut, map_model
 
     model_map = map_model(model)
-    kept = row["stages"][-1]["heads"] if row["stages"] else {}
+    kept = row["stages"][-1]["heads"] if row["stages"] else {one.label: range(one.heads) for one in model_map.attention}
     gone = [
         f"{layer.label}H{head}"
         for layer in model_map.attention
         for head in range(layer.heads)
-        if head not in kept.get(layer.label, range(layer.heads))
+        if head not in kept[layer.label]
     ]
     blocks = list(model_map.channels())
     share, more = divmod(row["removed"]["channels"], len(blocks))
@@ -287,11 +296,14 @@ def speeds(done: dict[str, dict[str, Any]], dense: Path) -> Iterator[tuple[str, 
     """Each row that was not timed alone, with its time and the environment that it was taken in.
 
     Shapes are all that differs, so that one fold's host and 32 of its problems serve for all folds.
+
+    Raises:
+        ValueError: a model that is made for it has another number of parameters than the row's.
     """
     about = environment()
     for key, row in done.items():
-        if "timed_in" not in row:
-            found = (_athena_speed if row["host"] == "ATHENA over MiniLM" else _language_speed)(row, dense)
+        if row.get("timed_at_load", BUSY) >= BUSY:
+            found = _athena_speed(row, dense) if row["host"] == "ATHENA over MiniLM" else _language_speed(row)
             if found.pop("parameters") != row["parameters"]:
                 raise ValueError(f"{key}: another shape than that of the row")
             yield key, {**row, **found, "timed_in": about, "timed_at_load": os.getloadavg()[0]}
@@ -309,7 +321,7 @@ def _athena_speed(row: dict[str, Any], dense: Path) -> dict[str, Any]:
     return {"seconds": seconds, "parameters": sum(parameter.numel() for parameter in own.parameters())}
 
 
-def _language_speed(row: dict[str, Any], _: Path) -> dict[str, Any]:
+def _language_speed(row: dict[str, Any]) -> dict[str, Any]:
     from lmeval_prune import load_pretrained
     from lmeval_prune.checkpoints import embedded
     from lmeval_prune.profiling.costs import parameters
@@ -390,7 +402,7 @@ def known(work: Path) -> dict[str, dict[str, Any]]:
     for row in rows():
         path = work / "rows" / f"{row.folder}.json"
         if path.exists():
-            found[row.key] = json.loads(path.read_text(encoding="utf-8"))
+            found[row.key] = {**json.loads(path.read_text(encoding="utf-8")), "removed_by": _removed_by(row)}
     return found
 
 

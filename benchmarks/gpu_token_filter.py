@@ -197,7 +197,10 @@ Clock = Callable[..., float]
 
 
 def launched(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwargs: Any) -> float:
-    """Median milliseconds of a call, the second-level cache emptied before each; what Python takes to launch counts."""
+    """Median milliseconds of a call, the second-level cache emptied before each.
+
+    What Python takes to launch counts, beyond the tenth of a millisecond in which the device still empties the cache.
+    """
     flushed = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
     times = []
     for repeat in range(repeats + 3):
@@ -226,11 +229,7 @@ def replayed(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwar
                 call()
         return found
 
-    try:
-        graphs = [graph(lambda: function(*args, **kwargs)), graph(lambda: None)]
-    except RuntimeError:  # it waits for the device, which a graph cannot
-        torch.cuda.synchronize()
-        return math.nan
+    graphs = [graph(lambda: function(*args, **kwargs)), graph(lambda: None)]
     times: list[list[float]] = [[], []]
     for _ in range(repeats):
         for one, into in zip(graphs, times, strict=True):

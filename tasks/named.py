@@ -27,7 +27,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
     """
     unknown = [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
     if unknown or not names:
-        meant = nearest(unknown[0], manager.all_tasks) if unknown else ""
+        meant = nearest(unknown[0], manager.all_tasks) if len(unknown) == 1 else ""
         raise InputError(f"there is no task {', '.join(unknown) or 'to run'}{meant}; `lm_eval ls tasks` lists them")
     try:
         found: dict[str, Any] = manager.load(list(names))["tasks"]
@@ -39,12 +39,14 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
 
 
 def load_task(manager: TaskManager, name: str) -> Any:
-    """Load one task.
+    """Load one task, by its name or its file's path.
 
     Raises:
         InputError: there is none, its data cannot be loaded, or the name is a group's.
     """
     found = load_tasks(manager, [name])
-    if name not in found:
-        raise InputError(f"{name} is a group of tasks; name one of them: {', '.join(found)}")
-    return found[name]
+    if name in found:
+        return found[name]
+    if len(found) == 1:  # a path
+        return next(iter(found.values()))
+    raise InputError(f"{name} is a group of tasks; name one of them: {', '.join(found)}")

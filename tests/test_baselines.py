@@ -904,13 +904,19 @@ def test_a_calibration_text_that_cannot_be_had(
 
 
 def test_what_to_do_where_nothing_would_go() -> None:
-    """Another allocation is advised only to who can follow it."""
-    model = map_model(tiny("llama"))
-    with pytest.raises(InputError) as even:
-        plan_by("random", model, None, ratio=0.001, budget="heads", allocation="uniform")
-    with pytest.raises(InputError) as already:
-        plan_by("random", model, None, ratio=0.001, budget="heads")
-    with pytest.raises(InputError) as layer_by_layer:
-        plan_by("slimgpt", model, text_of(), ratio=0.001)
-    assert "--allocation global" in str(even.value)
-    assert not any("global" in str(one.value) for one in (already, layer_by_layer))
+    """Advice is given only to who can follow it, and helps."""
+    model = map_model(tiny("llama"))  # 8 heads in two layers
+
+    def advice(name: str, text: CalibrationText | None = None, **wanted: Any) -> str:
+        with pytest.raises(InputError, match="nothing would be removed") as refusal:
+            plan_by(name, model, text, **wanted)
+        return str(refusal.value).partition("give ")[2]
+
+    even: dict[str, Any] = {"budget": "heads", "allocation": "uniform"}
+    assert advice("random", ratio=0.13, **even) == "a larger --ratio or another --unit than head or --allocation global"
+    assert plan_by("random", model, None, **{**even, "ratio": 0.13, "allocation": "global"}).heads
+    assert "global" not in advice("random", ratio=0.1, **even)  # of 8 heads
+    assert "global" not in advice("random", ratio=0.1, budget="heads")
+    assert "global" not in advice("slimgpt", text_of(), ratio=0.001)
+    channels = advice("random", ratio=0.0, ffn_ratio=0.001, budget="heads")
+    assert channels == "a larger --ffn_ratio or a smaller --ffn_multiple"

@@ -211,7 +211,11 @@ def test_one_task_is_wanted_and_a_group_is_named() -> None:
     assert load_task(manager, "prune_tiny_choice").config.task == "prune_tiny_choice"
     with pytest.raises(InputError, match=r"prune_tiny is a group of tasks; name one of them: .*prune_tiny_choice"):
         load_task(manager, "prune_tiny")
-    with pytest.raises(InputError, match="there is no task prune_tinny, x; did you mean 'prune_tiny"):
-        load_tasks(manager, ["prune_tiny", "prune_tinny", "x"])
+    path = next(Path(data.__file__).parent.rglob("prune_tiny_choice.yaml"))
+    assert load_task(manager, str(path)).config.task == "prune_tiny_choice"
+    with pytest.raises(InputError, match="there is no task prune_tinny; did you mean 'prune_tiny"):
+        load_tasks(manager, ["prune_tiny", "prune_tinny"])
+    with pytest.raises(InputError, match="there is no task prune_tinny, x; `lm_eval ls tasks` lists them"):
+        load_tasks(manager, ["prune_tinny", "x"])
     with pytest.raises(InputError, match="there is no task to run"):
         load_tasks(manager, [])

@@ -19,7 +19,7 @@ from lmeval_prune.artefacts import write_text
 from lmeval_prune.distillation import curves, paper
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
-from lmeval_prune.reporting.statistics import holm, sign_flip_test
+from lmeval_prune.reporting.statistics import holm, sign_flip_test, two_sample_test
 from lmeval_prune.reporting.tables import csv, markdown
 
 ALPHAS, LEVELS = tuple(paper.TABLE_3A), ("low", "medium", "high")
@@ -54,17 +54,25 @@ class Variant:
         pairs = [pair for pair in zip(self.rows, self.dense, strict=True) if _unit(pair[0]) in units]
         return Variant([row for row, _ in pairs], [row for _, row in pairs])
 
+    def solved(self, chosen: Chosen = lambda row: slice(None)) -> list[np.ndarray]:
+        """Of each split, question by question: the share of seeds that answer it rightly.
+
+        Args:
+            chosen: which questions of a row.
+        """
+        splits: dict[str, list[np.ndarray]] = {}
+        for row in self.rows:
+            splits.setdefault(row["split"], []).append(_right(row)[chosen(row)])
+        return [np.mean(seeds, axis=0) for seeds in splits.values()]
+
     def differences(self, chosen: Chosen = lambda row: slice(None)) -> list[np.ndarray]:
         """Of each split, question by question: right minus right of the dense host, the mean over seeds.
 
         Args:
             chosen: which questions of a row.
         """
-        splits: dict[str, list[np.ndarray]] = {}
-        for row, other in zip(self.rows, self.dense, strict=True):
-            places = chosen(row)
-            splits.setdefault(row["split"], []).append(_right(row)[places] - _right(other)[places])
-        return [np.mean(seeds, axis=0) for seeds in splits.values()]
+        before = Variant(self.dense, self.dense).solved(chosen)
+        return [own - other for own, other in zip(self.solved(chosen), before, strict=True)]
 
     @property
     def accuracy(self) -> float:
@@ -254,8 +262,9 @@ def _legend(found: Results) -> str:
         f"{len(found.rows)} rows; pairs of a split and a seed: {units}. A table has only those that all its rows have, "
         f"and names them; where rows have none in common there is no table. Accuracy in %, the mean over splits of "
         f"means over seeds; in brackets the difference to the dense host of the same splits and seeds. p: sign-flip "
-        f"tests of these differences, over questions and over splits (the mean over seeds of each): over five splits "
-        f"it cannot be below 2/2⁵ = 0.0625. Holm: the former, corrected for the rows of its table. *to ours*: the same "
+        f"tests of these differences, over questions and over splits (the mean over seeds of each): over n splits "
+        f"it cannot be below 2/2ⁿ (five: 0.0625, three: 0.25, two: 0.5), and one over questions knows how problems "
+        f"differ, not how trainings do. Holm: the former, corrected for the rows of its table. *to ours*: the same "
         f"difference and test, against ours in place of the dense host. Parameters, FLOPs, "
         f"memory: by how much smaller; speed: by how much faster than the dense host timed beside it; all in %. Memory "
         f"is that of a process (of a language model measured on a GPU: what it has there), of which a small model is "
@@ -363,8 +372,14 @@ def table_3a(found: Results, host: str) -> pd.DataFrame | None:
 
 
 def table_3b(found: Results, host: str) -> pd.DataFrame | None:
-    """By the complexity of problems."""
-    one = found.variant(host, OURS, 0.25)
+    """By the complexity of problems, on what Table 1 has: per problem the mean over seeds, then over problems.
+
+    Whether complex problems lose *more*, which is what the paper asks, is a permutation test of the problems' own
+    differences, theirs against those of low complexity.
+    """
+    of_ratios = [found.variant(host, OURS, ratio) for ratio in found.ratios(host)]
+    variants, _ = _comparable(of_ratios)
+    one = dict(zip(found.ratios(host), variants, strict=True)).get(0.25)
     if one is None:
         return None
     levels = {split: [row.get("complexity") for row in rows] for split, rows in found.questions.items()}
@@ -374,23 +389,23 @@ def table_3b(found: Results, host: str) -> pd.DataFrame | None:
 
     tests = [one.test(of_level(level)) for level in (*LEVELS, "all")]
     corrected = [*holm([test[0] for test in tests[:-1]]), float("nan")]  # all of them are tested in Table 1
+    differences = {level: np.concatenate(one.differences(of_level(level))) for level in (*LEVELS, "all")}
     lines = []
     for level, test, adjusted in zip((*LEVELS, "all"), tests, corrected, strict=True):
-        chosen = [of_level(level)(row) for row in one.rows]
-        count = sum(int(places.sum()) for places in chosen)
         was, now = paper.TABLE_3B[level]
         theirs = f"{was} → {now} ({_signed(now - was)})"
-        if not count:
-            lines.append([level, "0", "", "", "", "", "", "", theirs])
+        if not len(differences[level]):
+            lines.append([level, "0", *[""] * 7, theirs])
             continue
-        before, after = (
-            100 * sum(_right(row)[places].sum() for row, places in zip(rows, chosen, strict=True)) / count
-            for rows in (one.dense, one.rows)
+        before = 100 * float(np.concatenate(Variant(one.dense, one.dense).solved(of_level(level))).mean())
+        change = 100 * float(differences[level].mean())
+        tested = [_signed(change), _p(test[0]), _p(adjusted), _p(test[1])]
+        more = two_sample_test(differences[level], differences["low"]) if level in ("medium", "high") else float("nan")
+        lines.append(
+            [level, str(len(differences[level])), f"{before:.1f}", f"{before + change:.1f}", *tested, _p(more), theirs]
         )
-        tested = [_signed(after - before), _p(test[0]), _p(adjusted), _p(test[1])]
-        lines.append([level, str(count), f"{before:.1f}", f"{after:.1f}", *tested, theirs])
-    tested = ["difference", "p questions", "Holm", "p splits"]
-    return _table(lines, ["complexity", "answers", "dense", "25% removed", *tested, "paper, Math23k"], one.units)
+    tested = ["difference", "p questions", "Holm", "p splits", "p other than low"]
+    return _table(lines, ["complexity", "problems", "dense", "25% removed", *tested, "paper, Math23k"], one.units)
 
 
 def table_4(found: Results, host: str) -> pd.DataFrame | None:
@@ -407,19 +422,26 @@ def table_4(found: Results, host: str) -> pd.DataFrame | None:
 
 
 def _beside_ours(table: pd.DataFrame, variants: dict[str, Variant]) -> pd.DataFrame:
-    """With what the paper claims: how much worse than ours each other way is, tested over questions."""
+    """With what the paper claims, that ours is best: how each other way differs from it, tested over questions.
+
+    Holm's correction is over ways that prune as much and train; the others are tested, too, and not corrected.
+    """
     units = table.attrs["units"]
-    if OURS not in variants:
+    if OURS not in variants or not variants[OURS].on(units).rows:
         return table
     ours = {_unit(row): row for row in variants[OURS].on(units).rows}
     pairs = {name: variants[name].on(units) for name in table["strategy"] if name != OURS}
     pairs = {name: Variant(one.rows, [ours[_unit(row)] for row in one.rows]) for name, one in pairs.items()}
-    tests = dict(zip(pairs, holm([one.test()[0] for one in pairs.values()]), strict=True))
-    cells = [
-        (_signed(pairs[name].difference), _p(tests[name])) if name in pairs else ("", "") for name in table["strategy"]
-    ]
-    for place, (head, column) in enumerate(zip(("to ours", "Holm to ours"), zip(*cells, strict=True), strict=True)):
-        table.insert(list(table.columns).index("p splits") + 1 + place, head, list(column))
+    chances = {name: one.test()[0] for name, one in pairs.items()}
+    family = [name for name in pairs if name not in (DENSE, "distillation only", "pruned, not trained")]
+    corrected = dict(zip(family, holm([chances[name] for name in family]), strict=True))
+    columns = {
+        "to ours": {name: _signed(one.difference) for name, one in pairs.items()},
+        "p to ours": {name: _p(value) for name, value in chances.items()},
+        "Holm to ours": {name: _p(value) for name, value in corrected.items()},
+    }
+    for place, (head, cells) in enumerate(columns.items(), list(table.columns).index("p splits") + 1):
+        table.insert(place, head, [cells.get(name, "") for name in table["strategy"]])
     return table
 
 

@@ -212,6 +212,11 @@ class Intervention(ABC):
             found |= {"file": self.origin.path, "file_sha256": self.origin.sha256}
         return found
 
+    def summary(self, model_map: ModelMap) -> str:
+        """One short line for a log, by default its name and fields."""
+        fields_ = self.fit_to(model_map).settings().items()
+        return f"{method_name(type(self))}: {', '.join(f'{name}={value}' for name, value in fields_)}"
+
     @classmethod
     def schema(cls) -> str:
         """Name of its artefact's schema."""

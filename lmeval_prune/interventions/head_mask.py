@@ -111,6 +111,10 @@ class HeadMask(Intervention):
             found |= {"mask_file": self.origin.path, "mask_file_sha256": self.origin.sha256}
         return found
 
+    def summary(self, model_map: ModelMap) -> str:
+        """How many heads of how many."""
+        return f"{len(self.heads_of(model_map))} of {model_map.total_heads} heads masked"
+
     def fingerprint(self, model_map: ModelMap) -> str:
         """Digest of the resolved heads, modules and shapes; equal for equal masks, however written."""
         lost = [[layer.name, layer.heads, layer.head_dim, heads] for layer, heads in self.by_layer(model_map)]

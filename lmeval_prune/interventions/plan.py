@@ -187,6 +187,14 @@ class Plan(Intervention):
         own["channels_total"] = sum(model_map.channels().values())
         return {**found, "plan": own, "heads": own["heads"]}
 
+    def summary(self, model_map: ModelMap) -> str:
+        """What goes, of how much."""
+        own = self.report(model_map)["plan"]
+        return (
+            f"a plan removes {own['heads_pruned']} of {own['heads_total']} heads and {own['channels_pruned']} of "
+            f"{own['channels_total']} channels"
+        )
+
     # ------------------------------------------------------------------ the artefact
 
     def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:

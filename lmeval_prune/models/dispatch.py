@@ -289,9 +289,7 @@ class _Run:
         pause = max(self._pause(server.failures), min(error.wait or 0.0, LONGEST_WAIT))
         server.closed_until = now + pause
         if any(one.strikes <= self.of.retries for one in self.of.servers):
-            if pause > SAID_FROM and all(one.closed_until > now for one in self.of.servers):
-                known = f"failure {server.strikes} of {self.of.retries + 1}, " if server.strikes else ""
-                logger.warning("%s: %s; no server answers (%swaiting %.0f seconds)", server.url, error, known, pause)
+            self._say_wait(server, error, min(one.closed_until for one in self.of.servers) - now)
             return
         if error.refused and server.blamed and self.answered and not self.answered & server.blamed:
             self.given_up |= dict.fromkeys(server.blamed, f"{error} ({server.url}, as do all under this one)")
@@ -306,6 +304,15 @@ class _Run:
                 f"answered: start it again; with responses=FOLDER the same command goes on"
             )
         )
+
+    def _say_wait(self, server: Server, error: Failure, wait: float) -> None:
+        """A line if no server can be asked for a while: for how long, and how many failures more are borne."""
+        if wait > SAID_FROM:
+            left = self.of.retries + 1 - min(one.strikes for one in self.of.servers)
+            logger.warning(
+                "%s: %s; no server answers: waiting %.0f seconds, giving up after %d more failures",
+                *(server.url, error, wait, left),
+            )
 
     def _pause(self, failures: int) -> float:
         return float(min(LONGEST_WAIT, self.of.first_wait * 2 ** (failures - 1)) * random.uniform(0.75, 1.25))

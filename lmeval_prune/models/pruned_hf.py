@@ -7,7 +7,6 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -87,14 +86,14 @@ class PrunedHFLM(HFLM):
             ) from error
         self._shard_over_cpu_ranks()
         self._begin()
-        for one in interventions_on(self.model):
-            eval_logger.info("applied: %s: %s", type(one).__name__, ", ".join(_numbers(one.report(self.model_map))))
 
     def _begin(self, store: AnswerStore | None = None) -> None:
         """Apply what was given to the loaded model, and get ready to answer, from a store that is open or one's own."""
         with self._apply() as applied:  # on a live model nothing may stay when something below fails
             self.engine = self._engine() if self.given.engine.engine == "batched" else None
             self.answering = Answering(self, store)
+            for one in interventions_on(self.model):
+                eval_logger.info("applied: %s", one.summary(self.model_map))
             self._applied = applied.pop_all()
 
     def _apply(self) -> ExitStack:
@@ -326,15 +325,6 @@ class PrunedHFLM(HFLM):
         if self.manifest:
             info["checkpoint"] = {**checkpoint_columns(self.manifest), **cost_columns(self.model)}
         return info
-
-
-def _numbers(report: dict[str, Any]) -> Iterator[str]:
-    """What a report says in numbers; its lists are in the results file."""
-    for name, value in report.items():
-        if isinstance(value, dict):
-            yield from _numbers(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{name} {value}"
 
 
 def _leave_group() -> None:

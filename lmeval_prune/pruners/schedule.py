@@ -112,8 +112,9 @@ def stages(
             )
             made |= {"ffn_allocation": allocation}
         if step == options.steps:
-            by_layer = (options.allocation or pruner.allocation) == "uniform"
-            _check_removes(any(heads.values()) or any(channels.values()), options, by_layer)
+            pruners = [pruner] * bool(options.ratio) + [channel_pruner] * bool(options.ffn_ratio)
+            by_layer = all((options.allocation or one.allocation) == "uniform" for one in pruners)
+            _check_removes(any(heads.values()) or any(channels.values()), model_map, options, by_layer)
         bare = _plan(heads, channels, options.allow_empty_layer)
         found = _made_up_for(model_map, bare, text, options, scored.means if step == 1 else None, progress)
         compensation = {**compensation, **found.compensation, **pruner.compensation(model_map, bare, text)}
@@ -352,7 +353,7 @@ def _layer_by_layer(
     counts = counts_of(
         pots, options.ratio, options.allocation or "uniform", options.log_start, options.allow_empty_layer
     )
-    _check_removes(any(counts), options)
+    _check_removes(any(counts), model_map, options)
     by_place = {(pot.label, pot.kind): count for pot, count in zip(pots, counts, strict=True)}
     chooser = pruner.chooser(options.unit or "head", by_place)
     store = LayerStore(work, [made, model_map.weights, model_map.signature()]) if work else None
@@ -393,13 +394,28 @@ def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
         check_channels(model_map)
 
 
-def _check_removes(something: bool, options: PruneOptions, by_layer: bool = False) -> None:
-    """Refuse a plan that removes nothing; `by_layer`: layers lose equal shares now, and need not."""
-    if not something:
-        raise InputError(
-            f"nothing would be removed: the share is less than one unit ({options.unit}) of a layer or the model; give "
-            f"a larger --ratio{', --allocation global' if by_layer else ''} or another --unit"
-        )
+def _check_removes(something: bool, model_map: ModelMap, options: PruneOptions, by_layer: bool = False) -> None:
+    """Refuse a plan that removes nothing.
+
+    Args:
+        something: whether it removes something.
+        by_layer: layers lose equal shares now, and need not.
+
+    Raises:
+        InputError: it does not, with what would help.
+    """
+    if something:
+        return
+    fixes, total = [], sum(model_map.channels().values())
+    if wants_heads(options) and options.ratio:
+        fixes += ["a larger --ratio", f"another --unit than {options.unit or 'head'}"]
+    if options.ffn_ratio:
+        fixes += ["a larger --ffn_ratio", "a smaller --ffn_multiple"]
+    if by_layer and max(options.ratio * model_map.total_heads, options.ffn_ratio * total) >= 1:
+        fixes += ["--allocation global"]
+    raise InputError(
+        f"nothing would be removed: the share is less than one unit of a layer or the model; give {' or '.join(fixes)}"
+    )
 
 
 def _plan(heads: Removed, channels: Removed, allow_empty_layer: bool, **more: Any) -> Plan:

@@ -128,6 +128,31 @@ def pareto(costs: np.ndarray, gains: np.ndarray) -> np.ndarray:
     return front
 
 
+def two_sample_test(one: np.ndarray, other: np.ndarray, seed: int = 0, draws: int = 10_000) -> float:
+    """Test whether two groups have the same mean, by permuting what belongs to which.
+
+    Args:
+        one: values of a group.
+        other: those of the other.
+        seed: of the permutations.
+        draws: how many, unless there are fewer: then all are taken, once each.
+
+    Returns:
+        Two-sided p-value; NaN where a group is empty.
+    """
+    if not len(one) or not len(other):
+        return float("nan")
+    tested = stats.permutation_test(
+        (one, other),
+        lambda a, b, axis: a.mean(axis) - b.mean(axis),
+        vectorized=True,
+        n_resamples=draws,
+        batch=500,
+        rng=np.random.default_rng(seed),
+    )
+    return float(tested.pvalue)
+
+
 def holm(values: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values of a family of tests, in the order given; NaN stays NaN."""
     order = sorted((p, i) for i, p in enumerate(values) if not np.isnan(p))

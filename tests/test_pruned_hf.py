@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune import HeadMask, InputError, Plan, map_model
 from lmeval_prune.architectures import ModelMap, weights_fingerprint
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -126,6 +126,22 @@ def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path
     assert len(pruning["mask_file_sha256"]) == 64 and pruning["mask_fingerprint"]
     assert results["config"]["model_args"]["heads"] == "L1H2-3"
     json.dumps(pruning)
+
+
+def test_what_is_applied_is_said(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Plan(heads=("L0H1",), channels={"L1": "0-3"}).save(
+        tmp_path / "plan.json", map_model(AutoModelForCausalLM.from_pretrained(tiny_folder))
+    )
+    with caplog.at_level("INFO", logger="lmeval_prune"):
+        lm = model(tiny_folder, heads="L0H1+L1H2")
+        others = {"dtype": "float64", "device": "cpu", "batch_size": 3}
+        lm.again(**others, plan=str(tmp_path / "plan.json"))
+        lm.again(**others, token_filter=0.25)
+    heads, plan, token_filter = [one.getMessage() for one in caplog.records if one.getMessage().startswith("applied")]
+    assert heads == "applied: 2 of 8 heads masked"
+    assert plan.startswith("applied: a plan removes 1 of 8 heads and 4 of ")
+    assert token_filter.startswith("applied: token_filter: ratio=0.25, ")
+    assert all("\n" not in one and len(one) < 400 for one in (heads, plan, token_filter))
 
 
 def test_hooks_leave_with_the_model_class(tiny_folder: Path) -> None:

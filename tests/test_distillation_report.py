@@ -79,6 +79,8 @@ def test_accuracies_differences_and_costs(content: dict[str, Any]) -> None:
     assert cell(table, "25", "FLOPs↓") == "2.5"
     assert cell(table, "25", "speed↑") == f"{100 * (2 / 1.75 - 1):.1f}"
     assert cell(table, "25", "memory↓") == "0.0"
+    gone = 100 / 6, 0.0  # of fold0 and of fold1: the standard error of two is half of their distance
+    assert cell(table, "25", "± splits") == f"{abs(gone[0] - gone[1]) / 2:.1f}" and cell(table, "0", "± splits") == ""
     assert cell(table, "30", table.columns[-1]) == "85.5, 19.5, 26.5, 17.2"  # type: ignore[union-attr]
 
 

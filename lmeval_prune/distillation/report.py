@@ -84,6 +84,12 @@ class Variant:
         """To the dense host, in points."""
         return self.accuracy - _mean_accuracy(self.dense)
 
+    @property
+    def standard_error(self) -> float:
+        """Of the difference over splits, in points; NaN of a single split."""
+        means = [100 * one.mean() for one in self.differences()]
+        return float(np.std(means, ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
+
     def test(self, chosen: Chosen = lambda row: slice(None)) -> tuple[float, float]:
         """p of a paired test over questions, and of one over splits (NaN of a single one).
 
@@ -264,13 +270,13 @@ def _legend(found: Results) -> str:
         f"means over seeds; in brackets the difference to the dense host of the same splits and seeds. p: sign-flip "
         f"tests of these differences, over questions and over splits (the mean over seeds of each): over n splits "
         f"it cannot be below 2/2ⁿ (five: 0.0625, three: 0.25, two: 0.5), and one over questions knows how problems "
-        f"differ, not how trainings do. Holm: the former, corrected for the rows of its table. *to ours*: the same "
-        f"difference and test, against ours in place of the dense host, corrected over ways that prune as much and train. "
-        f"Parameters, FLOPs, memory: by how much smaller; speed: by how much faster than the dense host timed beside it; all in %. Memory "
-        f"is that of a process (of a language model measured on a GPU: what it has there), of which a small model is "
-        f"little: a few % either way are noise. *paper*: its own "
-        f"figures, whose unpruned rows are another paper's to the digit; in its Table 4 each pruned model needs "
-        f"{paper.MEMORY}% less memory. Empty: not measured."
+        f"differ, not how trainings do. Holm: the former, corrected for the rows of its table. ± splits: the standard "
+        f"error of the difference over splits. *to ours*: the same difference and test, against ours in place of the "
+        f"dense host, corrected over ways that prune as much and train. Parameters, FLOPs, memory: by how much smaller, "
+        f"speed: by how much faster than the dense host timed beside it, all in %. Memory is that of a process (of a "
+        f"language model measured on a GPU: what it has there), of which a small model is little: a few % either way "
+        f"are noise. *paper*: its own figures, whose unpruned rows are another paper's to the digit; in its Table 4 "
+        f"each pruned model needs {paper.MEMORY}% less memory. Empty: not measured."
     )
 
 
@@ -306,10 +312,13 @@ def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -
             _share(one.fewer("flops")),
             _share(one.fewer("memory")),
         ]
-        tested = [f"{one.accuracy:.1f}{change}", _p(test[0]), _p(adjusted), _p(test[1])]
+        error = float("nan") if _is_dense(one) else one.standard_error
+        tested = [f"{one.accuracy:.1f}{change}", _share(error), _p(test[0]), _p(adjusted), _p(test[1])]
         lines.append([*cells, one.removed(), *tested, *costs, *rest])
     costs = ["parameters↓", "speed↑", "FLOPs↓", "memory↓"]
-    return _table(lines, [head, "removed", "accuracy", "p questions", "Holm", "p splits", *costs, *tail], units)
+    return _table(
+        lines, [head, "removed", "accuracy", "± splits", "p questions", "Holm", "p splits", *costs, *tail], units
+    )
 
 
 def _table(lines: list[list[str]], columns: list[str], units: set[Unit]) -> pd.DataFrame:

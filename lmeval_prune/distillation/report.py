@@ -272,7 +272,7 @@ def _legend(found: Results) -> str:
         f"it cannot be below 2/2ⁿ (five: 0.0625, three: 0.25, two: 0.5), and one over questions knows how problems "
         f"differ, not how trainings do. Holm: the former, corrected for the rows of its table. ± splits: the standard "
         f"error of the difference over splits. *to ours*: the same difference and test, against ours in place of the "
-        f"dense host, corrected over ways that prune as much and train. Parameters, FLOPs, memory: by how much smaller, "
+        f"dense host, corrected over what prunes as much and trains. Parameters, FLOPs, memory: by how much less, "
         f"speed: by how much faster than the dense host timed beside it, all in %. Memory is that of a process (of a "
         f"language model measured on a GPU: what it has there), of which a small model is little: a few % either way "
         f"are noise. *paper*: its own figures, whose unpruned rows are another paper's to the digit; in its Table 4 "

@@ -22,6 +22,12 @@ def first_line(error: BaseException, length: int = 150) -> str:
     return f"{type(error).__name__}: {lines[0][:length]}" if lines else type(error).__name__
 
 
+def first_few(names: Iterable[object], none: str = "none", most: int = 8) -> str:
+    """Names with commas, the first of many; `none` of no names."""
+    every = [str(name) for name in names]
+    return (", ".join(every[:most]) + (f", … ({len(every)} in all)" if len(every) > most else "")) or none
+
+
 def yaml_fault(error: Exception) -> str:
     """What is wrong with a YAML file, and where."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)

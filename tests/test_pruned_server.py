@@ -20,6 +20,7 @@ from lm_eval import simple_evaluate
 from lm_eval.models.api_models import JsonChatStr
 
 from lmeval_prune import InputError
+from lmeval_prune.errors import first_few
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -386,6 +387,12 @@ def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None
             InputError, match=r"makes \d+ tokens of a text of which this tokenizer makes \d+, other ones"
         ):
             served(tiny_folder, stub)
+
+
+def test_a_line_names_a_few_of_many() -> None:
+    assert (first_few([]), first_few([], "no model"), first_few("ab")) == ("none", "no model", "a, b")
+    assert first_few(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert first_few(range(270)) == "0, 1, 2, 3, 4, 5, 6, 7, … (270 in all)"
 
 
 def test_a_server_that_is_not_there_leaves_the_work_to_the_others(tiny_folder: Path, routed: list[Any]) -> None:

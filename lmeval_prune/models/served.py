@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, first_few, nearest
 from lmeval_prune.settings import typed, types_of
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -324,8 +324,9 @@ class LlamaCpp(ServerKind):
 
 
 def _lacks(name: str, known: Mapping[str, Any]) -> str:
-    has = ", ".join(list(known)[:8]) + (", …" if len(known) > 8 else "") if known else "none"
-    return f"the server has no adapter {name} (it has {has}); export it, and start the server with it"
+    return (
+        f"the server has no adapter {name} (it has {first_few(known or ())}); export it, and start the server with it"
+    )
 
 
 KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (VLLM(), SGLang(), LlamaCpp())}

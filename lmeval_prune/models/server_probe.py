@@ -15,7 +15,7 @@ from typing import Any
 
 import requests
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, first_few, first_line
 from lmeval_prune.models.dispatch import Dispatcher, Failure, Gone, Job, Server
 from lmeval_prune.models.served import DENSE, Served, ServerKind
 
@@ -122,11 +122,11 @@ def model_name(kind: ServerKind, servers: Sequence[Server], wanted: str | None) 
         has = server.listing.models
         if wanted is None:
             if len(has) != 1:
-                raise InputError(f"{server.url} has {len(has)} models ({', '.join(has)}); name one with model=")
+                raise InputError(f"{server.url} has {len(has)} models ({first_few(has)}); name one with model=")
             (wanted,) = has
         elif wanted not in has and kind.lists is None:
             raise InputError(
-                f"{server.url} serves {', '.join(has) or 'no model'}, not {wanted}; another base model? Name it with "
+                f"{server.url} serves {first_few(has, 'no model')}, not {wanted}; another base model? Name it with "
                 f"model=, or start the server with --served-model-name {wanted}"
             )
         for name, parent in server.listing.parents.items():

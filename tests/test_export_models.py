@@ -125,14 +125,19 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
     code = " --trust-remote-code"
     for family, heads, options in (
         ("llama", "L0H0-1+L1H2-3", None),
-        ("llama", "L0H0-1", f"{code}   # not needed where lmeval-prune is installed"),
+        ("llama", "L0H0-1", code),
         ("gpt2", "L0H0", code),
         ("phi3", "L0H0-1", code),
         ("qwen2", "L0H0-1+L1H2-3", " --model-impl transformers"),
     ):
         saved(family, tmp_path / family, dtype=torch.float32)
         assert export(tmp_path / family, tmp_path / "a b", "--heads", heads) == 0
-        lines = [line for line in capsys.readouterr().out.splitlines() if "vllm serve" in line or "sglang" in line]
+        printed = capsys.readouterr().out.splitlines()
+        said = (
+            "# without --trust-remote-code where lmeval-prune is installed"  # before the command, which can be added to
+        )
+        assert (said in printed) == ((family, options) == ("llama", code))
+        lines = [line for line in printed if "vllm serve" in line or "sglang" in line]
         plain = [f"vllm serve '{tmp_path}/a b'", f"python -m sglang.launch_server --model-path '{tmp_path}/a b'"]
         assert lines == (plain if options is None else [plain[0] + options])
 

@@ -29,14 +29,18 @@ def largest_rank(rank: int) -> int:
 
 
 def vllm_options(config: Any) -> tuple[str, str]:
-    """What vLLM must be told to load a model, and a remark for the end of the line; both empty for stock models.
+    """What vLLM must be told to load a model, and a comment's line to stand before the command, to whose
+    end users add options; both empty for stock models.
 
     Args:
         config: of the model.
     """
     if has_own_layers(config):
         known = config.architectures[0].removeprefix("Pruned") in STOCK
-        return " --trust-remote-code", "   # not needed where lmeval-prune is installed" if known else ""
+        return (
+            " --trust-remote-code",
+            "# without --trust-remote-code where lmeval-prune is installed\n" if known else "",
+        )
     return (" --model-impl transformers" if unusual_head_dim(config) else ""), ""
 
 
@@ -67,8 +71,8 @@ def adapter_lines(
         files = " ".join(f"--lora {quote(str(folder.resolve() / name / 'adapter.gguf'))}" for name in names)
         file, remark = quote(model), ""
         if not model.endswith(".gguf"):
-            file, remark = "MODEL.gguf", f"   # MODEL.gguf has weights in {dtype}, not quantised"
-        return [f"llama-server -m {file} --lora-init-without-apply {files}{remark}"]
+            file, remark = "MODEL.gguf", f"# MODEL.gguf: with weights in {dtype}, not quantised\n"
+        return [f"{remark}llama-server -m {file} --lora-init-without-apply {files}"]
     if config.model_type not in WITH_ADAPTERS:
         return [
             f"for PEFT (lm_eval --model hf … peft=FOLDER): {config.model_type} models with adapters are served by none"
@@ -79,10 +83,10 @@ def adapter_lines(
     slots = len(names) + 1  # one stays empty: requests without an adapter use it on a CPU
     options, remark = vllm_options(config)
     lines = [
-        "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+        f"{remark}VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
         f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(folder.resolve()))} vllm serve {served}{options} --dtype {dtype} "
         f"--enable-lora --max-lora-rank {largest_rank(rank)} --max-loras {slots} --max-cpu-loras {slots} "
-        f"--lora-target-modules {projection}{remark}"
+        f"--lora-target-modules {projection}"
     ]
     if not options:
         paths = " ".join(quote(f"{name}={folder.resolve() / name}") for name in names)
@@ -105,5 +109,5 @@ def model_lines(path: str, format: str, config: Any = None) -> list[str]:
     if format == "gguf":
         return [f"llama-server -m {quote(path)}"]
     options, remark = vllm_options(config)
-    lines = [f"vllm serve {quote(path)}{options}{remark}"]
+    lines = [f"{remark}vllm serve {quote(path)}{options}"]
     return lines if options else [*lines, f"python -m sglang.launch_server --model-path {quote(path)}"]

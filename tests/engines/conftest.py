@@ -73,6 +73,5 @@ def vllm(line: str, log: Path, options: str = "") -> Server:
 
 
 def line_of(printed: str) -> str:
-    """The command that an export says serves it in vLLM, without the comment behind it."""
-    found = next(line for line in printed.splitlines() if re.search(r"(^|\s)vllm serve ", line))
-    return found.partition("#")[0].strip()
+    """The command that an export says serves it in vLLM."""
+    return next(line for line in printed.splitlines() if re.search(r"(^|\s)vllm serve ", line))

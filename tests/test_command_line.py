@@ -65,6 +65,7 @@ def test_several_fields_of_a_method_are_given_as_json(tiny_folder: Path, tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = tmp_path.rglob("results_*.json")
     assert json.loads(path.read_text())["config"]["pruning"]["heads"] == ["L0H0", "L0H1", "L0H2", "L0H3"]
+    assert "applied: 4 of 8 heads masked: L0H0, L0H1, L0H2, L0H3" in done.stderr
 
 
 def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:

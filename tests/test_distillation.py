@@ -31,6 +31,7 @@ from lmeval_prune.distillation.recursion import distill, due, host_of
 from lmeval_prune.distillation.trainer import DistillTrainer, Filled, attend_without_dropout, collated, filled
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.surgery.cut import cut_to
 from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
@@ -541,6 +542,23 @@ def test_stages_draw_their_own_order_and_dropout(athena: DistillOptions, monkeyp
     distill(replace(athena, epochs=1, seed=3))
     assert seeds == [1003, 2003]
     assert orders[0] != orders[1]
+
+
+def test_what_is_no_model_is_named_and_nothing_stays_of_what_is_refused(
+    athena: DistillOptions, language: DistillOptions, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder, message in (
+        (tmp_path / "nowhere", "there is no such folder"),
+        (tmp_path / "empty", "there is no model in this folder"),
+    ):
+        with pytest.raises(InputError, match=message):
+            distill(replace(athena, pretrained=str(folder)))
+    with pytest.raises(InputError, match="is an ATHENA; ask it by --model athena"):
+        PrunedHFLM(athena.pretrained, device="cpu")
+    with pytest.raises(InputError, match="give test"):
+        distill(replace(language, test=None))
+    assert not Path(f"{athena.output}.distilling").exists() and not Path(f"{language.output}.distilling").exists()
 
 
 def test_a_damaged_beginning_is_one_line(athena: DistillOptions) -> None:

@@ -138,7 +138,7 @@ def test_what_is_applied_is_said(tiny_folder: Path, tmp_path: Path, caplog: pyte
         lm.again(**others, plan=str(tmp_path / "plan.json"))
         lm.again(**others, token_filter=0.25)
     heads, plan, token_filter = [one.getMessage() for one in caplog.records if one.getMessage().startswith("applied")]
-    assert heads == "applied: 2 of 8 heads masked"
+    assert heads == "applied: 2 of 8 heads masked: L0H1, L1H2"
     assert plan.startswith("applied: a plan removes 1 of 8 heads and 4 of ")
     assert token_filter.startswith("applied: token_filter: ratio=0.25, ")
     assert all("\n" not in one and len(one) < 400 for one in (heads, plan, token_filter))

@@ -254,6 +254,13 @@ def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"parent": parent, "class": manifest["class"], "stages": len(removed), "removed": total}
 
 
+def removed_from(manifest: dict[str, Any]) -> str:
+    """What was removed to make a cut checkpoint, in a line."""
+    about = checkpoint_columns(manifest)
+    counts = ", ".join(f"{count} {name}" for name, count in about["removed"].items())
+    return f"{counts} removed from {about['parent']['name']} in {about['stages']} stage{'s' * (about['stages'] > 1)}"
+
+
 def _write_model(folder: Path, model: Any) -> None:
     """Weights, configuration and generation configuration; of a `Pruned` model the code that loads it, too."""
     config = model.config

@@ -21,6 +21,7 @@ from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_mode
 from lmeval_prune.artefacts import write_artefact, write_text
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.athena.training import alone, begun_with, last_whole, refuse_other, room_in
+from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.curves import draw
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, Material, check_maps, note_of
@@ -64,7 +65,12 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         with ExitStack() as stack:
             if this_process().is_main_process:
                 stack.enter_context(alone(work, target))
-            _go_on(host, settings, target, work)
+            try:
+                _go_on(host, settings, target, work)
+            except InputError:
+                if work.is_dir() and {one.name for one in work.iterdir()} <= {".lock"}:
+                    shutil.rmtree(work, ignore_errors=True)  # refused before anything was made
+                raise
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)
     return note_of(target)
@@ -81,10 +87,16 @@ def host_of(options: DistillOptions) -> Host:
     Raises:
         InputError: options do not suit it.
     """
-    if (Path(options.pretrained) / SETTINGS).is_file():
+    folder = Path(options.pretrained)
+    if (folder / SETTINGS).is_file():
         from lmeval_prune.distillation.athena_host import AthenaHost
 
         return AthenaHost(options)
+    check_name(options.pretrained)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise InputError(
+            f"pretrained={folder}: there is no model in this folder, neither an ATHENA nor a language model"
+        )
     from lmeval_prune.distillation.language_host import LanguageHost
 
     return LanguageHost(options)

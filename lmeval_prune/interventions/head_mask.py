@@ -16,7 +16,7 @@ import torch
 
 from lmeval_prune.architectures import AttentionLayer, Head, ModelMap, head_names
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.interventions.base import Intervention, change_input
 from lmeval_prune.interventions.table import method_name
 
@@ -112,8 +112,9 @@ class HeadMask(Intervention):
         return found
 
     def summary(self, model_map: ModelMap) -> str:
-        """How many heads of how many."""
-        return f"{len(self.heads_of(model_map))} of {model_map.total_heads} heads masked"
+        """Which heads, and how many of how many."""
+        heads = self.heads_of(model_map)
+        return f"{len(heads)} of {model_map.total_heads} heads masked: {first_few(heads)}"
 
     def fingerprint(self, model_map: ModelMap) -> str:
         """Digest of the resolved heads, modules and shapes; equal for equal masks, however written."""

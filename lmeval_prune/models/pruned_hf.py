@@ -9,12 +9,14 @@ import os
 import re
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
+from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import (
     UNREADABLE,
@@ -23,6 +25,7 @@ from lmeval_prune.checkpoints.pruned import (
     manifest_in,
     manifest_of,
     model_class,
+    removed_from,
 )
 from lmeval_prune.checkpoints.skeleton import skeleton
 from lmeval_prune.decoding import Engine
@@ -33,6 +36,7 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import applied, identity_of, tokenizer_fingerprint
+from lmeval_prune.models.logs import as_lm_eval_does
 from lmeval_prune.models.tries import InTurn
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 from lmeval_prune.profiling.costs import cost_columns
@@ -57,6 +61,7 @@ class PrunedHFLM(HFLM):
 
     @reported
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
+        as_lm_eval_does()
         self.given = Arguments.of(arguments)
         if pretrained == "" or not isinstance(pretrained, str | os.PathLike | torch.nn.Module):
             given = f", not {pretrained!r}" if pretrained else ""
@@ -85,6 +90,8 @@ class PrunedHFLM(HFLM):
                 f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded ({first_line(error)})"
             ) from error
         self._shard_over_cpu_ranks()
+        if self.manifest:
+            eval_logger.info("checkpoint: %s", removed_from(self.manifest))
         self._begin()
 
     def _begin(self, store: AnswerStore | None = None) -> None:
@@ -134,6 +141,8 @@ class PrunedHFLM(HFLM):
         try:
             super()._get_config(pretrained, **kwargs)
         except (OSError, ValueError) as error:
+            if (Path(pretrained) / SETTINGS).is_file():
+                raise InputError(f"{pretrained} is an ATHENA; ask it by --model athena") from error
             raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:

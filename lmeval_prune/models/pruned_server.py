@@ -35,6 +35,7 @@ from lmeval_prune.models import generation
 from lmeval_prune.models.arguments import Arguments, EngineOptions, our_names, read_fields
 from lmeval_prune.models.dispatch import Dispatcher, Failure, Job, Server
 from lmeval_prune.models.identity import config_fingerprint, tokenizer_fingerprint
+from lmeval_prune.models.logs import as_lm_eval_does
 from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
 from lmeval_prune.models.served_answering import NoText, ServedAnswering, seed_of
 from lmeval_prune.models.server_probe import Connection, Probe, model_name, reach
@@ -65,6 +66,7 @@ class PrunedServerLM(LocalCompletionsAPI):
 
     @reported
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
+        as_lm_eval_does()
         left = {"base_url": base_url, **arguments}
         self.options = ServerOptions(**read_fields(ServerOptions, {k: v for k, v in left.items() if v is not None}))
         others = {

@@ -474,7 +474,14 @@ def _arithmetic() -> str:
 
 def _flat(found: Results) -> pd.DataFrame:
     names = ("host", "kind", "ratio", "split", "seed", "accuracy", "parameters", "flops", "memory")
-    return pd.DataFrame([{**{name: row.get(name) for name in names}, **_removed_where(row)} for row in found.rows])
+    rows = [{**{name: row.get(name) for name in names}, **_seconds(row), **_removed_where(row)} for row in found.rows]
+    return pd.DataFrame(rows)
+
+
+def _seconds(row: dict[str, Any]) -> dict[str, Any]:
+    """What was timed in turn: the row's model and the dense one."""
+    seconds = row.get("seconds") or {}
+    return {"seconds": seconds.get("own"), "seconds_dense": seconds.get("dense")}
 
 
 def _removed_where(row: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def commit() -> str:
     known = os.environ.get("LMEVAL_PRUNE_COMMIT")  # of a copy elsewhere, whose own commit says nothing
     if known and not git("log", "-1", "--format=%h", known):
         return known
-    return (git("rev-parse", "--short", "HEAD") or known or "unknown") + (
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
         "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     )
 

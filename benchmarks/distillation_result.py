@@ -180,7 +180,6 @@ def measured(row: Row, folder: Path, dense: Path, work: Path) -> dict[str, Any]:
     return {
         "host": {"athena": "ATHENA over MiniLM", "smollm2": "SmolLM2-135M"}[row.host],
         "task": TASK,
-        "removed_by": _removed_by(row),
         "kind": row.kind,
         "ratio": row.ratio,
         "split": f"fold{row.fold}",
@@ -205,7 +204,8 @@ def _options(row: Row) -> dict[str, Any]:
 def _removed_by(row: Row) -> str:
     if row.kind == DENSE:
         return "nothing is removed"
-    given, stages = _options(row), _options(row)["stages"]
+    given = _options(row)
+    stages = given["stages"]
     return (
         f"unit={given.get('unit', 'head')}, {stages} stage{'s' * (stages > 1)} of {given['epochs']} epochs, "
         f"rate {given['rate']}"

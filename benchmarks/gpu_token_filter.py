@@ -217,9 +217,9 @@ def launched(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwar
 
 def replayed(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwargs: Any) -> float:
     """The same without what launching takes: calls in a CUDA graph, less a graph that only empties the cache."""
-    flushed = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    flushed, calls = torch.empty(2**28, dtype=torch.int8, device=DEVICE), 10
 
-    def graph(call: Callable[..., Any], calls: int = 10) -> torch.cuda.CUDAGraph:
+    def graph(call: Callable[..., Any]) -> torch.cuda.CUDAGraph:
         found = torch.cuda.CUDAGraph()
         function(*args, **kwargs)  # compiled and tuned before
         torch.cuda.synchronize()
@@ -238,7 +238,7 @@ def replayed(function: Callable[..., Any], *args: Any, repeats: int = 20, **kwar
             one.replay()
             end.record()
             torch.cuda.synchronize()
-            into.append(begin.elapsed_time(end) / 10)
+            into.append(begin.elapsed_time(end) / calls)
     with_call, without = map(statistics.median, times)
     return with_call - without
 

@@ -288,7 +288,7 @@ def alone(work: Path, target: Path) -> Iterator[None]:
     """Let no other process make the same model meanwhile.
 
     Args:
-        work: folder beside it for what is not complete; it is made.
+        work: folder beside it for what is not complete; it is made, and goes again if nothing is put there.
         target: the model.
 
     Raises:
@@ -306,6 +306,8 @@ def alone(work: Path, target: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        if work.is_dir() and {one.name for one in work.iterdir()} <= {".lock"}:
+            shutil.rmtree(work, ignore_errors=True)
         lock.release()
 
 

@@ -65,12 +65,7 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         with ExitStack() as stack:
             if this_process().is_main_process:
                 stack.enter_context(alone(work, target))
-            try:
-                _go_on(host, settings, target, work)
-            except InputError:
-                if work.is_dir() and {one.name for one in work.iterdir()} <= {".lock"}:
-                    shutil.rmtree(work, ignore_errors=True)  # refused before anything was made
-                raise
+            _go_on(host, settings, target, work)
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)
     return note_of(target)

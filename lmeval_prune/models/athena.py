@@ -17,10 +17,9 @@ from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError, nearest, reported
-from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.arguments import Arguments, our_names, unknown
 from lmeval_prune.models.identity import applied
-from lmeval_prune.models.logs import as_lm_eval_does
+from lmeval_prune.models.logs import as_lm_eval_does, say_applied
 from lmeval_prune.settings import device_named, typed
 
 eval_logger = logging.getLogger(__name__)
@@ -76,8 +75,7 @@ class AthenaLM(LM):
             self._applied = stack.pop_all()
         if self.manifest:
             eval_logger.info("checkpoint: %s", removed_from(self.manifest))
-        for one in interventions_on(self.host.encoder):
-            eval_logger.info("applied: %s", one.summary(self.model_map))
+        say_applied(self.host.encoder, self.model_map)
 
     def close(self) -> None:
         """Undo what was applied. (The end of the object does so too.)"""

@@ -309,10 +309,8 @@ class _Run:
         """A line if no server can be asked for a while: for how long, and how many failures more are borne."""
         if wait > SAID_FROM:
             left = self.of.retries + 1 - min(one.strikes for one in self.of.servers)
-            logger.warning(
-                "%s: %s; no server answers: waiting %.0f seconds, giving up after %d more failures",
-                *(server.url, error, wait, left),
-            )
+            line = "%s: %s; no server answers: waiting %.0f seconds, giving up after %d more failures"
+            logger.warning(line, server.url, error, wait, left)
 
     def _pause(self, failures: int) -> float:
         return float(min(LONGEST_WAIT, self.of.first_wait * 2 ** (failures - 1)) * random.uniform(0.75, 1.25))

@@ -36,7 +36,7 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import applied, identity_of, tokenizer_fingerprint
-from lmeval_prune.models.logs import as_lm_eval_does
+from lmeval_prune.models.logs import as_lm_eval_does, say_applied
 from lmeval_prune.models.tries import InTurn
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 from lmeval_prune.profiling.costs import cost_columns
@@ -99,8 +99,7 @@ class PrunedHFLM(HFLM):
         with self._apply() as applied:  # on a live model nothing may stay when something below fails
             self.engine = self._engine() if self.given.engine.engine == "batched" else None
             self.answering = Answering(self, store)
-            for one in interventions_on(self.model):
-                eval_logger.info("applied: %s", one.summary(self.model_map))
+            say_applied(self.model, self.model_map)
             self._applied = applied.pop_all()
 
     def _apply(self) -> ExitStack:

@@ -117,6 +117,7 @@ def filter_map(
     from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of, with_weights
     from lmeval_prune.interventions import interventions_on
     from lmeval_prune.models.arguments import Arguments
+    from lmeval_prune.pruners.calibration import encode
     from lmeval_prune.reporting.filter_map import draw
 
     try:
@@ -141,7 +142,7 @@ def filter_map(
     except UNREADABLE as error:
         raise InputError(f"the tokenizer of {pretrained} cannot be loaded ({first_line(error)})") from error
     model = with_weights(bare, pretrained, revision)
-    ids = tokenizer(words, return_tensors="pt")["input_ids"][:, :tokens]
+    ids = torch.tensor([encode(tokenizer, words)[:tokens]])
     with wanted.applied_to(model) as model_map, torch.no_grad():
         model(ids, use_cache=False)
         live: Any = interventions_on(model)[0]

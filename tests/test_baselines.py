@@ -410,6 +410,24 @@ def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_
     assert plan.made["damping"] and any("damping of L0.o_proj raised to" in line for line in said)
 
 
+@pytest.mark.parametrize("name", ["slimgpt", "random"])
+def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The plan then rests on damping; it says so, too."""
+    model_map = map_model(tiny("llama"))
+    wide = {"L0.o_proj": 32, "L0.down": 48, "L1.o_proj": 32, "L1.down": 48}
+    for rows, length, short in ((1, 2, wide), (4, 11, {k: v for k, v in wide.items() if v > 44}), (8, 11, {})):
+        caplog.clear()
+        made = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).made
+        lines = [one.getMessage() for one in caplog.records]
+        assert made.get("more_columns_than_tokens", {}) == short and len(lines) == bool(short)
+        text = f"has {rows * length} tokens, fewer than the 48 columns of L0.down: the solution"
+        assert all(text in line and "\n" not in line for line in lines)
+    caplog.clear()
+    if name == "random":
+        plan_by(name, model_map, whole(1, 4), compensation="bias")
+        assert not caplog.records
+
+
 # --------------------------------------------------------------------------- allocation
 
 
@@ -901,6 +919,58 @@ def test_a_calibration_text_that_cannot_be_had(
     with pytest.raises(InputError, match=message) as refusal:
         read_calibration(None, str(tmp_path / text) if text else None, task)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--method norm_entropy --ratio 0.01", "nothing would be removed"),
+        ("--method norm_entropy --ratio 0.13 --unit group", "nothing would be removed"),
+        ("--method norm_entropy --ratio 0.13 --allocation uniform", "nothing would be removed"),
+        ("--method norm_entropy --ffn_ratio 0.3 --ffn_multiple 48", "nothing would be removed"),
+        ("--method flap --ratio 0.0001", "nothing would be removed"),
+        ("--method slimgpt --ratio 0.001", "nothing would be removed"),
+        ("--method slimgpt --ratio 0.8", "would empty the last layer"),
+        ("--method flap --ratio 0.99", "would take all heads or channels"),
+        ("--method wanda_sp --ratio 0.8", "would take all heads"),
+        ("--method flap --ratio 0.3 --skip_first 1 --skip_last 1", "no layer is left"),
+    ],
+)
+def test_what_shapes_forbid_is_said_before_a_text_is_read(
+    words: str, message: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Nor are weights loaded."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    for target in ("pruners.calibration.read_calibration", "checkpoints.skeleton.with_weights"):
+        monkeypatch.setattr(f"lmeval_prune.{target}", refuse)
+    model = ["--pretrained", str(tiny_folder), "--text", "none.txt", "--output", str(tmp_path / "plan.json")]
+    assert main(["prune", *model, *words.split()]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("options", [{"budget": "parameters", "parts": parts, "allocation": allocation}
+                                     for parts in ("both", "heads") for allocation in ("global", "standardised")]
+                                    + [{"unit": "group"}, {"unit": "balanced"}, {"ffn_multiple": 16}])  # fmt: skip
+def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[str, Any]) -> None:
+    """Whatever random scores remove, shapes allow."""
+    model_map, reached = map_model(tiny("llama", num_hidden_layers=3, num_attention_heads=8)), 0
+    for ratio in (0.0005, 0.002, 0.01, 0.05, 0.2, 0.4, 0.6, 0.9):
+        wanted = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
+        settled_options = settled(PruneOptions(**wanted, **options), RandomScores(seed), model_map)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lmeval_prune.pruners.schedule._check_shares", lambda *_: None)
+            try:
+                list(stages(RandomScores(seed), model_map, settled_options))
+            except InputError:
+                continue
+        reached += 1
+        assert list(stages(RandomScores(seed), model_map, settled_options))
+    assert reached > 1
 
 
 def test_what_to_do_where_nothing_would_go() -> None:

@@ -24,6 +24,7 @@ from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.identity import tokenizer_fingerprint
+from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.tasks.data import DATA, load
 from lmeval_prune.tasks.named import load_task
 
@@ -194,9 +195,7 @@ class LanguageHost(Host):
                 target = task.doc_to_choice(row)[target]
             target = target[0] if isinstance(target, list) and target else target
         answer = ("" if asked.chat else task.get_config("target_delimiter")) + asked.answer.replace("{}", str(target))
-        prompt, begin = self._prompt(task, row), self.tokenizer.bos_token
-        special = not (begin and prompt.startswith(begin))  # as lm-eval has it
-        question = self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
+        question = encode(self.tokenizer, self._prompt(task, row))
         ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return Text([*question, *ids, self.tokenizer.eos_token_id], len(question))
 

@@ -30,7 +30,7 @@ class Pruned(Preparation):
         options: of the method.
         more: what else is set of a plan: `unit`, `allocation`, `compensation`, …
         task, text: calibration text: the training split of a task, or a file.
-        windows, tokens, batch, seed: of the calibration text.
+        windows, tokens, batch, seed, apply_chat_template: of the calibration text.
         cut: evaluate the smaller checkpoint, so that its speed and memory are measured; else the plan, tried out.
 
     Raises:
@@ -48,6 +48,7 @@ class Pruned(Preparation):
     tokens: int = 128
     batch: int = 8
     seed: int = 0
+    apply_chat_template: bool = False
     cut: bool = False
 
     def __post_init__(self) -> None:
@@ -89,8 +90,8 @@ class Pruned(Preparation):
         check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
         if self.task or self.text:
             check_length(model_map.model, self.tokens)
-            drawn = (self.windows, self.tokens, self.batch, self.seed)
-            text = read_calibration(lm.tokenizer, self.text, self.task, *drawn)
+            reading = (self.windows, self.tokens, self.batch, self.seed, self.apply_chat_template, lm.add_bos_token)
+            text = read_calibration(lm.tokenizer, self.text, self.task, *reading)
         work = folder.with_name(f"{folder.name}.layers")
         *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=work)
         plan.save(folder / "plan.json", model_map)

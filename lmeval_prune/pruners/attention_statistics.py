@@ -25,7 +25,7 @@ from lmeval_prune.interventions.attention_call import (
     eager_attention,
     put_in_front,
 )
-from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_after
 
 BLOCK = 2**22  # attention weights at once
 
@@ -144,9 +144,13 @@ def _from_outputs(
     """By the weights that the model gives out itself; all layers' of one batch are there at once."""
     model: Any = model_map.model
     device = next(model.parameters()).device
-    with eager_attention(model), torch.no_grad():  # others give out none, or wrong ones
+    base = getattr(model, "get_base_model", lambda: model)().base_model  # PEFT; without the output head
+    with eager_attention(model), torch.no_grad(), stopping_after(base):  # others give out none, or wrong ones
         for ids, real in ((x.to(device), y.to(device)) for x, y in text.batches):
-            found = model(ids, attention_mask=real, output_attentions=True).attentions
+            try:
+                found = model(ids, attention_mask=real, output_attentions=True).attentions
+            except Reached as reached:
+                found = getattr(reached.output, "attentions", None)
             if not found or any(weights is None for weights in found):
                 raise InputError(f"this {model_map.model_type} model gives out no attention weights")
             first = (real.cumsum(1) == 1) & real.bool()

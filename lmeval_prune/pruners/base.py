@@ -116,6 +116,11 @@ class Pruner(ABC):
         )
 
     @property
+    def scores_channels(self) -> bool:
+        """Whether the method scores channels, too."""
+        return type(self).channel_scores is not Pruner.channel_scores
+
+    @property
     def costs(self) -> tuple[float, float] | None:
         """What a query head and a channel count in a budget of parameters; None for what they have."""
         return None
@@ -137,7 +142,7 @@ class Pruner(ABC):
         Raises:
             InputError: the method has no scores of channels, or needs a text.
         """
-        if channels and type(self).channel_scores is Pruner.channel_scores:
+        if channels and not self.scores_channels:
             raise InputError(_HEADS_ONLY.format(pruner_name(self)))
         if not text and (heads or channels) and self.needs_text(heads, channels):
             needed(self, None)

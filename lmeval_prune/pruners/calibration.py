@@ -1,18 +1,23 @@
-"""Calibration text: windows of token ids, drawn by a seed from a task's training split or a text file, and hashed."""
+"""Calibration text: windows of token ids, drawn by a seed from a task's training split or a text file, and hashed.
+
+Text is read as lm-eval's `hf` reads a prompt: every window begins and ends with the special tokens that the tokenizer
+puts around a text, if it has such.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import random
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 
 from lmeval_prune.errors import InputError, first_line
@@ -28,34 +33,46 @@ class CalibrationText:
     Attributes:
         name: where the text comes from.
         batches: token ids (rows, tokens), and which are real, (rows, tokens).
+        reading: how the text was read: the special tokens of a window, and whether by the chat template.
     """
 
     name: str
     batches: tuple[tuple[Tensor, Tensor], ...]
+    reading: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, windows: Tensor, batch: int = 8, real: Tensor | None = None) -> CalibrationText:
+    def of(
+        cls,
+        name: str,
+        windows: Tensor,
+        batch: int = 8,
+        real: Tensor | None = None,
+        reading: Mapping[str, Any] | None = None,
+    ) -> CalibrationText:
         """Text as windows of token ids, (windows, tokens)."""
         real = torch.ones_like(windows) if real is None else real
-        return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)))
+        return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), reading or {})
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are real."""
+        return int(sum(real.sum() for _, real in self.batches))
 
     def about(self) -> dict[str, Any]:
         """What a plan says of it."""
         state = hashlib.sha256()
         for row, own in ((row, own) for batch in self.batches for row, own in zip(*batch, strict=True)):
             state.update(repr(row[own.bool()].tolist()).encode())
-        windows = sum(len(ids) for ids, _ in self.batches)
-        tokens = int(sum(real.sum() for _, real in self.batches))
-        return {"text": self.name, "windows": windows, "tokens": tokens, "sha256": state.hexdigest()[:16]}
+        counts = {"windows": sum(len(ids) for ids, _ in self.batches), "tokens": self.tokens}
+        return {"text": self.name, **counts, **self.reading, "sha256": state.hexdigest()[:16]}
 
-    def run(self, model: Any, last: nn.Module | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the model on each batch; yields it before its forward pass.
+    def run(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the model on each batch, up to its output head; what hooks collect of a batch is there in the next turn.
 
-        Args:
-            model: the model.
-            last: what comes after this module is left out.
+        Yields:
+            Before the forward pass of each batch, on the model's device: its token ids, and which are real.
         """
-        with torch.no_grad(), stopping_after(last) if last else nullcontext():
+        with torch.no_grad(), stopping_before(getattr(model, "get_output_embeddings", lambda: None)()):
             for ids, real, inputs in self.inputs(model):
                 yield ids, real
                 with suppress(Reached):
@@ -79,14 +96,14 @@ class CalibrationText:
 
 
 class Reached(Exception):  # noqa: N818 - the end of a run, no failure
-    """A module has been run, and nothing after it is wanted.
+    """The model has been run as far as is needed.
 
     Args:
-        output: of the module.
+        output: what has come out by then.
     """
 
     def __init__(self, output: Any) -> None:
-        super().__init__("a module has been run, and nothing after it is wanted")
+        super().__init__("the model has been run as far as is needed")
         self.output = output
 
 
@@ -102,6 +119,21 @@ def stopping_after(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def stopping_before(module: nn.Module | None) -> Iterator[None]:
+    """Inside the block, `Reached` is raised instead of running a module; None is never run."""
+
+    def stop(_: nn.Module, inputs: Any) -> None:
+        raise Reached(inputs)
+
+    handle = module.register_forward_pre_hook(stop, prepend=True) if module is not None else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def check_length(model: Any, tokens: int) -> None:
@@ -121,6 +153,44 @@ def check_length(model: Any, tokens: int) -> None:
         raise InputError(f"windows of {tokens} tokens: this model has at most {limit} positions; give fewer --tokens")
 
 
+def encode(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> list[int]:
+    """Return a text's token ids with special tokens, as lm-eval's `hf` reads a prompt (`HFLM.tok_encode`).
+
+    Args:
+        tokenizer: of the model.
+        text: the prompt; one that begins with the beginning-of-text token, as chat templates write it, gets no second.
+        add_bos_token: as for lm-eval's `hf`; None for what the tokenizer does by itself.
+    """
+    special = False if _begins(tokenizer, text) else add_bos_token
+    return list(tokenizer.encode(text, **({} if special is None else {"add_special_tokens": special})))
+
+
+def _begins(tokenizer: Any, text: str) -> bool:
+    """Whether a text begins with the token that lm-eval takes for the beginning of a text."""
+    first = _prefix_token_id(tokenizer)
+    return first is not None and text.startswith(tokenizer.decode(first))
+
+
+def _prefix_token_id(tokenizer: Any) -> int | None:
+    bos: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if bos is None else bos
+
+
+def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> tuple[list[int], list[int]]:
+    """Return the special tokens that `encode` gives before and after a text.
+
+    Raises:
+        InputError: the tokenizer reads the text itself in another way when it adds them.
+    """
+    if _begins(tokenizer, text):
+        return [_prefix_token_id(tokenizer) or 0], []
+    whole, own = encode(tokenizer, text, add_bos_token), tokenizer.encode(text, add_special_tokens=False)
+    for start in range(len(whole) - len(own) + 1):
+        if whole[start : start + len(own)] == own:
+            return whole[:start], whole[start + len(own) :]
+    raise InputError("the tokenizer splits a text in another way when it adds special tokens; give add_bos_token=false")
+
+
 def read_calibration(
     tokenizer: Any,
     text: str | None,
@@ -129,46 +199,91 @@ def read_calibration(
     tokens: int = 128,
     batch: int = 8,
     seed: int = 0,
+    apply_chat_template: bool = False,
+    add_bos_token: bool | None = None,
 ) -> CalibrationText:
     """Draw windows of a text.
 
     A file's paragraphs, or a task's training problems with their answers, are put in an order that the seed gives and
-    read until there are enough tokens.
+    read one after another. Each window is a stretch of that, between the special tokens of a prompt.
 
     Args:
         tokenizer: of the model.
         text: a text file.
         task: a task of lm-eval's with a training split; instead of `text`.
-        windows, tokens: how many windows of how many tokens.
+        windows, tokens: how many windows of how many tokens, special tokens included.
         batch: windows a forward pass.
         seed: of the order.
+        apply_chat_template: write a problem as the user's turn and its answer as the assistant's.
+        add_bos_token: as of `encode`.
 
     Raises:
-        InputError: there is no text, or not enough for one window.
+        InputError: there is no text, or not enough for one window, or there are no turns.
     """
     if (text is None) == (task is None):
         raise InputError("give the calibration text: either --task NAME (its training split) or --text FILE")
     if min(windows, tokens - 1, batch) < 1:
         raise InputError("windows and batch must be at least 1, tokens at least 2")
-    pieces = list(_paragraphs(Path(text)) if text is not None else _problems(str(task)))
-    name = f"file {Path(text).name}" if text is not None else f"training split of {task}"
+    if apply_chat_template:
+        check_chat(tokenizer, text)
+    pieces: list[Any]
+    write: Callable[[Any], str] = str
+    if text is not None:
+        name, pieces = f"file {Path(text).name}", list(_paragraphs(Path(text)))
+    else:
+        loaded, pieces = _problems(str(task))
+        name = f"training split of {task}"
+        write = partial(_as_chat, tokenizer, loaded) if apply_chat_template else partial(_as_text, loaded)
+    if not pieces:
+        raise InputError(f"the calibration text ({name}) is empty; give another")
     random.Random(seed).shuffle(pieces)
+    before, after = special_tokens(tokenizer, write(pieces[0]), add_bos_token)
     ids: list[int] = []
     for piece in pieces:
-        ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        ids += tokenizer.encode(write(piece), add_special_tokens=False)
         if len(ids) >= windows * tokens:
             break
-    found = min(windows, len(ids) // tokens)
-    if not ids:
-        raise InputError(f"the calibration text ({name}) is empty; give another")
-    if not found:
+    rows = _windows(ids, tokens, before, after)[:windows]
+    if not rows:
         raise InputError(
             f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give a "
             f"longer text, or fewer --tokens"
         )
-    if found < windows:
-        logger.warning("the calibration text (%s) gives %d of %d windows of %d tokens", name, found, windows, tokens)
-    return CalibrationText.of(name, torch.tensor(ids[: found * tokens]).reshape(found, tokens), batch)
+    if len(rows) < windows:
+        logger.warning(
+            "the calibration text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens
+        )
+    around = {"before": before, "after": after}
+    reading = {
+        "special_tokens": {place: tokenizer.convert_ids_to_tokens(some) for place, some in around.items()},
+        "apply_chat_template": apply_chat_template,
+    }
+    return CalibrationText.of(name, torch.tensor(rows), batch, reading=reading)
+
+
+def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -> list[list[int]]:
+    """Stretches of ids between special tokens; one that begins with these itself, as a conversation does, gets none."""
+    if tokens <= len(before) + len(after):
+        raise InputError(f"a window of {tokens} tokens has no room beside its special tokens; give more --tokens")
+    rows, place = list[list[int]](), 0
+    while place < len(ids):
+        start = [] if ids[place : place + len(before)] == before else before
+        stretch = ids[place : place + tokens - len(start) - len(after)]
+        rows += [[*start, *stretch, *after]]
+        place += len(stretch)
+    return [row for row in rows if len(row) == tokens]
+
+
+def check_chat(tokenizer: Any, text: str | None) -> None:
+    """Refuse to write turns where there are none, or no template for them.
+
+    Raises:
+        InputError: saying which.
+    """
+    if text is not None:
+        raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
+    if not tokenizer.chat_template:
+        raise InputError("the tokenizer has no chat template; leave out --apply_chat_template")
 
 
 def _paragraphs(path: Path) -> Iterator[str]:
@@ -186,38 +301,53 @@ def _paragraphs(path: Path) -> Iterator[str]:
     return (f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip())
 
 
-def _problems(name: str) -> Iterator[str]:
-    """Problems of a task's training split with their answers."""
+def _problems(name: str) -> tuple[Any, list[Any]]:
+    """A task, and the problems of its training split."""
     from lm_eval.tasks import TaskManager
 
     task = load_task(TaskManager(metadata={"data_split": "train"}), name)
     try:
-        docs = _training_docs(name, task)
-        first = next(docs, None)
+        return task, list(_training_docs(name, task))
     except InputError:
         raise
     except Exception as error:  # a task may fail in any way of its own
         raise InputError(f"the training split of {name} cannot be read ({first_line(error)})") from error
-    return (_with_answer(task, doc) for doc in chain([first] if first is not None else [], docs))
 
 
-def _training_docs(name: str, task: Any) -> Iterator[Any]:
+def _training_docs(name: str, task: Any) -> Iterable[Any]:
     if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # ours have read data_split
         docs: Iterable[Any] = task.test_docs()
     elif task.has_training_docs():
         docs = task.training_docs()
     else:
         raise InputError(f"task {name} has no training split; name another task, or give --text FILE")
-    return iter(docs)
+    return docs
 
 
-def _with_answer(task: Any, doc: Any) -> str:
+def _as_text(task: Any, doc: Any) -> str:
     """A problem and its answer: with the working, where the data has it."""
-    worked = next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)
+    worked = _working(doc)
     if "question" in doc and worked:
         return f"Question: {doc['question']}\nAnswer: {worked}\n\n"
+    return f"{task.doc_to_text(doc)} {_target(task, doc)}\n\n"
+
+
+def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
+    """What lm-eval would ask as the user's turn, and the answer as the assistant's."""
+    turns = {"user": task.doc_to_text(doc), "assistant": _working(doc) or _target(task, doc)}
+    messages = [{"role": role, "content": str(content)} for role, content in turns.items()]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError as error:
+        raise InputError(f"the chat template fails ({first_line(error)}); leave out --apply_chat_template") from error
+
+
+def _working(doc: Any) -> str | None:
+    return next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)
+
+
+def _target(task: Any, doc: Any) -> Any:
     target = task.doc_to_target(doc)
     if isinstance(target, int):
         target = task.doc_to_choice(doc)[target]
-    target = target[0] if isinstance(target, list) and target else target
-    return f"{task.doc_to_text(doc)} {target}\n\n"
+    return target[0] if isinstance(target, list) and target else target

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, is_transposed
-from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -128,8 +127,7 @@ def input_moments(
     with ExitStack() as stack:
         for name, module in projections.items():
             change_input(module, partial(collect, name), stack)
-        last = layers_with_attention(model_map)[-1] if model_map.stacks == ("",) else None
-        for _, real in text.run(model_map.model, last):  # noqa: B007 - read by the hooks
+        for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
             pass
     return found
 

@@ -112,8 +112,7 @@ def stages(
             )
             made |= {"ffn_allocation": allocation}
         if step == options.steps:
-            pruners = [pruner] * bool(options.ratio) + [channel_pruner] * bool(options.ffn_ratio)
-            by_layer = all((options.allocation or one.allocation) == "uniform" for one in pruners)
+            by_layer = _by_layer(pruner, channel_pruner, options)
             _check_removes(any(heads.values()) or any(channels.values()), model_map, options, by_layer)
         bare = _plan(heads, channels, options.allow_empty_layer)
         found = _made_up_for(model_map, bare, text, options, scored.means if step == 1 else None, progress)
@@ -122,14 +121,13 @@ def stages(
         history.append({"step": step, "ratio": of_heads.at(step), "ffn_ratio": of_channels.at(step), **counts})
         kept = {f"heads.{k}": by_member(v) for k, v in head_scores.items()}
         kept |= {f"channels.{k}": v for k, v in channel_scores.items()}
-        more = {**counted, "damping": found.damping} if found.damping else counted
         yield _plan(
             heads,
             channels,
             options.allow_empty_layer,
             compensation=compensation,
             scores=kept,
-            made={**made, **more, "stages": list(history)},
+            made={**made, **counted, **found.notes(), "stages": list(history)},
         )
 
 
@@ -261,6 +259,53 @@ def check_methods(
             check_layer_by_layer(model_map, "compensation=least_squares")
         if not text:
             raise InputError(f"compensation={options.compensation} needs a text; give --task NAME or --text FILE")
+    _check_shares(pruner, channel_pruner, model_map, options)
+
+
+def _check_shares(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, options: PruneOptions) -> None:
+    """Refuse shares that no scores can reach: of less than a unit, or that would empty a layer.
+
+    Whole layers, and the smallest units, have the lowest scores here: if then nothing goes, nothing ever does.
+
+    Raises:
+        InputError: as of `_check_removes` and `counts_of`.
+    """
+    if options.budget == "parameters":
+        alike = _alike(model_map, options)
+        pots = [
+            replace(pot, scores=torch.full_like(pot.scores, pot.cost))
+            for pot in pots_of(model_map, options, *alike, costs=pruner.costs)
+        ]
+        allocation, empty = options.allocation or pruner.allocation, options.allow_empty_layer
+        something = any(counts_of(pots, options.ratio, allocation, options.log_start, empty))
+    else:
+        of_heads, of_channels = (options.allocation or one.allocation for one in (pruner, channel_pruner))
+        equal = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
+        layer_after_layer = {
+            label: torch.full((n,), float(i)) for i, (label, n) in enumerate(model_map.channels().items())
+        }
+        unit, empty, multiple = options.unit or "head", options.allow_empty_layer, options.ffn_multiple
+        something = bool(
+            (options.ratio and select_heads(model_map, equal, options.ratio, unit, of_heads, None, empty))
+            or (
+                options.ffn_ratio
+                and select_channels(model_map, layer_after_layer, options.ffn_ratio, multiple, of_channels)
+            )
+        )
+    _check_removes(something, model_map, options, _by_layer(pruner, channel_pruner, options))
+
+
+def _alike(model_map: ModelMap, options: PruneOptions) -> tuple[Scores | None, Scores | None]:
+    """Return equal scores of the heads and of the channels that may go; None of what stays."""
+    heads = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
+    channels = {label: torch.zeros(width) for label, width in model_map.channels().items()}
+    return heads if wants_heads(options) else None, channels if wants_channels(options, model_map) else None
+
+
+def _by_layer(pruner: Pruner, channel_pruner: Pruner, options: PruneOptions) -> bool:
+    """Return whether each layer loses its own share."""
+    pruners = [pruner] * bool(options.ratio) + [channel_pruner] * bool(options.ffn_ratio)
+    return all((options.allocation or one.allocation) == "uniform" for one in pruners)
 
 
 def _compared(scores: Scores, removed: Removed, allocation: str) -> Scores:
@@ -343,17 +388,10 @@ def _layer_by_layer(
     work: Path | None,
 ) -> Plan:
     """The plan of a method that goes layer by layer."""
-    alike = (
-        {layer.label: torch.zeros(layer.heads) for layer in model_map.attention} if wants_heads(options) else None,
-        {label: torch.zeros(n) for label, n in model_map.channels().items()}
-        if wants_channels(options, model_map)
-        else None,
-    )
-    pots = pots_of(model_map, options, *alike)
+    pots = pots_of(model_map, options, *_alike(model_map, options))
     counts = counts_of(
         pots, options.ratio, options.allocation or "uniform", options.log_start, options.allow_empty_layer
     )
-    _check_removes(any(counts), model_map, options)
     by_place = {(pot.label, pot.kind): count for pot, count in zip(pots, counts, strict=True)}
     chooser = pruner.chooser(options.unit or "head", by_place)
     store = LayerStore(work, [made, model_map.weights, model_map.signature()]) if work else None
@@ -370,7 +408,7 @@ def _layer_by_layer(
     numbers = {
         name: sum(map(len, one.values())) for name, one in (("heads", found.heads), ("channels", found.channels))
     }
-    more = {"parameters": _spent(pots, counts), **({"damping": found.damping} if found.damping else {})}
+    more = {"parameters": _spent(pots, counts), **found.notes()}
     return _plan(
         found.heads,
         found.channels,

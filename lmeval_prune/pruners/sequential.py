@@ -7,6 +7,7 @@ back what is kept.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,6 +30,8 @@ from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_fo
 from lmeval_prune.pruners.layer_store import Done, LayerStore
 from lmeval_prune.pruners.moments import Moments, add_tokens, weight_of
 from lmeval_prune.pruners.selection import Removed
+
+logger = logging.getLogger(__name__)
 
 Units = Sequence[tuple[int, ...]]  # of inputs of a projection, those that go together
 
@@ -188,12 +191,21 @@ class Found:
         heads, channels: that go.
         compensation: as of a plan.
         damping: where it was raised, by how much.
+        short: columns of the projections that have more of them than the text has tokens.
     """
 
     heads: Removed = field(default_factory=dict)
     channels: Removed = field(default_factory=dict)
     compensation: dict[str, Tensor] = field(default_factory=dict)
     damping: dict[str, float] = field(default_factory=dict)
+    short: dict[str, int] = field(default_factory=dict)
+
+    def notes(self) -> dict[str, Any]:
+        """Return what a plan says of how well its least squares are determined."""
+        return {
+            **({"damping": self.damping} if self.damping else {}),
+            **({"more_columns_than_tokens": self.short} if self.short else {}),
+        }
 
     def add(self, label: str, done: Done) -> None:
         """Take in what became of a layer."""
@@ -230,10 +242,12 @@ def layer_by_layer(
     blocks = {block.label: block for block in model_map.feed_forward}
     replay, found = Replay(model_map, text), Found()
     pairs = chooser.pairs or compensation == "least_squares"
-    last = max((n for n, layer in enumerate(model_map.attention) if _asked(chooser, layer, blocks)), default=-1)
+    asked_of = [_asked(chooser, layer, blocks) for layer in model_map.attention]
+    if pairs:
+        found.short = _more_columns_than_tokens([place for places in asked_of for place in places], text.tokens)
+    last = max((number for number, places in enumerate(asked_of) if places), default=-1)
     for number, layer in enumerate(model_map.attention[: last + 1]):
-        places = [Place(layer), *([Place(blocks[layer.label])] if layer.label in blocks else [])]
-        places = [place for place in places if chooser.asks(place)]
+        places = asked_of[number]
         done = store.load(layer.label) if store else None
         if done is None:
             done = Done()
@@ -269,9 +283,24 @@ def layer_by_layer(
     return found
 
 
-def _asked(chooser: Chooser, layer: AttentionLayer, blocks: Mapping[str, FeedForward]) -> bool:
+def _asked(chooser: Chooser, layer: AttentionLayer, blocks: Mapping[str, FeedForward]) -> list[Place]:
+    """Return the projections of a layer that may lose inputs."""
     own = [Place(layer), *([Place(blocks[layer.label])] if layer.label in blocks else [])]
-    return any(chooser.asks(place) for place in own)
+    return [place for place in own if chooser.asks(place)]
+
+
+def _more_columns_than_tokens(places: Sequence[Place], tokens: int) -> dict[str, int]:
+    """Return the columns of projections whose mean of x·xᵀ so few tokens leave singular, and warn of the widest."""
+    columns = {place.name: in_features(place.projection) for place in places}
+    short = {name: count for name, count in columns.items() if count > tokens}
+    if short:
+        widest = max(short, key=lambda name: short[name])
+        logger.warning(
+            "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least squares rests "
+            "on its damping; give more --windows or --tokens",
+            tokens, short[widest], widest,
+        )  # fmt: skip
+    return short
 
 
 def _second(place: Place, moments: Moments, damping: float, done: Done) -> Tensor:

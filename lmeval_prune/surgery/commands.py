@@ -41,6 +41,8 @@ def importance(
     tokens: int = 128,
     batch: int = 8,
     seed: int = 0,
+    apply_chat_template: bool = False,
+    add_bos_token: bool | None = None,
     channels: bool = False,
     revision: str | None = None,
     device: str | None = None,
@@ -55,9 +57,12 @@ def importance(
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
         windows: windows of the calibration text
-        tokens: tokens of a window
+        tokens: tokens of a window, special tokens included
         batch: windows a forward pass
         seed: of the order in which the text is read
+        apply_chat_template: write calibration problems as the user's turns and their answers as the assistant's, as
+            lm_eval asks with this option
+        add_bos_token: as of lm_eval's model_args; default: what the tokenizer does by itself
         channels: score feed-forward channels, too
         revision: of the model
         device: cpu or cuda; default: a GPU if there is one
@@ -75,7 +80,8 @@ def importance(
     pruner.check(True, channels, bool(task or text))
     pruner.check_model(map_model(skeleton_of(pretrained, revision)))
     needed = pruner.needs_text(True, channels)
-    model_map, calibration, _ = _loaded(where, pretrained, revision, needed, task, text, windows, tokens, batch, seed)
+    reading = (windows, tokens, batch, seed, apply_chat_template, add_bos_token)
+    model_map, calibration = _loaded(where, pretrained, revision, needed, task, text, *reading)
     scored = pruner.scores(model_map, calibration, True, channels)
     scores = {f"heads.{label}": one for label, one in scored.heads.items()}
     scores |= {f"channels.{label}": one for label, one in scored.channels.items()}
@@ -105,6 +111,8 @@ def prune(
     tokens: int = 128,
     batch: int = 8,
     seed: int = 0,
+    apply_chat_template: bool = False,
+    add_bos_token: bool | None = None,
     cut: str | None = None,
     revision: str | None = None,
     device: str | None = None,
@@ -125,9 +133,12 @@ def prune(
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
         windows: windows of the calibration text
-        tokens: tokens of a window
+        tokens: tokens of a window, special tokens included
         batch: windows a forward pass
         seed: of the order in which the text is read
+        apply_chat_template: write calibration problems as the user's turns and their answers as the assistant's, as
+            lm_eval asks with this option
+        add_bos_token: as of lm_eval's model_args; default: what the tokenizer does by itself
         cut: folder for the smaller checkpoint
         revision: of the model
         device: cpu or cuda; default: a GPU if there is one
@@ -179,9 +190,8 @@ def prune(
     needs = any(uses.values())
     if known and (task or text) and not needs:
         raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
-    model_map, calibration, tokenizer = _loaded(
-        where, pretrained, revision, needs, task, text, windows, tokens, batch, seed
-    )
+    reading = (windows, tokens, batch, seed, apply_chat_template, add_bos_token)
+    model_map, calibration = _loaded(where, pretrained, revision, needs, task, text, *reading)
     if known:
         known.fit_to(model_map)
     work = Path(output).with_name(f".{Path(output).name}.layers")
@@ -201,7 +211,7 @@ def prune(
     for line in _short_of(plan, model_map, asked):
         print(f"  {line}")
     if cut:
-        done = cut_to(cut, model_map.model, plan, tokenizer or tokenizer_of(pretrained, revision))
+        done = cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision))
         _report(cut, done)
     return 0
 
@@ -315,9 +325,20 @@ def _loaded(
     needs_text: bool,
     task: str | None,
     text: str | None,
-    *drawn: int,
-) -> tuple[Any, Any, Any]:
-    """The model's map, calibration text if there is to be one, and the tokenizer that it was read with."""
+    *reading: Any,
+) -> tuple[Any, Any]:
+    """Return the model's map, and calibration text if there is to be one.
+
+    Args:
+        device: for the model.
+        pretrained, revision: the model.
+        needs_text: whether there is to be a calibration text.
+        task, text: its source.
+        reading: how it is read: the further arguments of `read_calibration`.
+
+    Raises:
+        InputError: something cannot be read, or does not suit.
+    """
     import torch
 
     from lmeval_prune.architectures import map_model
@@ -328,23 +349,27 @@ def _loaded(
         raise InputError("give the calibration text by --task or by --text, not both")
     bare = skeleton_of(pretrained, revision)
     map_model(bare)
-    calibration = tokenizer = None
+    calibration = None
     if needs_text:
-        check_length(bare, drawn[1])
-        tokenizer = tokenizer_of(pretrained, revision)
+        check_length(bare, reading[1])
+        tokenizer = tokenizer_of(pretrained, revision, reading[-1])
         if tokenizer is None:
             raise InputError(f"{pretrained} has no tokenizer, which calibration text needs")
-        calibration = read_calibration(tokenizer, text, task, *drawn)
+        calibration = read_calibration(tokenizer, text, task, *reading)
     model = with_weights(bare, pretrained, revision)
     try:
         model.to(device)
     except torch.OutOfMemoryError:
         raise InputError(f"{pretrained} does not fit into the memory of {device}; give --device cpu") from None
-    return map_model(model), calibration, tokenizer
+    return map_model(model), calibration
 
 
-def tokenizer_of(pretrained: str, revision: str | None) -> Any:
-    """The model's tokenizer; None if it has no files of one (transformers would make one up).
+def tokenizer_of(pretrained: str, revision: str | None, add_bos_token: bool | None = None) -> Any:
+    """Return the model's tokenizer; None if it has no files of one (transformers would make one up).
+
+    Args:
+        pretrained, revision: the model.
+        add_bos_token: as of lm-eval's `hf`, which gives it to the tokenizer; None leaves it alone.
 
     Raises:
         InputError: it has, and they cannot be read.
@@ -364,7 +389,8 @@ def tokenizer_of(pretrained: str, revision: str | None) -> Any:
     if not any(cached_file(source, name, **optional) for name in TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
+        own = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+        return AutoTokenizer.from_pretrained(source, revision=revision, **own)
     except Exception as error:  # a tokenizer's own errors are of no class but this
         if not isinstance(error, (*UNREADABLE, KeyError, ImportError)) and type(error) is not Exception:
             raise

@@ -1,0 +1,216 @@
+"""Calibration text is read as lm-eval reads a prompt: special tokens, chat templates, and what of the model is run."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune import InputError, Plan, map_model
+from lmeval_prune.cli import main
+from lmeval_prune.pruners import attention_statistics, calibration
+from lmeval_prune.pruners.base import PRUNERS, Scored, make_pruner
+from lmeval_prune.pruners.calibration import encode, read_calibration
+from tests.test_pruners import text_of
+from tests.tiny_models import tiny
+
+PARAGRAPHS = [f"Ann has {n} apples and buys {n + 1} more. Now she has {2 * n + 1}." for n in range(60)]
+AROUND = {"bos": "<s> $A", "encoder": "<s> $A </s>", "two": "<s> </s> $A", "none": "$A"}
+
+
+def tokenizer_with(tiny_folder: Path, around: str) -> Any:
+    """A byte-level tokenizer that puts special tokens around a text."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=ids)
+    return tokenizer
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("\n\n".join(PARAGRAPHS))
+    return str(tmp_path / "text.txt")
+
+
+def windows_of(tokenizer: Any, text: str | None, task: str | None = None, **settings: Any) -> list[list[int]]:
+    found = read_calibration(tokenizer, text, task, **{"windows": 8, "tokens": 40, **settings})
+    return [row for ids, _ in found.batches for row in ids.tolist()]
+
+
+def stream_of(tokenizer: Any, windows: list[list[int]], before: int, after: int) -> str:
+    return str(tokenizer.decode([token for row in windows for token in row[before : len(row) - after]]))
+
+
+@pytest.mark.parametrize(("around", "before", "after"), [("bos", [1], []), ("encoder", [1], [2]), ("two", [1, 2], [])])
+def test_each_window_has_the_special_tokens_of_a_prompt(
+    tiny_folder: Path, text: str, around: str, before: list[int], after: list[int]
+) -> None:
+    """And between them the same stretch of text goes on from window to window."""
+    tokenizer = tokenizer_with(tiny_folder, AROUND[around])
+    windows = windows_of(tokenizer, text)
+    assert [len(row) for row in windows] == [40] * 8
+    assert all(row[: len(before)] == before and row[40 - len(after) :] == after for row in windows)
+    plain = stream_of(tokenizer, windows_of(AutoTokenizer.from_pretrained(tiny_folder), text), 0, 0)
+    assert plain.startswith(stream_of(tokenizer, windows, len(before), len(after)))
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_window_begins_as_lm_eval_reads_its_text(
+    tiny_folder: Path, tmp_path: Path, around: str, add_bos_token: bool | None
+) -> None:
+    """Of a text that is one paragraph: windows of a stream are cut where lm-eval would read on."""
+    (tmp_path / "text.txt").write_text(" ".join(PARAGRAPHS))
+    tokenizer = tokenizer_with(tiny_folder, AROUND[around])
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, add_bos_token=add_bos_token)
+    for prompt in (" ".join(PARAGRAPHS), f"<s>{PARAGRAPHS[0]}"):
+        assert encode(tokenizer, prompt, add_bos_token) == lm.tok_encode(prompt)
+    ends = 1 if around == "encoder" and add_bos_token is not False else 0
+    first = windows_of(tokenizer, str(tmp_path / "text.txt"), add_bos_token=add_bos_token)[0]
+    assert first[: 40 - ends] == lm.tok_encode(f"{' '.join(PARAGRAPHS)}\n\n")[: 40 - ends]
+
+
+def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, text: str) -> None:
+    """The hash that plans of such models have had all along."""
+    found = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).about()
+    assert found["sha256"] == "86b6f6fd7c5ea7b6" and found["tokens"] == 320
+    assert found["special_tokens"] == {"before": [], "after": []} and found["apply_chat_template"] is False
+
+
+def task_of(folder: Path) -> str:
+    """A task of lm-eval's with a training split, as a path to its YAML."""
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}."} for n in range(40)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = folder / "sums.yaml"
+    path.write_text(
+        f"task: sums\ndataset_path: json\ndataset_kwargs:\n  data_files: {folder}/rows.jsonl\n  cache_dir: {folder}\n"
+        "training_split: train\ntest_split: train\noutput_type: generate_until\n"
+        'doc_to_text: "Asked: {{question}}"\ndoc_to_target: "{{answer}}"\n'
+    )
+    return str(path)
+
+
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    from lm_eval.tasks import TaskManager
+
+    name = task_of(tmp_path)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: manager)
+    assert name.endswith(".yaml")
+    return "sums"
+
+
+@pytest.mark.parametrize("template", ["", "{{ bos_token }}"])
+@pytest.mark.parametrize("around", ["bos", "none"])
+def test_problems_are_turns_of_a_conversation(tiny_folder: Path, sums: str, around: str, template: str) -> None:
+    """As the template and lm-eval have them: whoever writes the beginning-of-text token, a window begins with one."""
+    tokenizer = tokenizer_with(tiny_folder, AROUND[around])
+    tokenizer.chat_template = template + "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    windows = windows_of(tokenizer, None, sums, apply_chat_template=True, tokens=150)
+    begins = [1] if template or around == "bos" else []
+    lm = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(tiny_folder), tokenizer=tokenizer)
+    shown = tokenizer.decode(windows[0][len(begins) :])
+    number = shown.split()[4]
+    turns = [("user", f"Asked: What is {number} + {number}?"), ("assistant", f"It is {2 * int(number)}.")]
+    rendered = lm.apply_chat_template([{"role": a, "content": b} for a, b in turns], add_generation_prompt=False)
+    expected = lm.tok_encode(rendered)
+    assert windows[0][: len(expected)] == expected and windows[0][: len(begins)] == begins
+    assert all(row[: len(begins)] == begins and row[1] != 1 for row in windows)
+    about = read_calibration(tokenizer, None, sums, 8, 150, apply_chat_template=True).about()
+    assert about["apply_chat_template"] is True
+    assert about["sha256"] != read_calibration(tokenizer, None, sums, 8, 150).about()["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"apply_chat_template": True}, "a text file has no turns; leave out --apply_chat_template, or give --task"),
+        ({"tokens": 2}, "no room beside its special tokens; give more --tokens"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(tiny_folder: Path, text: str, settings: Any, message: str) -> None:
+    tokenizer = tokenizer_with(tiny_folder, AROUND["encoder"])
+    with pytest.raises(InputError, match=message) as refusal:
+        windows_of(tokenizer, text, **settings)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tiny_folder: Path, sums: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="has no chat template; leave out --apply_chat_template"):
+        windows_of(tokenizer, None, sums, apply_chat_template=True)
+    tokenizer.chat_template = "{{ raise_exception('no user') }}"
+    with pytest.raises(
+        InputError, match=r"the chat template fails .TemplateError: no user.; leave out --apply_chat_template"
+    ):
+        windows_of(tokenizer, None, sums, apply_chat_template=True)
+
+
+def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, text: str) -> None:
+    """And `--add_bos_token` is given on."""
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder)
+    tokenizer_with(tiny_folder, AROUND["bos"]).save_pretrained(folder)
+    found = []
+    for more in ([], ["--add_bos_token", "false"]):
+        words = ["prune", "--pretrained", str(folder), "--ratio", "0.25", "--text", text, "--windows", "4",
+                 "--tokens", "32", "--output", str(tmp_path / "plan.json"), *more]  # fmt: skip
+        assert main(words) == 0
+        found.append(Plan.load(tmp_path / "plan.json").made["calibration"])
+    assert [one["special_tokens"]["before"] for one in found] == [["<s>"], []]
+    assert found[0]["sha256"] != found[1]["sha256"]
+
+
+# --------------------------------------------------------------------------- what of the model is run
+
+
+class Called(Exception):
+    """The output head has been run."""
+
+
+def refuse(*_: Any) -> None:
+    raise Called
+
+
+@pytest.mark.parametrize("name", [name for name in PRUNERS if name != "llm_pruner"])  # which reads the loss
+@pytest.mark.parametrize("family", ["llama", "gemma2", "falcon", "bloom", "bart", "t5"])
+def test_calibration_does_not_run_the_output_head(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads its logits; scores are the same to the bit."""
+    model_map, text, pruner = map_model(tiny(family)), text_of(), make_pruner(name, {})
+    channels = pruner.scores_channels
+    try:
+        pruner.check_model(model_map)
+    except InputError:
+        pytest.skip(f"{name} is not for {family}")
+
+    def flat(scored: Scored) -> list[torch.Tensor]:
+        return [*scored.heads.values(), *scored.channels.values(), *(scored.means or {}).values()]
+
+    handle = model_map.model.get_output_embeddings().register_forward_pre_hook(refuse)
+    found = flat(pruner.scores(model_map, text, True, channels))
+    with pytest.raises(Called), torch.no_grad():
+        model_map.model(**next(text.inputs(model_map.model))[2])
+    handle.remove()
+    for module, stop in ((calibration, "stopping_before"), (attention_statistics, "stopping_after")):
+        monkeypatch.setattr(module, stop, nullcontext)
+    whole = flat(pruner.scores(model_map, text, True, channels))
+    assert len(found) == len(whole) > 0 and all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
+
+
+def test_calibration_does_not_run_the_output_head_of_a_wrapped_model() -> None:
+    peft = pytest.importorskip("peft")
+    for family in ("llama", "falcon"):
+        targets = ["o_proj"] if family == "llama" else ["dense"]
+        model = peft.get_peft_model(tiny(family), peft.LoraConfig(target_modules=targets))
+        model.get_output_embeddings().register_forward_pre_hook(refuse)
+        assert make_pruner("norm_entropy", {}).scores(map_model(model), text_of(), True, True).heads

@@ -105,7 +105,9 @@ def _float(value: Any) -> float:
 
 
 def _str(value: Any) -> str:
-    if not isinstance(value, str | os.PathLike):
+    """Return a text; of a number its own, for lm-eval reads `name=3` as one. Truths and None may mean several."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number and not isinstance(value, str | os.PathLike):
         raise TypeError
     return str(value)
 
@@ -114,7 +116,7 @@ _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     bool: (_bool, "neither true nor false"),
     int: (_int, "not a whole number"),
     float: (_float, "not a number"),
-    str: (_str, "not a text"),
+    str: (_str, "not a text; quotes make one of a word such as true"),
 }
 
 

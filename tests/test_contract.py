@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lm_eval.utils import simple_parse_args_string
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
@@ -29,6 +30,7 @@ class Scale(Intervention):
     every: int = 1
     layers: int | None = None
     rule: str = "all"
+    name: str | None = None
     squared: bool = False
     of: Any = None
 
@@ -55,6 +57,10 @@ def made(value: Any) -> Intervention:
         ({"factor": "1e-1", "every": 2.0}, Scale(0.1, 2)),
         ({"factor": 1, "layers": "3", "squared": "false"}, Scale(1.0, layers=3)),
         ({"squared": "yes", "layers": None, "rule": "some"}, Scale(squared=True, rule="some")),
+        ({"rule": 3}, Scale(rule="3")),
+        ({"rule": 1.5}, Scale(rule="1.5")),
+        ({"name": 3}, Scale(name="3")),
+        ({"name": None}, Scale(name=None)),
         ({"of": {"L0": [1, "a"]}}, Scale(of={"L0": (1, "a")})),
     ],
 )
@@ -75,7 +81,10 @@ def test_fields_are_read_by_their_types(registered: None, value: Any, expected: 
         ({"every": True}, "scale.every=True is not a whole number"),
         ({"every": None}, "scale.every=None is not a whole number"),
         ({"layers": [1]}, r"scale.layers=\[1\] is not a whole number"),
-        ({"rule": 5}, "scale.rule=5 is not a text"),
+        ({"rule": True}, "scale.rule=True is not a text; quotes make one"),
+        ({"rule": None}, "scale.rule=None is not a text"),
+        ({"rule": float("inf")}, "scale.rule=inf is not a text"),
+        ({"rule": ["all"]}, r"scale.rule=\['all'\] is not a text"),
         ({"squared": "perhaps"}, "scale.squared='perhaps' is neither true nor false"),
         ({"of": torch.ones(3)}, "scale.of holds a Tensor, which cannot be told from another one"),
         ({"of": [object()]}, "scale.of holds a object"),
@@ -86,6 +95,17 @@ def test_other_types_are_refused_in_one_line(registered: None, value: Any, messa
     with pytest.raises(InputError, match=message) as error:
         made(value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("words", ["3", "1.5", "1.0", "-2", "some", '"true"', "'None'"])
+def test_a_text_is_what_was_typed_whatever_lm_eval_reads(registered: None, words: str, tmp_path: Path) -> None:
+    """And it is the same text after its file, and in every store of answers."""
+    model_map, text = map_model(tiny("llama")), words.strip("'\"")
+    typed_in = simple_parse_args_string(f"rule={words}")
+    one = made(typed_in)
+    assert one == Scale(rule=text) and one.identity(model_map) == Scale(rule=text).identity(model_map)
+    one.save(tmp_path / "scale.json", model_map)
+    assert Scale.load(tmp_path / "scale.json") == one
 
 
 @pytest.mark.parametrize("value", [[], (), {}, {"heads": []}, {"allow_empty_layer": True}])

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.cli import main
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
@@ -437,13 +438,22 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
     model_map, text = map_model(tiny("llama")), text_of()
     pruner = make_pruner(name, {})
     by_heads = pruner.budget == "heads"
-    options = PruneOptions(0.25, ffn_ratio=0.0 if name == "confidence" or not by_heads else 0.25)
+    options = PruneOptions(0.25, ffn_ratio=0.25 if by_heads and pruner.scores_channels else 0.0)
     first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
     assert (
         first == second
         and (len(first.heads) == 2 or not by_heads)
         and first.identity(model_map) == second.identity(model_map)
     )
+
+
+@pytest.mark.parametrize("command", ["prune", "importance"])
+def test_help_names_every_pruner(command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  --method"))
+    assert set(PRUNERS) <= set(line.replace(",", " ").replace(";", " ").split())
 
 
 def test_seeds_are_different_draws() -> None:

@@ -229,7 +229,7 @@ def _tries(routing: dict[str, Any], allowed: dict[str, Any]) -> Tries | None:
             )
         return None
     if not isinstance(routing["router"], Tries):
-        typed("router", routing["router"], str)
+        routing = {**routing, "router": typed("router", routing["router"], str)}
     tries = RouterOptions(**routing).tries(allowed.get("allow_other_model", False))
     tries.allow_empty_layer = allowed.get("allow_empty_layer", tries.allow_empty_layer)
     return tries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import device_named
 
 TOKENIZER_FILES = (
@@ -30,6 +31,14 @@ def as_options() -> Iterator[None]:
         raise InputError(re.sub(r"\b(allow_other_model|allow_empty_layer)=true", r"--\1", str(error))) from None
 
 
+def naming_methods(command: Callable[..., int]) -> Callable[..., int]:
+    """Write the names of the pruners into a command's help, where it says METHODS."""
+    *names, last = PRUNERS
+    command.__doc__ = (command.__doc__ or "").replace("METHODS", f"{', '.join(names)} or {last}")
+    return command
+
+
+@naming_methods
 def importance(
     pretrained: str,
     output: str,
@@ -52,7 +61,7 @@ def importance(
     Args:
         pretrained: model, as for lm_eval, or one that was cut
         output: path of the artefact, a JSON file: a plan that removes nothing, and scores; its picture is beside it
-        method: norm_entropy, global_threshold, magnitude, confidence, random, flap, wanda_sp, slimgpt or llm_pruner
+        method: METHODS
         options: of the method, e.g. alpha=0.5,entropy=raw
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
@@ -97,6 +106,7 @@ def importance(
     return 0
 
 
+@naming_methods
 def prune(
     pretrained: str,
     output: str,
@@ -123,8 +133,7 @@ def prune(
     Args:
         pretrained: model, as for lm_eval, or one that was cut
         output: path of the plan, a JSON file; what stands there is replaced
-        method: norm_entropy (default), global_threshold, magnitude, confidence, random, flap, wanda_sp, slimgpt or
-            llm_pruner
+        method: METHODS; default: norm_entropy
         options: of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: scores channels (default: the same)
         ffn_options: of that method, e.g. seed=1
@@ -147,7 +156,7 @@ def prune(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import skeleton_of
-    from lmeval_prune.pruners.base import PRUNERS, make_pruner
+    from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import check_methods, settled, stages, wants_channels, wants_heads
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 

@@ -1,8 +1,8 @@
 """What a pruner is: it scores heads and feed-forward channels; the lowest go, as many as a schedule says.
 
-A pruner is a frozen dataclass in a file of its own and a line in `PRUNERS` of `table.py`. Its fields are its options. It writes
-`head_scores`, and where it can `channel_scores` and `compensation`; counting, units, schedules and plans are common to
-all (`selection.py`, `schedule.py`).
+A pruner is a frozen dataclass in a file of its own and a line in `PRUNERS` of `table.py`. Its fields are its options.
+It writes `head_scores`, and where it can `channel_scores` and `compensation`; counting, units, schedules and plans are
+common to all (`selection.py`, `schedule.py`).
 """
 
 from __future__ import annotations

@@ -171,6 +171,22 @@ def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, te
     assert found[0]["sha256"] != found[1]["sha256"]
 
 
+@pytest.mark.parametrize("family", ["bart", "t5", "mt5", "mbart"])
+def test_a_decoder_begins_as_lm_eval_has_it(family: str) -> None:
+    """Which gives an encoder-decoder labels; the model puts its start token before them."""
+    model: Any = tiny(family)
+    text, seen = text_of(), list[torch.Tensor]()
+    embedding = model.get_decoder().get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    list(text.run(model))
+    asked, seen[:] = list(seen), []
+    with torch.no_grad():
+        for ids, real in text.batches:
+            model(input_ids=ids, attention_mask=real, labels=ids)
+    assert len(asked) == len(seen) and all(torch.equal(x, y) for x, y in zip(asked, seen, strict=True))
+    assert family == "mbart" or all((one[:, 0] == 0).all() for one in seen[1::2])
+
+
 # --------------------------------------------------------------------------- what of the model is run
 
 

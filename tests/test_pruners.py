@@ -47,7 +47,7 @@ def eager_attentions(model: Any, ids: torch.Tensor, real: torch.Tensor) -> list[
     """Attention matrices as the eager implementation gives them out, in the order of the model map."""
     inputs = {"input_ids": ids, "attention_mask": real, "output_attentions": True}
     if model.config.is_encoder_decoder:
-        inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": real}
+        inputs |= {"labels": ids, "decoder_attention_mask": real}
     with torch.no_grad():
         out = model(**inputs)
     if model.config.is_encoder_decoder:

@@ -81,7 +81,7 @@ class CalibrationText:
     def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         """Of each batch, on the model's device: token ids, which are real, and what the model is called with.
 
-        An encoder-decoder reads a batch in both stacks.
+        An encoder-decoder reads a batch in both stacks; its decoder begins as for lm-eval, which gives it labels.
         """
         device = next(model.parameters()).device
         for ids, real in self.batches:
@@ -90,7 +90,10 @@ class CalibrationText:
             if not bool(real.all()):
                 inputs["attention_mask"] = real
             if getattr(model.config, "is_encoder_decoder", False):
-                inputs["decoder_input_ids"] = ids
+                begin = getattr(
+                    model, "prepare_decoder_input_ids_from_labels", lambda ids: ids
+                )  # a bare stack has none
+                inputs["decoder_input_ids"] = begin(ids)
                 inputs |= {"decoder_attention_mask": real} if not bool(real.all()) else {}
             yield ids, real, inputs
 

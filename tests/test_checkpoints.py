@@ -1,0 +1,218 @@
+"""Which class a checkpoint is, whether its weights are that class's and sound, and by what it is known again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import cpu_offload, disk_offload
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer
+
+from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
+from lmeval_prune.architectures import weights_fingerprint
+from lmeval_prune.checkpoints.pruned import class_of
+from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+from lmeval_prune.cli import main
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.surgery.cut import cut, cut_to
+from tests.tiny_models import ALL, CAUSAL, tiny, tokens
+
+HEADS = [  # classes that are no language models
+    ("llama", "LlamaForSequenceClassification"),
+    ("llama", "LlamaForTokenClassification"),
+    ("llama", "LlamaForQuestionAnswering"),
+    ("llama", "LlamaModel"),
+    ("gpt2", "GPT2ForSequenceClassification"),
+    ("bert", "BertForSequenceClassification"),
+    ("bert", "BertForTokenClassification"),
+    ("bert", "BertForQuestionAnswering"),
+    ("bert", "BertModel"),
+]
+OTHERS = [("bert", "BertForMaskedLM"), ("bert", "BertForPreTraining"), ("t5", "T5EncoderModel")]
+
+
+def build(family: str, name: str, **changes: Any) -> Any:
+    """A random model of a class, whose every weight matters."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 64,
+        "pad_token_id": 0,
+        **ALL[family],
+        "num_labels": 2 if "Question" in name else 3,
+        **changes,
+    }
+    config = AutoConfig.for_model(family, **settings)
+    model: Any = getattr(transformers, name)._from_config(config).to(torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model
+
+
+def outputs(model: Any) -> list[torch.Tensor]:
+    with torch.no_grad():
+        found = model(input_ids=tokens(), attention_mask=torch.ones(3, 7, dtype=torch.long))
+    return [one for one in found.to_tuple() if isinstance(one, torch.Tensor)]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(outputs(one), outputs(other), strict=True))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change fields of a folder's config.json; None takes one away."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def refused(capsys: Any, *words: str) -> str:
+    """The one line by which a command refuses."""
+    assert main(list(words)) == 2
+    captured = capsys.readouterr()
+    assert len(captured.err.strip().splitlines()) == 1, captured.err
+    return str(captured.err)
+
+
+# ---------------------------------------------------------------- the class
+
+
+@pytest.mark.parametrize(("family", "name"), HEADS + OTHERS)
+def test_a_checkpoint_is_of_the_class_that_it_names(family: str, name: str, tmp_path: Path) -> None:
+    model = build(family, name)
+    model.save_pretrained(tmp_path / "m")
+    bare = skeleton_of(str(tmp_path / "m"))
+    assert type(bare).__name__ == name
+    for loaded in (load_pretrained(tmp_path / "m"), with_weights(bare, str(tmp_path / "m"))):
+        assert type(loaded) is type(model) and same(loaded, model)
+
+
+@pytest.mark.parametrize(("family", "name"), HEADS + OTHERS[:2])
+def test_what_is_cut_keeps_its_head(family: str, name: str, tmp_path: Path) -> None:
+    """With alike layers and with differing ones, loaded by us and, where it is stock, by plain transformers."""
+    model = build(family, name)
+    model.save_pretrained(tmp_path / "m")
+    model = load_pretrained(tmp_path / "m")
+    for number, heads in enumerate(("L0H0+L0H1+L1H0+L1H1", "L0H0+L0H1")):
+        plan = Plan(heads, {"L0": "0-7", "L1": "3-10"})
+        folder = tmp_path / f"cut{number}"
+        made = cut_to(folder, model, plan)
+        again = load_pretrained(folder)
+        assert type(again).__name__ in (name, f"Pruned{name}", name.replace("Llama", "Mistral"))
+        with plan.applied_to(model):
+            assert same(made.model, model) and same(again, model)
+            if not type(again).__name__.startswith("Pruned"):
+                assert same(getattr(transformers, type(again).__name__).from_pretrained(folder), model)
+
+
+def test_plain_transformers_loads_a_cut_classifier(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification as Classifier
+
+    for family, name in (("llama", "LlamaForSequenceClassification"), ("bert", "BertForSequenceClassification")):
+        model = build(family, name)
+        model.save_pretrained(tmp_path / family)
+        model, plan = load_pretrained(tmp_path / family), Plan("L0H0+L0H1", {"L1": "0-9"})
+        cut_to(tmp_path / f"{family}-cut", model, plan)
+        with plan.applied_to(model):
+            again = Classifier.from_pretrained(tmp_path / f"{family}-cut", trust_remote_code=True)
+            assert same(again, model), family
+
+
+def test_export_and_cut_by_a_mask_of_a_classifier(tmp_path: Path, capsys: Any) -> None:
+    model = build("llama", "LlamaForSequenceClassification", num_attention_heads=8, num_key_value_heads=4)
+    model.save_pretrained(tmp_path / "m")
+    folder, mask = str(tmp_path / "m"), str(tmp_path / "mask.json")
+    heads = "L0H0+L0H1+L0H2+L0H3+L1H0+L1H1+L1H2+L1H3"
+    assert main(["mask", "--pretrained", folder, "--heads", heads, "--output", mask]) == 0
+    assert main(["cut", "--pretrained", folder, "--plan", mask, "--output", str(tmp_path / "a")]) == 0
+    words = ["--pretrained", folder, "--heads", heads, "--output", str(tmp_path / "b")]
+    assert main(["export", "model", *words]) == 0
+    assert "LlamaForSequenceClassification" in capsys.readouterr().out
+    with HeadMask(heads).applied_to(model):
+        for name in "ab":
+            again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+            assert type(again) is type(model) and same(again, model)
+
+
+@pytest.mark.parametrize("cut_first", [False, True])
+@pytest.mark.parametrize(("family", "name"), HEADS)
+def test_lm_eval_asks_language_models_only(
+    family: str, name: str, cut_first: bool, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family, name)
+    model.save_pretrained(tmp_path / "m")
+    if cut_first:
+        cut_to(tmp_path / "c", load_pretrained(tmp_path / "m"), Plan("L0H0+L0H1"))
+    folder = tmp_path / ("c" if cut_first else "m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", None)  # no weights are loaded
+    with pytest.raises(InputError, match="no language model") as error:
+        PrunedHFLM(str(folder), device="cpu")
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_name_that_transformers_has_not_is_the_familys_language_model(tmp_path: Path) -> None:
+    """Old names, those of own code, none at all; the weights must be that model's."""
+    model: Any = tiny("llama")
+    model.save_pretrained(tmp_path / "m")
+    for architectures in (None, ["LLaMAForCausalLM"], ["MyOwnModel"], []):
+        edit(tmp_path / "m", architectures=architectures)
+        assert type(load_pretrained(tmp_path / "m")) is type(model)
+    build("llama", "LlamaForSequenceClassification").save_pretrained(tmp_path / "c")
+    for architectures in (None, ["MyOwnModel"], ["BertForSequenceClassification"]):
+        edit(tmp_path / "c", architectures=architectures)
+        with pytest.raises(InputError, match=r"lm_head\.weight"):
+            load_pretrained(tmp_path / "c")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_of_another_class_are_refused(tied: bool, tmp_path: Path, tiny_folder: Path) -> None:
+    """By us and by pruned-hf; where the head is tied, nothing is missing, and only what is left over tells."""
+    build("llama", "LlamaForSequenceClassification", tie_word_embeddings=tied).save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", architectures=None)
+    for load in (load_pretrained, lambda folder: PrunedHFLM(str(folder), device="cpu")):
+        with pytest.raises(InputError, match=r"score\.weight" if tied else r"lm_head\.weight"):
+            load(tmp_path / "m")
+
+
+def test_layers_and_biases_that_the_class_would_leave_out_are_refused(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "m")  # type: ignore[operator]
+    file = tmp_path / "m" / "model.safetensors"
+    weights = load_file(file)
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
+    save_file({**weights, **bias}, file, {"format": "pt"})
+    with pytest.raises(InputError, match=r"q_proj\.bias"):
+        load_pretrained(tmp_path / "m")
+    save_file(weights, file, {"format": "pt"})
+    edit(tmp_path / "m", num_hidden_layers=1, layer_types=None)
+    with pytest.raises(InputError, match=r"model\.layers\.1\."):
+        load_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", num_hidden_layers=3)
+    with pytest.raises(InputError, match=r"model\.layers\.2\."):
+        load_pretrained(tmp_path / "m")
+
+
+def test_what_transformers_allows_is_loaded(tmp_path: Path) -> None:
+    """Buffers of older versions, and heads that the class named has not, as in bert-base-uncased."""
+    tiny("llama").save_pretrained(tmp_path / "llama")  # type: ignore[operator]
+    tiny("gpt_neox").save_pretrained(tmp_path / "neox")  # type: ignore[operator]
+    build("bert", "BertForPreTraining").save_pretrained(tmp_path / "bert")
+    edit(tmp_path / "bert", architectures=["BertForMaskedLM"])
+    more = {
+        "llama": "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "neox": "gpt_neox.layers.0.attention.masked_bias",
+        "bert": "bert.embeddings.position_ids",
+    }
+    for name, key in more.items():
+        file = tmp_path / name / "model.safetensors"
+        save_file({**load_file(file), key: torch.ones(4)}, file, {"format": "pt"})
+        assert load_pretrained(tmp_path / name)
+    assert type(load_pretrained(tmp_path / "bert")).__name__ == "BertForMaskedLM"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import cpu_offload, disk_offload
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
-from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.checkpoints.pruned import class_of
+from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, weights_fingerprint
 from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.surgery.cut import cut, cut_to
-from tests.tiny_models import ALL, CAUSAL, tiny, tokens
+from lmeval_prune.pruners.base import PRUNERS
+from lmeval_prune.surgery.cut import cut_to
+from tests.tiny_models import ALL, output, tiny, tokens
 
 HEADS = [  # classes that are no language models
     ("llama", "LlamaForSequenceClassification"),
@@ -76,9 +77,9 @@ def edit(folder: Path, **changes: Any) -> None:
 def refused(capsys: Any, *words: str) -> str:
     """The one line by which a command refuses."""
     assert main(list(words)) == 2
-    captured = capsys.readouterr()
-    assert len(captured.err.strip().splitlines()) == 1, captured.err
-    return str(captured.err)
+    lines = [line for line in capsys.readouterr().err.strip().splitlines() if "it/s]" not in line]
+    assert len([line for line in lines if line]) == 1, lines
+    return str(lines[-1])
 
 
 # ---------------------------------------------------------------- the class
@@ -216,3 +217,120 @@ def test_what_transformers_allows_is_loaded(tmp_path: Path) -> None:
         save_file({**load_file(file), key: torch.ones(4)}, file, {"format": "pt"})
         assert load_pretrained(tmp_path / name)
     assert type(load_pretrained(tmp_path / "bert")).__name__ == "BertForMaskedLM"
+
+
+# ---------------------------------------------------------------- sound weights
+
+
+@pytest.fixture
+def broken_folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A model in which one weight is NaN."""
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"][3, 5] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"prune --ratio 0.25 --output p.json --text t --method {name}" for name in PRUNERS),
+        "importance --method magnitude --output p.json",
+        "mask --heads L0H0 --output p.json",
+        "cut --plan plan.json --output c",
+        "export model --heads L0H0+L0H1 --output c",
+        "export model --format gguf --output c.gguf --dtype float32 --splitting gpt-2",
+        "export adapter --heads L1H0 --output c",
+        "export adapter --mask plan.json --output c",
+        "pruned-hf",
+        "load_pretrained",
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(
+    words: str, broken_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t").write_text("some words of a text that is read for calibration " * 400)
+    Plan("L0H0+L0H1").save("plan.json", map_model(skeleton_of(str(broken_folder))))
+    if words in ("pruned-hf", "load_pretrained"):
+        with pytest.raises(InputError) as error:
+            _ = load_pretrained(broken_folder) if words != "pruned-hf" else PrunedHFLM(str(broken_folder), device="cpu")
+        line = str(error.value)
+    else:
+        line = refused(capsys, *words.split(), "--pretrained", str(broken_folder))
+    assert "model.layers.1.self_attn.o_proj.weight of layer 1" in line
+    assert not any(Path(name).exists() for name in ("p.json", "c/L1H0", "c/config.json", "c.gguf"))
+
+
+@pytest.mark.parametrize("name", ["flap", "wanda_sp", "slimgpt", "llm_pruner", "norm_entropy", "confidence"])
+def test_scores_that_are_no_numbers_are_refused(
+    name: str, tmp_path: Path, tiny_folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are finite, and what the model computes with them in float16 is not."""
+    monkeypatch.chdir(tmp_path)
+    Path("t").write_text("some words of a text that is read for calibration " * 40)
+    model = load_pretrained(tiny_folder, dtype=torch.float16)
+    layer = map_model(model).attention[1].module
+    with torch.no_grad():
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+            projection.weight.fill_(60000)
+    model.save_pretrained("m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained("m")
+    text = ["--text", "t", "--windows", "2", "--tokens", "16"]
+    for command in (["importance"], ["prune", "--ratio", "0.25"]):
+        if command == ["importance"] and name == "slimgpt":
+            continue
+        line = refused(capsys, *command, "--method", name, "--pretrained", "m", "--output", "p.json", *text)
+        assert re.search("L[01]", line) and "float32" in line, line
+        assert not Path("p.json").exists()
+
+
+# ---------------------------------------------------------------- offloaded weights
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("kind", ["cpu", "disk", "dispatch"])
+def test_offloaded_weights_have_the_fingerprint_of_the_model(family: str, kind: str, tmp_path: Path) -> None:
+    """Wherever they are; with tied weights and buffers, and in a smaller type."""
+    tied = {"tie_word_embeddings": True} if family == "llama" else {}
+    model: Any = tiny(family, dtype=torch.float32, **tied)
+    expected = loadable_fingerprints(model, weights_fingerprint(model))
+    before = output(model, tokens())
+    if kind == "cpu":
+        cpu_offload(model, torch.device("cpu"))
+    elif kind == "disk":
+        disk_offload(model, str(tmp_path / "off"), torch.device("cpu"))
+    else:
+        places = {name: "cpu" if number % 2 else "disk" for number, (name, _) in enumerate(model.named_children())}
+        dispatch_model(model, places, torch.device("cpu"), offload_dir=str(tmp_path / "off"), force_hooks=True)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert loadable_fingerprints(model, weights_fingerprint(model)) == expected
+    assert nonfinite_tensor(model) is None
+    assert torch.equal(output(model, tokens()), before)  # it works as before
+
+
+def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    for number, seed in enumerate((0, 1)):
+        tiny("llama", seed=seed).save_pretrained(tmp_path / str(number) / "model")  # type: ignore[operator]
+    model, other = (load_pretrained(tmp_path / str(number) / "model") for number in (0, 1))
+    HeadMask("L0H0").save(tmp_path / "mask.json", map_model(model))
+    mask = HeadMask.load(tmp_path / "mask.json")
+    for one in (model, other):
+        cpu_offload(one, torch.device("cpu"))
+    with mask.applied_to(model):
+        pass
+    with pytest.raises(InputError, match="other weights"), mask.applied_to(other):
+        pass
+    with HeadMask.load(tmp_path / "mask.json", allow_other_model=True).applied_to(other):
+        pass
+
+
+def test_weights_that_cannot_be_read_are_not_taken_by_their_name(tmp_path: Path) -> None:
+    model: Any = tiny("llama")
+    model.config._name_or_path = "model"
+    HeadMask("L0H0").save(tmp_path / "mask.json", map_model(model))
+    model.lm_head.to("meta")
+    with pytest.raises(InputError, match="cannot be read"), HeadMask.load(tmp_path / "mask.json").applied_to(model):
+        pass

@@ -7,6 +7,7 @@ from lmeval_prune.architectures.identity import (
     is_dispatched,
     loadable_fingerprints,
     nonfinite_tensor,
+    tensor_in_layer,
     weights_fingerprint,
 )
 from lmeval_prune.architectures.model_map import ModelMap, map_model
@@ -16,5 +17,5 @@ from lmeval_prune.architectures.units import UNITS, check_unit, uncuttable, unit
 __all__ = [
     "FAMILIES", "UNITS", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
     "adapters_of", "check_unit", "head_names", "is_dispatched", "loadable_fingerprints", "map_model",
-    "nonfinite_tensor", "uncuttable", "units_of", "weights_fingerprint",
+    "nonfinite_tensor", "tensor_in_layer", "uncuttable", "units_of", "weights_fingerprint",
 ]  # fmt: skip

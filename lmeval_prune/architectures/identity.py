@@ -63,9 +63,14 @@ def nonfinite_tensor(model: nn.Module) -> str | None:
             continue
         kind = torch.bfloat16 if tensor.dtype.itemsize == 1 else tensor.dtype  # which torch cannot ask
         if not all(chunk.to(kind).isfinite().all() for chunk in _chunks(tensor)):
-            layer = re.search(r"\.(\d+)\.", name)
-            return f"{name} of layer {layer[1]}" if layer else name
+            return tensor_in_layer(name)
     return None
+
+
+def tensor_in_layer(name: str) -> str:
+    """Return a tensor's name, and the number of the layer that it says."""
+    layer = re.search(r"\.(\d+)\.", name)
+    return f"{name} of layer {layer[1]}" if layer else name
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:

@@ -174,12 +174,14 @@ def load_weights(kind: Any, pretrained: Any, *inputs: Any, **options: Any) -> An
                 f"{first_few(sorted(keys), most=3)}; name their class in `architectures` of config.json, or fetch the "
                 f"model again"
             )
-    if broken := nonfinite_tensor(model):
-        raise InputError(
-            f"the weights of {pretrained} are broken: {broken} has values that are NaN or infinite; fetch or train the "
-            f"model again"
-        )
+    if tensor := nonfinite_tensor(model):
+        raise InputError(broken_weights(pretrained, tensor))
     return model.eval()
+
+
+def broken_weights(pretrained: Any, tensor: str) -> str:
+    """Return the message that refuses a model one of whose tensors has values that are no finite numbers."""
+    return f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values; fetch the model again"
 
 
 @cache

@@ -70,6 +70,8 @@ class Plan(Intervention):
             raise InputError(f"channels={self.channels!r} cannot be read; {_HELP}")
         channels = {label: ranges_of(numbers_of(label, given)) for label, given in self.channels.items()}
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
+        for name, tensor in {**self.compensation, **self.scores}.items():
+            check_finite(name, tensor)
         if self.compensation:
             object.__setattr__(self, "tensors", hash_of(self.compensation))
         super().__post_init__()
@@ -261,6 +263,23 @@ def ranges_of(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuse scores, statistics or weights that are no finite numbers.
+
+    Args:
+        name: with the layer's, e.g. `heads.L0`.
+        tensor: the values.
+
+    Raises:
+        InputError: some are NaN or infinite.
+    """
+    if not tensor.isfinite().all():
+        raise InputError(
+            f"{name} has NaN or infinite values: the model computes there what its type cannot hold; give its weights "
+            f"in float32 or bfloat16"
+        )
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:

@@ -16,6 +16,7 @@ from lmeval_prune.architectures.blocks import in_features, is_transposed
 from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
+from lmeval_prune.interventions.plan import check_finite
 from lmeval_prune.pruners.calibration import CalibrationText
 
 
@@ -55,6 +56,14 @@ class Moments:
         self.mean += apart * (len(x) / total)
         self.deviations += deviations + apart.square() * (self.count * len(x) / total)
         self.count = total
+
+    def check(self, projection: str) -> None:
+        """Refuse what is no number.
+
+        Raises:
+            InputError: naming the projection.
+        """
+        check_finite(f"the input of {projection}", self.deviations if self.products is None else self.products)
 
     @property
     def variance(self) -> Tensor:
@@ -131,6 +140,8 @@ def input_moments(
         last = layers_with_attention(model_map)[-1] if model_map.stacks == ("",) else None
         for _, real in text.run(model_map.model, last):  # noqa: B007 - read by the hooks
             pass
+    for name, one in found.items():
+        one.check(name)
     return found
 
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, weights_fingerprint
+from lmeval_prune.athena.checkpoint import begin
 from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
@@ -334,3 +335,141 @@ def test_weights_that_cannot_be_read_are_not_taken_by_their_name(tmp_path: Path)
     model.lm_head.to("meta")
     with pytest.raises(InputError, match="cannot be read"), HeadMask.load(tmp_path / "mask.json").applied_to(model):
         pass
+
+
+# ---------------------------------------------------------------- damaged configurations, strangers' code
+
+
+def changed(path: str, value: Any) -> Any:
+    """A damage: a value at a path in config.json."""
+
+    def damage(config: dict[str, Any]) -> None:
+        *before, last = path.split("/")
+        for key in before:
+            config = config[key]
+        config[last] = value
+
+    return pytest.param(damage, id=f"{path}={str(value)[:40]}")
+
+
+WEIGHT, LAYER = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn"
+DAMAGES = [
+    *(changed("architectures", value) for value in (["PrunedTrainer"], ["PrunedAutoModel"], ["PrunedNoSuchClass"])),
+    *(changed("architectures", value) for value in (["Prunedpipeline"], ["LlamaForCausalLM"], [], [5], "X", {}, 5)),
+    *(changed("architectures", value) for value in (["PrunedBertModel"], ["Prunedmodels"], ["Pruned"], [["x"]])),
+    *(changed("pruned_modules", value) for value in ({}, {"shapes": {}}, {"shapes": [], "attributes": []})),
+    *(changed("pruned_modules/shapes", value) for value in (5, None, [], {"nowhere.weight": [2, 2]})),
+    *(changed("pruned_modules/shapes", {LAYER: [2]}) for _ in "x"),
+    *(changed("pruned_modules/shapes", {f"{LAYER}.forward": [2]}) for _ in "x"),
+    *(
+        changed(f"pruned_modules/shapes/{WEIGHT}", value)
+        for value in (5, "x", [], [16], [-16, 32], ["a", 32], [16.5, 32])
+    ),
+    *(changed(f"pruned_modules/shapes/{WEIGHT}", value) for value in ([16, 32, 2], [10**12, 32], [True, 32], None)),
+    *(changed("pruned_modules/attributes", value) for value in (5, None, [], {"nowhere": {"num_heads": 2}})),
+    *(changed(f"pruned_modules/attributes/{LAYER}", value) for value in (5, [], None, {"nothing": 2}, {"forward": 2})),
+    *(
+        changed(f"pruned_modules/attributes/{LAYER}", {"num_key_value_groups": value})
+        for value in ("x", [2], None, 1.5)
+    ),
+    *(changed(name, value) for name in ("num_hidden_layers", "hidden_size") for value in ("x", -1, 0, None, [2], 2.5)),
+    *(changed("num_attention_heads", value) for value in ("x", -1, 0, [2], 3.5)),
+    *(changed("model_type", value) for value in ("nonsense", 5, None, [], "bert")),
+    *(changed("dtype", value) for value in ("nonsense", "Tensor", 5)),
+    *(changed(name, {"rope_type": "nonsense"}) for name in ("rope_parameters",)),
+    *(changed("vocab_size", value) for value in (-1, "x")),
+]
+
+
+@pytest.fixture(scope="module")
+def cut_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A checkpoint whose layers differ."""
+    folder = tmp_path_factory.mktemp("cut") / "model"
+    cut_to(folder, load_pretrained(tiny_folder), Plan("L0H0+L0H1"), AutoTokenizer.from_pretrained(tiny_folder))
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_configuration_is_one_line(
+    damage: Any, cut_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(cut_folder, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    damage(config)
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    folder = str(tmp_path / "m")
+    readers = (
+        lambda: load_pretrained(folder),
+        lambda: map_model(skeleton_of(folder)),
+        lambda: PrunedHFLM(folder, device="cpu"),
+    )
+    for read in readers:
+        with pytest.raises(InputError) as error:
+            read()
+            skeleton_of(folder) and load_pretrained(folder)  # what no skeleton shows is found with the weights
+        assert "\n" not in str(error.value) and len(str(error.value)) < 600, error.value
+
+
+def test_the_line_names_the_file_and_the_remedy(cut_folder: Path, tmp_path: Path) -> None:
+    for damage, word in (
+        ({"architectures": ["PrunedTrainer"]}, "PrunedTrainer"),
+        ({"pruned_modules": {"shapes": {"nowhere.weight": [2, 2]}, "attributes": {}}}, "nowhere"),
+        ({"pruned_modules": {"shapes": {}, "attributes": {"nowhere": {"x": 2}}}}, "nowhere"),
+        ({"pruned_modules": {"shapes": {WEIGHT: ["x"]}, "attributes": {}}}, WEIGHT),
+    ):
+        shutil.copytree(cut_folder, tmp_path / "m")
+        edit(tmp_path / "m", **damage)
+        with pytest.raises(InputError, match=r"config\.json") as error:
+            load_pretrained(tmp_path / "m")
+        assert word in str(error.value) and "cut" in str(error.value)
+        shutil.rmtree(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["Trainer", "pipeline", "AutoModel", "LlamaConfig", "models"])
+def test_a_class_that_is_no_model_is_refused(name: str, tmp_path: Path, tiny_folder: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "m")
+    edit(tmp_path / "m", architectures=[name])
+    for read in (load_pretrained, skeleton_of, lambda folder: PrunedHFLM(folder, device="cpu")):
+        with pytest.raises(InputError, match=rf"config\.json names \['{name}'\]"):
+            read(str(tmp_path / "m"))
+
+
+COMMANDS = [
+    "heads",
+    "mask --heads L0H0 --output o.json",
+    "prune --ratio 0.25 --method magnitude --output o.json",
+    "cut --plan plan.json --output o",
+    "importance --method magnitude --output o.json",
+    "export model --heads L0H0 --output o",
+    "export adapter --heads L0H0 --output o",
+    "filter-map --text words --output o",
+    "athena train --encoder",
+]
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_runs_a_strangers_code_or_asks_whether_to(
+    command: str, part: str, tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_folder, "m")
+    Plan("L0H0").save("plan.json", map_model(skeleton_of("m")))
+    Path("m/theirs.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    if part == "model":
+        edit(Path("m"), model_type="theirs", auto_map={"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M"})
+    else:
+        path = Path("m/tokenizer_config.json")
+        settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.T", "theirs.T"]}}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+        if command.split()[0] not in ("prune", "cut", "filter-map") and "model" not in command:
+            return  # it reads no tokenizer
+        if command.startswith("prune"):
+            command = "prune --ratio 0.25 --method flap --text plan.json --output o.json"
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    if command.startswith("athena"):
+        with pytest.raises(InputError, match="its own code"):
+            begin("m")
+    else:
+        assert "its own code" in refused(capsys, *command.split(), "--pretrained", "m")
+    assert not Path("ran").exists()

@@ -80,7 +80,8 @@ def refused_as(problem: str) -> Iterator[None]:
                 f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "
                 f"--model pruned-hf --model_args pretrained=…,trust_remote_code=true"
             ) from error
-        raise InputError(f"{problem} ({first_line(error)})") from error
+        reason = " ".join(str(error).split())[:300]  # the first line of some names a field, and the next what is wrong
+        raise InputError(f"{problem} ({type(error).__name__}: {reason})") from error
 
 
 def read_config(pretrained: str, revision: str | None = None) -> Any:

@@ -26,6 +26,7 @@ from lmeval_prune.checkpoints.pruned import (
     has_own_layers,
     manifest_in,
     manifest_of,
+    refused_as,
     removed_from,
 )
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
@@ -138,12 +139,10 @@ class PrunedHFLM(HFLM):
     # ------------------------------------------------------------------ loading
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
-        try:
+        if (Path(pretrained) / SETTINGS).is_file():
+            raise InputError(f"{pretrained} is an ATHENA; ask it by --model athena")
+        with refused_as(f"cannot read the model {pretrained}"):
             super()._get_config(pretrained, **kwargs)
-        except (OSError, ValueError) as error:
-            if (Path(pretrained) / SETTINGS).is_file():
-                raise InputError(f"{pretrained} is an ATHENA; ask it by --model athena") from error
-            raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
         self.given.refuse_misspelt(_HF_ARGUMENTS, self.config)

@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.settings import device_named
 
@@ -353,7 +353,7 @@ def tokenizer_of(pretrained: str, revision: str | None) -> Any:
     from transformers.utils import cached_file
 
     from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.skeleton import UNREADABLE
+    from lmeval_prune.checkpoints.pruned import refused_as
 
     source = embedded.resolve(pretrained)
     optional: dict[str, Any] = {
@@ -363,14 +363,8 @@ def tokenizer_of(pretrained: str, revision: str | None) -> Any:
     }
     if not any(cached_file(source, name, **optional) for name in TOKENIZER_FILES):
         return None
-    try:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
-    except Exception as error:  # a tokenizer's own errors are of no class but this
-        if not isinstance(error, (*UNREADABLE, KeyError, ImportError)) and type(error) is not Exception:
-            raise
-        raise InputError(
-            f"the tokenizer of {pretrained} cannot be read ({first_line(error)}); mend its files, or remove them"
-        ) from error
+    with refused_as(f"the tokenizer of {pretrained} cannot be read; mend its files, or remove them"):
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
 
 
 def _scores_of(path: str) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:

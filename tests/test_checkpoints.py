@@ -473,3 +473,18 @@ def test_no_command_runs_a_strangers_code_or_asks_whether_to(
     else:
         assert "its own code" in refused(capsys, *command.split(), "--pretrained", "m")
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaModel"])
+def test_a_llama_with_heads_that_do_not_divide_its_width_is_a_mistral_of_the_same_kind(
+    name: str, tmp_path: Path
+) -> None:
+    labels = {0: "yes", 1: "no", 2: "maybe"}
+    model = build("llama", name, num_attention_heads=8, num_key_value_heads=4, id2label=labels)
+    model.save_pretrained(tmp_path / "m")
+    model, plan = load_pretrained(tmp_path / "m"), Plan("L0H0-1+L1H2-3")
+    cut_to(tmp_path / "c", model, plan)
+    again = load_pretrained(tmp_path / "c")
+    assert type(again).__name__ == name.replace("Llama", "Mistral") and again.config.id2label == labels
+    with plan.applied_to(model):
+        assert same(getattr(transformers, type(again).__name__).from_pretrained(tmp_path / "c"), model)

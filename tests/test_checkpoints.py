@@ -488,3 +488,21 @@ def test_a_llama_with_heads_that_do_not_divide_its_width_is_a_mistral_of_the_sam
     assert type(again).__name__ == name.replace("Llama", "Mistral") and again.config.id2label == labels
     with plan.applied_to(model):
         assert same(getattr(transformers, type(again).__name__).from_pretrained(tmp_path / "c"), model)
+
+
+@pytest.mark.parametrize("pad", [0, None])
+def test_a_classifier_is_scored_by_every_method_or_refused(
+    pad: int | None, tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A classifier without a padding token reads no two texts at once, and calibration needs no head."""
+    monkeypatch.chdir(tmp_path)
+    Path("t").write_text("some words of a text that is read for calibration " * 40)
+    build("llama", "LlamaForSequenceClassification", vocab_size=259, pad_token_id=pad).save_pretrained("m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained("m")
+    text = ["--text", "t", "--windows", "3", "--tokens", "16", "--unit", "group"]
+    for name in PRUNERS:
+        words = ["prune", "--pretrained", "m", "--output", f"{name}.json", "--ratio", "0.5", "--method", name, *text]
+        if name == "llm_pruner":
+            assert "causal language model" in refused(capsys, *words)
+        else:
+            assert main(words) == 0, name

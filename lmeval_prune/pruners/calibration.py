@@ -49,7 +49,7 @@ class CalibrationText:
         return {"text": self.name, "windows": windows, "tokens": tokens, "sha256": state.hexdigest()[:16]}
 
     def run(self, model: Any, last: nn.Module | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the model on each batch; yields it before its forward pass.
+        """Run the model on each batch, without its head; yields it before its forward pass.
 
         Args:
             model: the model.
@@ -59,7 +59,7 @@ class CalibrationText:
             for ids, real, inputs in self.inputs(model):
                 yield ids, real
                 with suppress(Reached):
-                    model(**inputs)
+                    getattr(model, "base_model", model)(**inputs)
 
     def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         """Of each batch, on the model's device: token ids, which are real, and what the model is called with.

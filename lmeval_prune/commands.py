@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 
 
 def run(*words: str) -> int:
@@ -68,7 +68,9 @@ def heads(pretrained: str, revision: str | None = None) -> int:
 
 
 def mask(pretrained: str, heads: str, output: str, revision: str | None = None, allow_empty_layer: bool = False) -> int:
-    """Write a mask artefact for a model, after checking it without weights.
+    """Write a mask artefact for a model: heads are checked by its configuration, then its weights are read.
+
+    The artefact keeps a fingerprint of the weights, by which other models are refused.
 
     Args:
         pretrained: model, as for lm_eval
@@ -114,7 +116,8 @@ def filter_map(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of, with_weights
+    from lmeval_prune.checkpoints.pruned import refused_as
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions import interventions_on
     from lmeval_prune.models.arguments import Arguments
     from lmeval_prune.pruners.calibration import encode
@@ -137,10 +140,9 @@ def filter_map(
     bare = skeleton_of(pretrained, revision)
     wanted.fit_to(map_model(bare))
     check_writable(f"{output}.png")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(embedded.resolve(pretrained), revision=revision)
-    except UNREADABLE as error:
-        raise InputError(f"the tokenizer of {pretrained} cannot be loaded ({first_line(error)})") from error
+    with refused_as(f"the tokenizer of {pretrained} cannot be loaded"):
+        folder = embedded.resolve(pretrained)
+        tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
     model = with_weights(bare, pretrained, revision)
     ids = torch.tensor([encode(tokenizer, words)[:tokens]])
     with wanted.applied_to(model) as model_map, torch.no_grad():

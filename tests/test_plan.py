@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import Plan, map_model
+from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.cli import main
+from lmeval_prune.interventions.plan import numbers_of
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import output, tiny, tokens
 
@@ -210,3 +211,54 @@ def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytes
     assert [about[results[key]["environment"]] for key in (first, second, third)] == [one, two, one]
     assert about[results[third]["speed_environment"]] == two and "speed_environment" not in results[first]
     assert known[first] == {"environment": one}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"channels": {"L0": "0-9999999"}}, "channel 9999999 of layer L0"),
+        ({"channels": {"L0": f"3,7-{10**12}"}}, f"channel {10**12} of layer L0"),
+        ({"channels": {"L0": f"{10**12},0-{10**15}"}}, f"channel {10**15} of layer L0"),
+        ({"channels": {"L0": "0-" + "9" * 5000}}, "cannot be read"),
+        ({"channels": {"L0": [10**12]}}, f"channel {10**12} of layer L0"),
+        ({"heads": "L0H0-99999999999"}, "layer 0 has 4 heads"),
+        ({"heads": "L0-99999999999H0"}, "no attention in layer 2"),
+        ({"heads": f"L{10**12}-{10**15}H0"}, f"no attention in layer {10**12}"),
+        ({"heads": "L0H" + "9" * 5000}, "cannot be read"),
+        ({"heads": [[0, 10**12]]}, "layer 0 has 4 heads"),
+        ({"heads": [[10**20, 0]]}, "cannot be read"),
+        ({"heads": "[[0, " + "9" * 5000 + "]]"}, "cannot be read"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_ranges_are_compared_with_the_model_before_they_are_expanded(
+    fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No range of that length is ever gone through, alone or joined with another plan."""
+    model_map = map_model(tiny("llama"))
+
+    def short(*ends: int) -> range:
+        found = range(*ends)
+        if found.start >= 0 and found.stop - found.start > 10**6:
+            iterated.append(found)
+        return found
+
+    iterated: list[range] = []
+    monkeypatch.setattr("lmeval_prune.interventions.plan.range", short, raising=False)
+    with pytest.raises(InputError, match=reason) as error:
+        plan = Plan(**fields)
+        for one in (plan, Plan(channels={"L0": "1-2"}).joined(plan), plan.joined(Plan("L1H0"))):
+            with pytest.raises(InputError, match=reason):
+                one.resolve(model_map)
+        plan.resolve(model_map)
+    assert not iterated and len(str(error.value)) < 300
+
+
+def test_ranges_are_joined_as_sets_of_numbers_are() -> None:
+    for text, same in (("3,5-9,4", "3-9"), ("7,7,7-8,1-2,2-3", "1-3,7-8"), ("0-9,2-3", "0-9"), ([4, 2, 3, 9], "2-4,9")):
+        assert Plan(channels={"L0": text}).channels["L0"] == same
+        assert numbers_of("L0", text) == numbers_of("L0", same)
+    assert Plan(channels={"L0": "0-3"}).joined(Plan(channels={"L0": "2-5", "L1": "1"})).channels == {
+        "L0": "0-5",
+        "L1": "1",
+    }

@@ -633,3 +633,25 @@ def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
     with pytest.raises(InputError, match=r"notes\.txt"):
         cut_to(folder, model, Plan("L0H0-1"))
     assert (folder / "notes.txt").read_text() == "mine" and type(load_pretrained(folder)).__name__[0] == "L"
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gemma3_text", "cannot have 6 heads of width 16 in a width of 64 (with 4 left in each layer"),
+        ("gpt2", "cannot have 6 heads of width 8 in a width of 64 (a plain one can lose channels only"),
+        ("bert", "cannot have 6 heads of width 8 in a width of 64 (a plain one can lose channels only"),
+    ],
+)
+def test_a_cut_says_why_it_is_no_plain_checkpoint(family: str, words: str) -> None:
+    """Layers are alike, and heads that the stock class cannot have are left; what it says would be plain, is."""
+    sizes = {"n_embd": 64, "n_head": 8} if family == "gpt2" else {"hidden_size": 64, "num_attention_heads": 8}
+    model: Any = tiny(family, **sizes, **({"num_key_value_heads": 4} if family == "gemma3_text" else {}))
+    assert words in cut(model, Plan("L0H6-7+L1H6-7")).manifest["notes"][0]
+    plain = "L0H4-7+L1H4-7" if "with 4" in words else None
+    plan = Plan(plain, {}) if plain else Plan((), {"L0": "0-9", "L1": "0-9"})
+    assert not type(cut(model, plan).model).__name__.startswith("Pruned")
+    assert cut(model, Plan("L0H4-7")).manifest["notes"][0].startswith("layers differ")
+    alike = {f"{label}.o_proj.bias": torch.ones(64) for label in ("L0", "L1")}
+    if family == "gemma3_text":
+        assert "no such biases" in cut(model, Plan((), {"L0": "0", "L1": "0"}, compensation=alike)).manifest["notes"][0]

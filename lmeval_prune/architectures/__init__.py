@@ -2,13 +2,20 @@
 
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows
 from lmeval_prune.architectures.heads import Head, head_names
-from lmeval_prune.architectures.identity import adapters_of, loadable_fingerprints, weights_fingerprint
+from lmeval_prune.architectures.identity import (
+    adapters_of,
+    is_dispatched,
+    loadable_fingerprints,
+    nonfinite_tensor,
+    tensor_in_layer,
+    weights_fingerprint,
+)
 from lmeval_prune.architectures.model_map import ModelMap, map_model
 from lmeval_prune.architectures.table import FAMILIES, Family
 from lmeval_prune.architectures.units import UNITS, check_unit, uncuttable, units_of
 
 __all__ = [
     "FAMILIES", "UNITS", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
-    "adapters_of", "check_unit", "head_names", "loadable_fingerprints", "map_model", "uncuttable", "units_of",
-    "weights_fingerprint",
+    "adapters_of", "check_unit", "head_names", "is_dispatched", "loadable_fingerprints", "map_model",
+    "nonfinite_tensor", "tensor_in_layer", "uncuttable", "units_of", "weights_fingerprint",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from lmeval_prune.errors import InputError
 if TYPE_CHECKING:
     from lmeval_prune.architectures.model_map import ModelMap
 
-_RANGE = r"(?:\*|\d+(?:-\d+)?)"
+_RANGE = r"(?:\*|\d{1,18}(?:-\d{1,18})?)"
 _NAME = re.compile(rf"(?:(encoder|decoder|cross)\.)?L({_RANGE})H({_RANGE})", re.IGNORECASE)
 _HELP = "write heads as L5H3, L5H0-3 or L5H*, joined by +, e.g. heads=L5H3+L15H0"
 
@@ -75,7 +75,7 @@ def head_names(heads: Any) -> tuple[str, ...]:
         if text[:1] == "[":
             try:
                 return head_names(json.loads(text))
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # no JSON, or too long or deep to be names of heads
                 text = text.strip("[]").replace("'", "").replace('"', "")
         pieces: Iterable[Any] = re.split(r"\s*[+,;]\s*|\s+", text)
     elif isinstance(heads, list | tuple) and len(heads) == 2 and all(isinstance(x, int) for x in heads):
@@ -96,7 +96,7 @@ def _names(piece: Any) -> list[str]:
     if isinstance(piece, list | tuple):
         if len(piece) != 2 or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in piece):
             raise InputError(f"head {piece!r} is not a [layer, head] pair; {_HELP}")
-        return [f"L{piece[0]}H{piece[1]}"]
+        piece = f"L{piece[0]}H{piece[1]}"
     if not isinstance(piece, str):
         raise InputError(f"head {piece!r} cannot be read; {_HELP}")
     if not piece:
@@ -105,7 +105,7 @@ def _names(piece: Any) -> list[str]:
         return [name for part in piece.split("+") for name in _names(part.strip())]
     found = _NAME.fullmatch(piece)
     if not found:
-        raise InputError(f"head {piece!r} cannot be read; {_HELP}")
+        raise InputError(f"head {piece[:60]!r} cannot be read; {_HELP}")
     for text in found.groups()[1:]:
         first, _, last = text.partition("-")
         if last and int(first) > int(last):

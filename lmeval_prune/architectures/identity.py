@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,9 +44,8 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
     for name, tensor, is_weight in _tensors(model):
         if tensor.is_meta:
             return None
-        local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().reshape(-1)
         sums = [0, 0]
-        for number, chunk in enumerate(local.split(2**22)):
+        for number, chunk in enumerate(_chunks(tensor)):
             if rounded_to and is_weight and chunk.is_floating_point():
                 chunk = chunk.to(rounded_to)
             values = _bits(chunk)
@@ -54,6 +54,22 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
             sums[1] += int((values * (places * 2654435761 + number)).sum())
         state.update(f"{name}{tuple(tensor.shape)}{sums[0] % 2**64},{sums[1] % 2**64};".encode())
     return state.hexdigest()[:16]
+
+
+def nonfinite_tensor(model: nn.Module) -> str | None:
+    """Return the name and layer of the first weight or saved buffer that has NaN or infinite values; None of none."""
+    for name, tensor, _ in _tensors(model):
+        if tensor.is_meta or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # quantised: torch cannot ask
+            continue
+        if not all(chunk.isfinite().all() for chunk in _chunks(tensor)):
+            return tensor_in_layer(name)
+    return None
+
+
+def tensor_in_layer(name: str) -> str:
+    """Return a tensor's name, and the number of the layer that it says."""
+    layer = re.search(r"\.(\d+)\.", name)
+    return f"{name} of layer {layer[1]}" if layer else name
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
@@ -83,13 +99,48 @@ def loadable_fingerprints(model: nn.Module, own: str | None) -> list[str]:
     return list(dict.fromkeys(fingerprint for fingerprint in found if fingerprint))
 
 
+def is_dispatched(model: nn.Module) -> bool:
+    """Return whether accelerate has placed a model's weights, and brings those that it offloaded as they are needed."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield each parameter and saved buffer once: its name, itself, and whether it is a parameter.
+
+    Offloaded ones are brought module by module; those that cannot be had are on the meta device.
+    """
     saved = model.state_dict().keys()
-    for name, parameter in model.named_parameters():
-        yield name, parameter, True
-    for name, buffer in model.named_buffers():
-        if name in saved:
-            yield name, buffer, False
+    if not is_dispatched(model):
+        yield from ((name, parameter, True) for name, parameter in model.named_parameters())
+        yield from ((name, buffer, False) for name, buffer in model.named_buffers() if name in saved)
+        return
+    from accelerate.utils import align_module_device, has_offloaded_params
+
+    modules, seen = dict(model.named_modules()), set()
+    # a tied weight is no longer the same object as its first name
+    tied = {
+        f"{path}.{key}".removeprefix(".")
+        for path, part in modules.items()
+        for key in getattr(part, "all_tied_weights_keys", None) or ()
+    }
+    for is_weight in (True, False):
+        for path, module in modules.items():
+            offloaded = has_offloaded_params(module)
+            with align_module_device(module, torch.device("cpu")) if offloaded else nullcontext():
+                own = module._parameters if is_weight else module._buffers
+                for key, tensor in own.items():
+                    name = f"{path}.{key}".removeprefix(".")
+                    if tensor is None or name in tied or tensor in seen or not (is_weight or name in saved):
+                        continue
+                    if not offloaded:  # else it would be kept in memory
+                        seen.add(tensor)
+                    yield name, tensor, is_weight
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Pieces of a tensor's values that are here, so that copies of them stay small."""
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().reshape(-1)
+    yield from local.split(2**22)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -17,14 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from lmeval_prune.architectures import map_model
 from lmeval_prune.artefacts import put_back, read_artefact, replace_folder, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import save_checkpoint
-from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton, skeleton_of, with_weights
+from lmeval_prune.checkpoints.pruned import read_config, refused_as, save_checkpoint
+from lmeval_prune.checkpoints.skeleton import skeleton, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
 
 SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
@@ -41,14 +41,9 @@ def begin(name: str, **settings: Any) -> Athena:
     Raises:
         InputError: there is no such model, or it is no encoder with a mask token.
     """
-    embedded.check_name(name)
-    folder = embedded.resolve(name)
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    except UNREADABLE as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"the encoder {name} cannot be read ({first_line(error)})") from error
+    config, folder = read_config(name), embedded.resolve(name)
+    with refused_as(f"the encoder {name} cannot be read"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     fix = "name a model of the BERT family, e.g. roberta-base or all-minilm-l6-v2"
     if tokenizer.mask_token is None:
         raise InputError(f"the encoder {name} has no mask token, which takes the place of numbers; {fix}")
@@ -65,10 +60,8 @@ def begin(name: str, **settings: Any) -> Athena:
         max_length=min(longest, tokenizer.model_max_length),
         **settings,
     )
-    try:
-        encoder = AutoModel.from_pretrained(folder, dtype=torch.float32)
-    except UNREADABLE as error:
-        raise InputError(f"the weights of the encoder {name} cannot be loaded ({first_line(error)})") from error
+    with refused_as(f"the weights of the encoder {name} cannot be loaded"):
+        encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return Athena(own, encoder, tokenizer)
 
 
@@ -141,7 +134,7 @@ def read(folder: str | os.PathLike[str]) -> Athena:
         given, sha256 = content.pop("settings"), content.pop("head_sha256")
         settings = AthenaSettings(**{**given, "constants": tuple(given["constants"])})
         data = (Path(folder) / HEAD).read_bytes()
-        tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER)
+        tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER, trust_remote_code=False)
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(f"{HEAD} is not the one that {SETTINGS} names")
         state = load(data)

@@ -9,6 +9,8 @@ what fits and make up the rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,13 +43,17 @@ class Pruned:
         prefix = f"{model.base_model_prefix}."
         # the base model alone calls its parts without the name that it has inside a model with a head
         removed = "" if hasattr(model, model.base_model_prefix) else prefix
-        for name, shape in config.pruned_modules["shapes"].items():
+        with _named("shapes", "attributes"):
+            shapes, attributes = (config.pruned_modules[part].items() for part in ("shapes", "attributes"))
+        for name, shape in shapes:
             path, _, parameter = name.removeprefix(removed).rpartition(".")
-            _reshape(model.get_submodule(path), parameter, shape)
-        for name, attributes in config.pruned_modules["attributes"].items():
-            module = model.get_submodule(name.removeprefix(removed))
-            for attribute, value in attributes.items():
-                setattr(module, attribute, LayerConfig(module.config, value) if attribute == "config" else value)
+            with _named(name):
+                _reshape(model.get_submodule(path), parameter, shape)
+        for name, counts in attributes:
+            with _named(name):
+                module = model.get_submodule(name.removeprefix(removed))
+                for attribute, value in counts.items():
+                    _set_count(module, attribute, value)
 
     @classmethod
     def from_pretrained(cls, *inputs: Any, **options: Any) -> Any:
@@ -57,6 +63,33 @@ class Pruned:
     def save_pretrained(self, *inputs: Any, **options: Any) -> Any:
         """As the stock class's, into files of our variant."""
         return super().save_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]
+
+
+@contextmanager
+def _named(*names: str) -> Iterator[None]:
+    """Refuse entries of `pruned_modules` that do not fit the stock model."""
+    try:
+        yield
+    except Exception as error:  # torch has many errors for wrong names, types and sizes
+        raise ValueError(
+            f"config.json: {' or '.join(names)} of pruned_modules does not fit ({error}); fetch or cut the model again"
+        ) from error
+
+
+def _set_count(module: Any, name: str, value: Any) -> None:
+    """Give a module another count, or its configuration other counts."""
+    if name == "config":
+        for own, count in value.items():
+            _check_count(getattr(module.config, own), count)
+        module.config = LayerConfig(module.config, value)
+    else:
+        _check_count(getattr(module, name), value)
+        setattr(module, name, value)
+
+
+def _check_count(before: Any, value: Any) -> None:
+    if type(before) is not int or type(value) is not int or value < 1:
+        raise TypeError(f"{value!r} in place of {before!r} is no count")
 
 
 def _reshape(module: nn.Module, name: str, shape: list[int]) -> None:

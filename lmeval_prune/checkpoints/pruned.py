@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,22 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     GenerationConfig,
+    PreTrainedModel,
 )
 
-from lmeval_prune.architectures import weights_fingerprint
+from lmeval_prune.architectures import nonfinite_tensor, weights_fingerprint
 from lmeval_prune.artefacts import content_digest, put_back, read_artefact, replace_folder, write_artefact
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.checkpoints.identity import TRAINING, WEIGHTS
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, first_few, first_line
 
 _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
@@ -33,6 +43,16 @@ MANIFEST = "lmeval_prune.json"
 _PREFIX = "Pruned"
 UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)  # what transformers raises for what it cannot load
 _KINDS = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel)
+_OTHER_KINDS = (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+    AutoModelForPreTraining,
+)
+# of checkpoints of older transformers: they are computed now
+_OLD_BUFFERS = re.compile(r"rotary_emb\.|inv_freq$|position_ids$|(attn|attention)\.(bias|masked_bias)$")
 
 
 def has_own_layers(config: Any) -> bool:
@@ -40,17 +60,129 @@ def has_own_layers(config: Any) -> bool:
     return isinstance(getattr(config, "pruned_modules", None), dict)
 
 
-def model_class(config: Any) -> Any:
-    """The class of a checkpoint whose layers differ: the stock class that its configuration names, made `Pruned`.
+@contextmanager
+def refused_as(problem: str) -> Iterator[None]:
+    """Refuse in one line whatever transformers raises for files that it cannot read.
+
+    Args:
+        problem: what cannot be done, e.g. `cannot read the model NAME`.
 
     Raises:
-        InputError: the configuration names none.
+        InputError: something was raised inside the block.
     """
-    name = (getattr(config, "architectures", None) or [""])[0]
-    stock = getattr(transformers, name.removeprefix(_PREFIX), None)
-    if not name.startswith(_PREFIX) or stock is None:
-        raise InputError(f"a pruned model's configuration names {name!r} as its class, which transformers has not")
-    return pruned_class(stock)
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # transformers reads a stranger's files, and fails in its own ways
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "
+                f"--model pruned-hf --model_args pretrained=…,trust_remote_code=true"
+            ) from error
+        reason = " ".join(str(error).split())[:300]  # the first line of some names a field, and the next what is wrong
+        raise InputError(f"{problem} ({type(error).__name__}: {reason})") from error
+
+
+def read_config(pretrained: str, revision: str | None = None) -> Any:
+    """Read a model's configuration, and run no code that the model brings along.
+
+    Args:
+        pretrained: a folder, or a name that transformers or `lmeval-prune models` knows.
+        revision: of a hub's model.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    embedded.check_name(pretrained)
+    with refused_as(f"cannot read the model {pretrained}"):
+        return AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
+
+
+def class_of(config: Any) -> Any:
+    """Return the class that a checkpoint's weights are of, `Pruned` where its layers differ.
+
+    `architectures` names it. Where that is missing, or transformers has no such class for such a model (a class of the
+    checkpoint's own code), it is the family's language model; loading refuses the weights of another class.
+
+    Raises:
+        InputError: the configuration names no model class, or transformers cannot build the model.
+    """
+    stock = named_class(config)
+    if has_own_layers(config):
+        if stock is None:
+            raise InputError(_wrong_name(config))
+        return pruned_class(stock)
+    found = stock or next((kind for auto in _KINDS if (kind := _of_kind(auto, config))), None)
+    if found is None:
+        raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
+    return found
+
+
+def named_class(config: Any) -> Any:
+    """Return the class of transformers' that `architectures` names; None if there is none for such a model.
+
+    Raises:
+        InputError: what it names is no model class.
+    """
+    names = getattr(config, "architectures", None) or [""]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise InputError(_wrong_name(config))
+    own = has_own_layers(config)
+    if own and not names[0].startswith(_PREFIX):
+        raise InputError(_wrong_name(config))
+    found = getattr(transformers, names[0].removeprefix(_PREFIX) if own else names[0], None)
+    if found is None:
+        return None
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        raise InputError(_wrong_name(config))
+    return found if found.config_class is None or isinstance(config, found.config_class) else None
+
+
+def _wrong_name(config: Any) -> str:
+    return (
+        f"config.json names {config.architectures!r} in `architectures`, which is no class of transformers' for "
+        f"{config.model_type} models; name the class of the weights there, or fetch or cut the model again"
+    )
+
+
+def load_weights(kind: Any, pretrained: Any, *inputs: Any, **options: Any) -> Any:
+    """Load a model, in evaluation mode, and refuse weights that are another class's or no finite numbers.
+
+    transformers draws at random what a file lacks, and leaves out what the class lacks.
+
+    Args:
+        kind: the class, or an auto class.
+        pretrained, inputs, options: of its `from_pretrained`.
+
+    Raises:
+        InputError: naming tensors.
+    """
+    model, report = kind.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
+    named = named_class(model.config) is not None
+    modules = {name for name, _ in model.named_modules()}
+    strange = [
+        key
+        for key in report["unexpected_keys"]
+        if not _OLD_BUFFERS.search(key)
+        # weights of a head that the named class has not are left to the class that has it
+        and not (named and key.rpartition(".")[0] not in modules and not re.search(r"\.\d+\.", key))
+    ]
+    for keys, fault in ((report["missing_keys"], "lack"), (strange, "have what it has not:")):
+        if keys:
+            raise InputError(
+                f"the weights of {pretrained} are none of {type(model).__name__}, they {fault} "
+                f"{first_few(sorted(keys), most=3)}; name their class in `architectures` of config.json, or fetch the "
+                f"model again"
+            )
+    if tensor := nonfinite_tensor(model):
+        raise InputError(broken_weights(pretrained, tensor))
+    return model.eval()
+
+
+def broken_weights(pretrained: Any, tensor: str) -> str:
+    """Return the message that refuses a model one of whose tensors has values that are no finite numbers."""
+    return f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values; fetch the model again"
 
 
 @cache
@@ -70,6 +202,17 @@ def stock_class(model: Any) -> type:
     return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A model class, or an auto class, that loads by `load_weights`."""
+
+    kind: Any
+
+    def from_pretrained(self, *inputs: Any, **options: Any) -> Any:
+        """Load a model; see `load_weights`."""
+        return load_weights(self.kind, *inputs, **options)
+
+
 def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
     """Load a model, stock or one whose layers differ, in evaluation mode.
 
@@ -80,25 +223,9 @@ def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
     Raises:
         InputError: it cannot be loaded.
     """
-    name = str(folder)
-    embedded.check_name(name)
-    try:
-        name = embedded.resolve(name)
-        config = AutoConfig.from_pretrained(name)
-        kind = model_class(config) if has_own_layers(config) else _stock_kind(config)
-        return kind.from_pretrained(name, **{"dtype": "auto", **options}).eval()
-    except UNREADABLE as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"the model {folder} cannot be loaded ({first_line(error)})") from error
-
-
-def _stock_kind(config: Any) -> Any:
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    kind = named or next((kind for kind in _KINDS if type(config) in kind._model_mapping), None)
-    if kind is None:
-        raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
-    return kind
+    kind = class_of(read_config(str(folder)))
+    with refused_as(f"the model {folder} cannot be loaded"):
+        return load_weights(kind, embedded.resolve(str(folder)), **{"dtype": "auto", **options})
 
 
 def save_checkpoint(
@@ -268,7 +395,8 @@ def _write_model(folder: Path, model: Any) -> None:
         _save(model, folder)
         return
     stock = stock_class(model)
-    names = {kind.__name__: stock for kind in _KINDS if _of_kind(kind, config) is stock} or {"AutoModel": stock}
+    kinds = (*_KINDS, *_OTHER_KINDS)
+    names = {kind.__name__: stock for kind in kinds if _of_kind(kind, config) is stock} or {"AutoModel": stock}
     base = _of_kind(AutoModel, config)
     if base is not None:
         names["AutoModel"] = base  # engines build the model without its head

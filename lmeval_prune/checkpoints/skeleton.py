@@ -6,52 +6,49 @@ import copy
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from lmeval_prune.checkpoints import embedded, pruned
-from lmeval_prune.checkpoints.pruned import UNREADABLE
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.pruned import UNREADABLE as UNREADABLE
+from lmeval_prune.checkpoints.pruned import class_of, has_own_layers, load_weights, named_class, read_config, refused_as
+from lmeval_prune.errors import InputError
 
 
 def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> Any:
-    """The model of a configuration, on the meta device.
+    """Return the model of a configuration, on the meta device.
 
     Args:
         config: transformers' configuration; it is copied.
-        kind: auto class; default the one that the configuration names (an encoder's own), or what suits it.
+        kind: auto class; default the class of the checkpoint's weights, `class_of`.
         trust_remote_code: as for `from_pretrained`.
 
     Raises:
-        InputError: transformers has no class for it.
+        InputError: transformers has no class for it, or the class refuses its values.
     """
-    if pruned.has_own_layers(config):
-        return _empty(pruned.model_class(config), config)
-    kinds = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModel)
-    if kind is None and (encoder := _encoder(config)) is not None:
-        return _empty(encoder, config)
-    kind = kind or next((k for k in kinds if type(config) in k._model_mapping), None)
-    if kind is None:
-        raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
-    with torch.device("meta"):
-        model: Any = kind.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    own = class_of(config) if kind is None or has_own_layers(config) else None
+    with torch.device("meta"), refused_as("no model can be built from config.json"):
+        model: Any = (
+            own._from_config(copy.deepcopy(config))
+            if own
+            else kind.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        )
     model.config._name_or_path = getattr(config, "_name_or_path", "")
     return model
 
 
-def _encoder(config: Any) -> Any:
-    """The class that a configuration names, if it is an encoder's, which also could be built as a language model."""
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    kinds = (AutoModel, AutoModelForMaskedLM)
-    return named if named in [k._model_mapping.get(type(config), None) for k in kinds] and named else None
+def check_language_model(config: Any) -> None:
+    """Refuse the configuration of a classifier, or of a model without a head, from which lm-eval would make one.
 
-
-def _empty(kind: Any, config: Any) -> Any:
-    """A model of a class, on the meta device."""
-    with torch.device("meta"):
-        model: Any = kind._from_config(copy.deepcopy(config))
-    model.config._name_or_path = getattr(config, "_name_or_path", "")
-    return model
+    Raises:
+        InputError: naming its class.
+    """
+    if named_class(config) is None:  # then it is loaded as a language model, and its weights tell
+        return
+    bare = skeleton(config)
+    if bare.get_output_embeddings() is None:
+        raise InputError(
+            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(bare).__name__}, no language model, and "
+            f"lm-eval would draw a language model's head for it at random; name a language model"
+        )
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
@@ -60,25 +57,18 @@ def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
     Raises:
         InputError: its configuration cannot be read, or transformers has no class for it.
     """
-    embedded.check_name(pretrained)
+    config = read_config(pretrained, revision)
     try:
-        config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision)
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
-    return skeleton(config)
+        return skeleton(config)
+    except InputError as error:
+        raise InputError(f"cannot read the model {pretrained}: {error}") from error
 
 
 def with_weights(bare: Any, pretrained: str, revision: str | None = None) -> Any:
-    """The model of `skeleton_of`, with its weights in their own type.
+    """Return the model of `skeleton_of`, with its weights in their own type.
 
     Raises:
         InputError: they cannot be loaded.
     """
-    try:
-        return type(bare).from_pretrained(embedded.resolve(pretrained), revision=revision, dtype="auto").eval()
-    except UNREADABLE as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"the weights of {pretrained} cannot be loaded ({first_line(error)})") from error
+    with refused_as(f"the weights of {pretrained} cannot be loaded"):
+        return load_weights(type(bare), embedded.resolve(pretrained), revision=revision, dtype="auto")

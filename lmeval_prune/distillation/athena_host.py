@@ -46,7 +46,7 @@ class AthenaHost(Host):
 
     def _tokenizer(self, folder: str) -> Any:
         try:
-            found = AutoTokenizer.from_pretrained(Path(folder) / checkpoint.ENCODER)
+            found = AutoTokenizer.from_pretrained(Path(folder) / checkpoint.ENCODER, trust_remote_code=False)
         except (*UNREADABLE, KeyError) as error:
             raise InputError(f"the tokenizer in {folder} cannot be read ({first_line(error)})") from error
         if found.mask_token is None:

@@ -57,7 +57,7 @@ class LanguageHost(Host):
 
     def _tokenizer(self, name: str) -> Any:
         try:
-            found = AutoTokenizer.from_pretrained(embedded.resolve(name))
+            found = AutoTokenizer.from_pretrained(embedded.resolve(name), trust_remote_code=False)
         except (*UNREADABLE, KeyError) as error:
             raise InputError(f"{name} has no tokenizer that can be read ({first_line(error)})") from error
         if found.eos_token_id is None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.architectures import AttentionLayer, ModelMap, tensor_in_layer
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.pruned import broken_weights
 from lmeval_prune.checkpoints.skeleton import with_weights
 from lmeval_prune.errors import InputError, first_line
 
@@ -63,6 +64,8 @@ class Projections:
             except (OSError, SafetensorError) as error:
                 raise InputError(f"the weights of {self.pretrained} cannot be read ({first_line(error)})") from error
             if list(found.shape) == shape:
+                if not found.isfinite().all():
+                    raise InputError(broken_weights(self.pretrained, tensor_in_layer(f"{name}.weight")))
                 return found.T if transposed else found
         whole = self.model.get_submodule(name).weight.detach()
         return whole.T if transposed else whole

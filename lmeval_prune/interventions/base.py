@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
+from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
@@ -48,7 +48,7 @@ class Origin:
     def check(self, model_map: ModelMap) -> None:
         """Refuse another model.
 
-        Weights decide where both are known, else (offloaded or quantised weights, old artefacts) name and revision.
+        Weights decide, offloaded ones too; of quantised weights, and for old artefacts, name and revision.
 
         Raises:
             InputError: naming what differs.
@@ -65,7 +65,7 @@ class Origin:
 
 
 def check_weights(known: list[str], name: str, revision: str, model_map: ModelMap, made: str, fix: str) -> None:
-    """Refuse a model that something was not made for: by its weights where they are known, else by its name.
+    """Refuse a model that something was not made for: by its weights; quantised, or made for unknown ones, by its name.
 
     Args:
         known: fingerprints of the weights that it was made for, as they are and rounded to smaller types.
@@ -76,9 +76,11 @@ def check_weights(known: list[str], name: str, revision: str, model_map: ModelMa
     Raises:
         InputError: naming what differs.
     """
-    if known and all(parameter.is_meta for parameter in model_map.model.parameters()):
+    if known and all(x.is_meta for x in model_map.model.parameters()) and not is_dispatched(model_map.model):
         return  # not loaded yet
-    if known and model_map.weights and not getattr(model_map.model, "is_quantized", False):
+    if known and not getattr(model_map.model, "is_quantized", False):
+        if model_map.weights is None:
+            raise InputError(f"{made} certain weights ({name}), and some of this model's cannot be read; {fix}")
         if model_map.weights not in known:
             raise InputError(f"{made} other weights ({name}) than this model's ({model_map.name}); {fix}")
         return

@@ -31,7 +31,8 @@ from lmeval_prune.interventions.base import SCHEMA_VERSION, Intervention, change
 from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
 from lmeval_prune.settings import FrozenMapping
 
-_RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
+_NUMBER = r"\d{1,18}"  # a range is compared with the model's width before it is expanded
+_RANGES = re.compile(rf"\s*{_NUMBER}(-{_NUMBER})?(\s*,\s*{_NUMBER}(-{_NUMBER})?)*\s*")
 _HELP = 'write channels as {"L0": "3,5-9"}'
 
 
@@ -68,8 +69,10 @@ class Plan(Intervention):
         object.__setattr__(self, "heads", heads)
         if not isinstance(self.channels, Mapping):
             raise InputError(f"channels={self.channels!r} cannot be read; {_HELP}")
-        channels = {label: ranges_of(numbers_of(label, given)) for label, given in self.channels.items()}
+        channels = {label: text_of(ranges_in(label, given)) for label, given in self.channels.items()}
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
+        for name, tensor in {**self.compensation, **self.scores}.items():
+            check_finite(name, tensor)
         if self.compensation:
             object.__setattr__(self, "tensors", hash_of(self.compensation))
         super().__post_init__()
@@ -99,11 +102,12 @@ class Plan(Intervention):
             if label not in blocks:
                 has = f"those from {next(iter(blocks))} to {list(blocks)[-1]} have" if blocks else "none has"
                 raise InputError(f"layer {label} has no dense feed-forward block; {has} one")
-            numbers, block = numbers_of(label, text), blocks[label]
-            if numbers[-1] >= block.channels:
+            block = blocks[label]
+            if (highest := ranges_in(label, text)[-1][1]) >= block.channels:
                 raise InputError(
-                    f"channel {numbers[-1]} of layer {label}: it has {block.channels}, 0 to {block.channels - 1}"
+                    f"channel {highest} of layer {label}: it has {block.channels}, 0 to {block.channels - 1}"
                 )
+            numbers = numbers_of(label, text)
             if len(numbers) == block.channels and not self.allow_empty_layer:
                 raise InputError(
                     f"all {block.channels} channels of layer {label} would be removed; "
@@ -155,7 +159,9 @@ class Plan(Intervention):
         if not isinstance(other, Plan):
             return None
         layers = [*self.channels, *(label for label in other.channels if label not in self.channels)]
-        both = {label: [*self.channel_numbers(label), *other.channel_numbers(label)] for label in layers}
+        both = {
+            label: ",".join(one.channels[label] for one in (self, other) if label in one.channels) for label in layers
+        }
         return replace(
             self,
             heads=(*self.heads, *other.heads),
@@ -234,33 +240,62 @@ def plan_of(mask: HeadMask) -> Plan:
     return Plan(mask.heads, allow_empty_layer=mask.allow_empty_layer, origin=mask.origin)
 
 
-def numbers_of(label: str, given: Any) -> list[int]:
-    """Channels as a user writes them, `"3,5-9"` or a list of numbers, in order and each once.
+def ranges_in(label: str, given: Any) -> list[tuple[int, int]]:
+    """Read channels as a user writes them, `"3,5-9"` or a list of numbers, and return first and last of each run.
 
     Raises:
         InputError: they cannot be read.
     """
     if isinstance(given, str) and given.strip():
         if not _RANGES.fullmatch(given):
-            raise InputError(f"channels {given!r} of {label} cannot be read; {_HELP}")
+            raise InputError(f"channels {given[:60]!r} of {label} cannot be read; {_HELP}")
         ends = [[int(end) for end in part.split("-")] for part in given.split(",")]
-        if any(pair[0] > pair[-1] or pair[-1] > 10**7 for pair in ends):
-            raise InputError(f"channels {given!r} of {label}: a range runs backwards or is absurd; {_HELP}")
-        return sorted({number for pair in ends for number in range(pair[0], pair[-1] + 1)})
-    if not isinstance(given, Iterable) or not all(isinstance(one, int) and one >= 0 for one in given):
-        raise InputError(f"channels {given!r} of {label} cannot be read; {_HELP}")
-    return sorted(set(given))
+        pairs = [(pair[0], pair[-1]) for pair in ends]
+        if any(first > last for first, last in pairs):
+            raise InputError(f"channels {given[:60]!r} of {label}: a range runs backwards; {_HELP}")
+    else:
+        if not isinstance(given, Iterable) or not all(isinstance(one, int) and one >= 0 for one in given):
+            raise InputError(f"channels {str(given)[:60]!r} of {label} cannot be read; {_HELP}")
+        pairs = [(number, number) for number in given]
+    runs: list[tuple[int, int]] = []
+    for first, last in sorted(pairs):
+        if runs and first <= runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))
+    return runs
+
+
+def numbers_of(label: str, given: Any) -> list[int]:
+    """Return the channels that a user wrote, in order and each once; as of `ranges_in`."""
+    return [number for first, last in ranges_in(label, given) for number in range(first, last + 1)]
+
+
+def text_of(runs: Iterable[tuple[int, int]]) -> str:
+    """Return runs of channels as text, `"3,5-9"`."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def ranges_of(numbers: Iterable[int]) -> str:
-    """Numbers in order as text, `"3,5-9"`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    """Return numbers as text, `"3,5-9"`."""
+    return text_of(ranges_in("", list(numbers)))
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuse scores, statistics or weights that are no finite numbers.
+
+    Args:
+        name: with the layer's, e.g. `heads.L0`.
+        tensor: the values.
+
+    Raises:
+        InputError: some are NaN or infinite.
+    """
+    if not tensor.isfinite().all():
+        raise InputError(
+            f"{name} has NaN or infinite values: the model computes there what its type cannot hold; give its weights "
+            f"in float32 or bfloat16"
+        )
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:

@@ -20,14 +20,16 @@ from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import (
     UNREADABLE,
+    Checked,
     checkpoint_columns,
+    class_of,
     has_own_layers,
     manifest_in,
     manifest_of,
-    model_class,
+    refused_as,
     removed_from,
 )
-from lmeval_prune.checkpoints.skeleton import skeleton
+from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.interventions import interventions_on
@@ -137,12 +139,10 @@ class PrunedHFLM(HFLM):
     # ------------------------------------------------------------------ loading
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
-        try:
+        if (Path(pretrained) / SETTINGS).is_file():
+            raise InputError(f"{pretrained} is an ATHENA; ask it by --model athena")
+        with refused_as(f"cannot read the model {pretrained}"):
             super()._get_config(pretrained, **kwargs)
-        except (OSError, ValueError) as error:
-            if (Path(pretrained) / SETTINGS).is_file():
-                raise InputError(f"{pretrained} is an ATHENA; ask it by --model athena") from error
-            raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
         self.given.refuse_misspelt(_HF_ARGUMENTS, self.config)
@@ -153,8 +153,8 @@ class PrunedHFLM(HFLM):
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
         own: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
-        if has_own_layers(self.config):  # loaded by our own code, whatever lies in the folder
-            self.AUTO_MODEL_CLASS = model_class(self.config)
+        # a checkpoint whose layers differ is loaded by our own code, whatever lies in the folder
+        self.AUTO_MODEL_CLASS = Checked(class_of(self.config) if has_own_layers(self.config) else own)
         try:
             super()._create_model(*args, gguf_file=gguf_file, **kwargs)
         except TypeError as error:  # transformers gives the model's class what nobody else knows
@@ -166,7 +166,8 @@ class PrunedHFLM(HFLM):
             self.AUTO_MODEL_CLASS = own
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
-        """Resolve interventions on a model without weights, so that a mistake costs no minutes of loading."""
+        """Refuse classifiers, and resolve interventions, without weights: a mistake costs no minutes of loading."""
+        check_language_model(self.config)
         turns = self.given.tries if isinstance(self.given.tries, InTurn) else None
         if not self.given.interventions and not turns:
             return

@@ -27,7 +27,8 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton
+from lmeval_prune.checkpoints.pruned import UNREADABLE, refused_as
+from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.errors import InputError, first_line, nearest, reported
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
@@ -125,15 +126,10 @@ class PrunedServerLM(LocalCompletionsAPI):
             )
         path, trust = embedded.resolve(str(named)), self.api.trust_remote_code
         embedded.check_name(path)
-        try:
+        with refused_as(f"cannot read the model {named} here; give pretrained= of the one that is served"):
             config = AutoConfig.from_pretrained(path, revision=self.api.revision, trust_remote_code=trust)
-            bare = skeleton(config, trust_remote_code=trust)
-        except UNREADABLE as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(
-                f"cannot read the model {named} here ({first_line(error)}); give pretrained= of the one that is served"
-            ) from error
+        check_language_model(config)
+        bare = skeleton(config, trust_remote_code=trust)
         return path, config, map_model(bare, **self.given.description)
 
     def _base(self, path: str) -> str:

@@ -76,7 +76,7 @@ class CalibrationText:
             for ids, real, inputs in self.inputs(model):
                 yield ids, real
                 with suppress(Reached):
-                    model(**inputs)
+                    getattr(model, "base_model", model)(**inputs)
 
     def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         """Of each batch, on the model's device: token ids, which are real, and what the model is called with.

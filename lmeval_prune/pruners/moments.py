@@ -15,6 +15,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, is_transposed
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
+from lmeval_prune.interventions.plan import check_finite
 from lmeval_prune.pruners.calibration import CalibrationText
 
 
@@ -54,6 +55,14 @@ class Moments:
         self.mean += apart * (len(x) / total)
         self.deviations += deviations + apart.square() * (self.count * len(x) / total)
         self.count = total
+
+    def check(self, projection: str) -> None:
+        """Refuse what is no number.
+
+        Raises:
+            InputError: naming the projection.
+        """
+        check_finite(f"the input of {projection}", self.deviations if self.products is None else self.products)
 
     @property
     def variance(self) -> Tensor:
@@ -129,6 +138,8 @@ def input_moments(
             change_input(module, partial(collect, name), stack)
         for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
             pass
+    for name, one in found.items():
+        one.check(name)
     return found
 
 

@@ -54,9 +54,10 @@ class PruneOptions:
             default: head, and of a budget of parameters group, where the model has them
         ffn_ratio: share of all feed-forward channels that is removed
         ffn_multiple: as many channels stay in each block as make a multiple of this
-        allocation: global (scores of all layers are compared) or uniform (each layer loses its share; its checkpoint
-            is a plain one); of a budget of parameters also standardised (heads and channels of all layers are compared,
-            by how far they are from their layer's mean) and log (later layers lose more); default: the method's
+        allocation: global (scores of all layers are compared) or uniform (each layer loses its share: layers stay
+            alike, which a plain checkpoint needs); of a budget of parameters also standardised (heads and channels of
+            all layers are compared, by how far they are from their layer's mean) and log (later layers lose more);
+            default: the method's
         p_min: share that the first of several steps starts from, of the larger of ratio and ffn_ratio; the other one
             starts from as large a part of its own
         steps: stages, each scored anew with what is removed so far masked

@@ -260,6 +260,7 @@ def layer_by_layer(
                 choices = []
                 for place in taken:
                     own = moments.pop(place.projection)
+                    own.check(place.name)
                     asked = pairs and (chooser.pairs or place is taken[0])
                     second = _second(place, own, damping, done) if asked else None
                     choices.append((place, chooser.choose(place, own, second), own, second))

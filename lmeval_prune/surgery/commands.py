@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import device_named
@@ -387,7 +387,7 @@ def tokenizer_of(pretrained: str, revision: str | None, add_bos_token: bool | No
     from transformers.utils import cached_file
 
     from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.skeleton import UNREADABLE
+    from lmeval_prune.checkpoints.pruned import refused_as
 
     source = embedded.resolve(pretrained)
     optional: dict[str, Any] = {
@@ -397,15 +397,9 @@ def tokenizer_of(pretrained: str, revision: str | None, add_bos_token: bool | No
     }
     if not any(cached_file(source, name, **optional) for name in TOKENIZER_FILES):
         return None
-    try:
-        own = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-        return AutoTokenizer.from_pretrained(source, revision=revision, **own)
-    except Exception as error:  # a tokenizer's own errors are of no class but this
-        if not isinstance(error, (*UNREADABLE, KeyError, ImportError)) and type(error) is not Exception:
-            raise
-        raise InputError(
-            f"the tokenizer of {pretrained} cannot be read ({first_line(error)}); mend its files, or remove them"
-        ) from error
+    own = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    with refused_as(f"the tokenizer of {pretrained} cannot be read; mend its files, or remove them"):
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False, **own)
 
 
 def _scores_of(path: str) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:

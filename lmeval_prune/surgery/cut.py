@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import (
@@ -288,6 +289,7 @@ def _dressed(
         built = _built(kind, config, "meta")
         if built is not None and _same_shapes(built, tensors) and _same_layers(map_model(built), kept):
             return _filled(kind, config, model, tensors), note
+    why = "layers differ" if _layers_differ(model_map, kept, channels) else _why_not_stock(model_map, kept)
     config = _flat(model.config)
     like = _built(stock, config, "meta")
     if like is None:
@@ -303,9 +305,44 @@ def _dressed(
     config.architectures = [f"Pruned{stock.__name__}"]
     _add_layer_configs(config, model_map, kept, channels)
     return _filled(pruned_class(stock), config, model, tensors), (
-        "layers differ, or no stock class has such shapes: loaded by lmeval_prune.load_pretrained, pruned-hf, or "
-        "transformers with trust_remote_code=True"
+        f"{why}: loaded by lmeval_prune.load_pretrained, pruned-hf, or transformers with trust_remote_code=True"
     )
+
+
+def _layers_differ(model_map: ModelMap, kept: Sequence[KeptHeads], channels: dict[str, list[int]]) -> bool:
+    """Return whether some layers keep other numbers of heads or channels than others of the model or of their stack."""
+    widths = {(block.stack, len(channels[block.label])) for block in model_map.feed_forward}
+    stacks = {block.stack for block in model_map.feed_forward}
+    return len({(len(one.heads), len(one.kv_heads)) for one in kept}) > 1 or len(widths) > len(stacks)
+
+
+def _why_not_stock(model_map: ModelMap, kept: Sequence[KeptHeads]) -> str:
+    """Return why no stock class has layers that are alike, and with how many heads one would."""
+    stock, heads, width = stock_class(model_map.model), len(kept[0].heads), kept[0].layer.head_dim
+    share = heads // len(kept[0].kv_heads)
+    own = _flat(model_map.model.config)
+    hidden = getattr(own, "hidden_size", 0)
+
+    def fits(count: int) -> bool:
+        config = _changed(own, _counts(own, count, count // share, kept[0].layer))
+        built = _built(stock, config, "meta") if config is not None else None
+        return built is not None and map_model(built).attention[0].head_dim == width
+
+    if fits(heads):
+        return f"{stock.__name__} has no such biases"
+    plain = next((n for n in range(heads - 1, 0, -1) if n % share == 0 and hidden % n == 0 and fits(n)), 0)
+    fix = (
+        f"with {plain} left in each layer, which divides {hidden}, it would be a plain one"
+        if plain
+        else "a plain one can lose channels only"
+    )
+    return f"{stock.__name__} cannot have {heads} heads of width {width} in a width of {hidden} ({fix})"
+
+
+def _counts(config: Any, heads: int, kv_heads: int, layer: AttentionLayer) -> dict[str, Any]:
+    """Return the settings that give each layer so many heads."""
+    names = [name for name in ("num_key_value_heads", "num_kv_heads") if _has(config, name)]
+    return {"num_attention_heads": heads, **_head_dim(layer), **dict.fromkeys(names, kv_heads)}
 
 
 def _is_own(name: str, like: Any) -> bool:
@@ -332,26 +369,22 @@ def _stock_candidates(
     """Stock classes and configurations that may have such layers, and what is to be said of them."""
     model = model_map.model
     config = _flat(model.config)
-    sizes = {(len(one.heads), len(one.kv_heads)) for one in kept}
-    widths: dict[str, set[int]] = {}
-    for block in model_map.feed_forward:
-        widths.setdefault(block.stack, set()).add(len(channels[block.label]))
-    if len(sizes) > 1 or any(len(found) > 1 for found in widths.values()):
+    if _layers_differ(model_map, kept, channels):
         return
     changes: dict[str, Any] = {}
     if not all(one.unchanged for one in kept) or has_own_layers(model.config):
-        ((heads, kv_heads),) = sizes
-        changes |= {"num_attention_heads": heads, **_head_dim(kept[0].layer)}
-        changes |= {name: kv_heads for name in ("num_key_value_heads", "num_kv_heads") if _has(config, name)}
-    for stack, found in widths.items():
-        names = (f"{stack}_ffn_dim",) if stack and _has(config, f"{stack}_ffn_dim") else _CHANNELS
-        changes |= {name: min(found) for name in names if _has(config, name)}
+        changes |= _counts(config, len(kept[0].heads), len(kept[0].kv_heads), kept[0].layer)
+    for block in model_map.feed_forward:
+        own_name = f"{block.stack}_ffn_dim"
+        names = (own_name,) if block.stack and _has(config, own_name) else _CHANNELS
+        changes |= {name: len(channels[block.label]) for name in names if _has(config, name)}
     stock = stock_class(model)
     own = _changed(config, changes)
     if own is not None:
         yield stock, own, unusual_head_dim(own)
-    if stock.__name__ == "LlamaForCausalLM" and not getattr(config, "mlp_bias", False):
-        from transformers import MistralConfig, MistralForCausalLM
+    twin = getattr(transformers, stock.__name__.replace("Llama", "Mistral", 1), None)
+    if twin and config.model_type == "llama" and not getattr(config, "mlp_bias", False):
+        from transformers import MistralConfig
 
         values = {name: value for name, value in config.to_dict().items() if name in MistralConfig().to_dict()}
         for name in ("model_type", "architectures", "transformers_version"):
@@ -361,9 +394,9 @@ def _stock_candidates(
             as_mistral._name_or_path = config._name_or_path
             note = (
                 f"Llama's class refuses {len(kept[0].heads)} heads in a width of {config.hidden_size}: written as "
-                f"MistralForCausalLM with sliding_window null, the same mathematics"
+                f"{twin.__name__} with sliding_window null, the same mathematics"
             )
-            yield MistralForCausalLM, as_mistral, note
+            yield twin, as_mistral, note
 
 
 def _head_dim(layer: AttentionLayer) -> dict[str, int]:

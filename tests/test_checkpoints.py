@@ -1,0 +1,508 @@
+"""Which class a checkpoint is, whether its weights are that class's and sound, and by what it is known again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer
+
+from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
+from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, weights_fingerprint
+from lmeval_prune.athena.checkpoint import begin
+from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+from lmeval_prune.cli import main
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.pruners.base import PRUNERS
+from lmeval_prune.surgery.cut import cut_to
+from tests.tiny_models import ALL, output, tiny, tokens
+
+HEADS = [  # classes that are no language models
+    ("llama", "LlamaForSequenceClassification"),
+    ("llama", "LlamaForTokenClassification"),
+    ("llama", "LlamaForQuestionAnswering"),
+    ("llama", "LlamaModel"),
+    ("gpt2", "GPT2ForSequenceClassification"),
+    ("bert", "BertForSequenceClassification"),
+    ("bert", "BertForTokenClassification"),
+    ("bert", "BertForQuestionAnswering"),
+    ("bert", "BertModel"),
+]
+OTHERS = [("bert", "BertForMaskedLM"), ("bert", "BertForPreTraining"), ("t5", "T5EncoderModel")]
+
+
+def build(family: str, name: str, **changes: Any) -> Any:
+    """A random model of a class, whose every weight matters."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 64,
+        "pad_token_id": 0,
+        **ALL[family],
+        "num_labels": 2 if "Question" in name else 3,
+        **changes,
+    }
+    config = AutoConfig.for_model(family, **settings)
+    model: Any = getattr(transformers, name)._from_config(config).to(torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model
+
+
+def outputs(model: Any) -> list[torch.Tensor]:
+    with torch.no_grad():
+        found = model(input_ids=tokens(), attention_mask=torch.ones(3, 7, dtype=torch.long))
+    return [one for one in found.to_tuple() if isinstance(one, torch.Tensor)]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(outputs(one), outputs(other), strict=True))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change fields of a folder's config.json; None takes one away."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def refused(capsys: Any, *words: str) -> str:
+    """The one line by which a command refuses."""
+    assert main(list(words)) == 2
+    lines = [line for line in capsys.readouterr().err.strip().splitlines() if "it/s]" not in line]
+    assert len([line for line in lines if line]) == 1, lines
+    return str(lines[-1])
+
+
+# ---------------------------------------------------------------- the class
+
+
+@pytest.mark.parametrize(("family", "name"), HEADS + OTHERS)
+def test_a_checkpoint_is_of_the_class_that_it_names(family: str, name: str, tmp_path: Path) -> None:
+    model = build(family, name)
+    model.save_pretrained(tmp_path / "m")
+    bare = skeleton_of(str(tmp_path / "m"))
+    assert type(bare).__name__ == name
+    for loaded in (load_pretrained(tmp_path / "m"), with_weights(bare, str(tmp_path / "m"))):
+        assert type(loaded) is type(model) and same(loaded, model)
+
+
+@pytest.mark.parametrize(("family", "name"), HEADS + OTHERS[:2])
+def test_what_is_cut_keeps_its_head(family: str, name: str, tmp_path: Path) -> None:
+    """With alike layers and with differing ones, loaded by us and, where it is stock, by plain transformers."""
+    model = build(family, name)
+    model.save_pretrained(tmp_path / "m")
+    model = load_pretrained(tmp_path / "m")
+    for number, heads in enumerate(("L0H0+L0H1+L1H0+L1H1", "L0H0+L0H1")):
+        plan = Plan(heads, {"L0": "0-7", "L1": "3-10"})
+        folder = tmp_path / f"cut{number}"
+        made = cut_to(folder, model, plan)
+        again = load_pretrained(folder)
+        assert type(again).__name__ in (name, f"Pruned{name}", name.replace("Llama", "Mistral"))
+        with plan.applied_to(model):
+            assert same(made.model, model) and same(again, model)
+            if not type(again).__name__.startswith("Pruned"):
+                assert same(getattr(transformers, type(again).__name__).from_pretrained(folder), model)
+
+
+def test_plain_transformers_loads_a_cut_classifier(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification as Classifier
+
+    for family, name in (("llama", "LlamaForSequenceClassification"), ("bert", "BertForSequenceClassification")):
+        model = build(family, name)
+        model.save_pretrained(tmp_path / family)
+        model, plan = load_pretrained(tmp_path / family), Plan("L0H0+L0H1", {"L1": "0-9"})
+        cut_to(tmp_path / f"{family}-cut", model, plan)
+        with plan.applied_to(model):
+            again = Classifier.from_pretrained(tmp_path / f"{family}-cut", trust_remote_code=True)
+            assert same(again, model), family
+
+
+def test_export_and_cut_by_a_mask_of_a_classifier(tmp_path: Path, capsys: Any) -> None:
+    model = build("llama", "LlamaForSequenceClassification", num_attention_heads=8, num_key_value_heads=4)
+    model.save_pretrained(tmp_path / "m")
+    folder, mask = str(tmp_path / "m"), str(tmp_path / "mask.json")
+    heads = "L0H0+L0H1+L0H2+L0H3+L1H0+L1H1+L1H2+L1H3"
+    assert main(["mask", "--pretrained", folder, "--heads", heads, "--output", mask]) == 0
+    assert main(["cut", "--pretrained", folder, "--plan", mask, "--output", str(tmp_path / "a")]) == 0
+    words = ["--pretrained", folder, "--heads", heads, "--output", str(tmp_path / "b")]
+    assert main(["export", "model", *words]) == 0
+    assert "LlamaForSequenceClassification" in capsys.readouterr().out
+    with HeadMask(heads).applied_to(model):
+        for name in "ab":
+            again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+            assert type(again) is type(model) and same(again, model)
+
+
+@pytest.mark.parametrize("cut_first", [False, True])
+@pytest.mark.parametrize(("family", "name"), HEADS)
+def test_lm_eval_asks_language_models_only(
+    family: str, name: str, cut_first: bool, tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family, name)
+    model.save_pretrained(tmp_path / "m")
+    if cut_first:
+        cut_to(tmp_path / "c", load_pretrained(tmp_path / "m"), Plan("L0H0+L0H1"))
+    folder = tmp_path / ("c" if cut_first else "m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", None)  # no weights are loaded
+    with pytest.raises(InputError, match="no language model") as error:
+        PrunedHFLM(str(folder), device="cpu")
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_name_that_transformers_has_not_is_the_familys_language_model(tmp_path: Path) -> None:
+    """Old names, those of own code, none at all; the weights must be that model's."""
+    model: Any = tiny("llama")
+    model.save_pretrained(tmp_path / "m")
+    for architectures in (None, ["LLaMAForCausalLM"], ["MyOwnModel"], []):
+        edit(tmp_path / "m", architectures=architectures)
+        assert type(load_pretrained(tmp_path / "m")) is type(model)
+    build("llama", "LlamaForSequenceClassification").save_pretrained(tmp_path / "c")
+    for architectures in (None, ["MyOwnModel"], ["BertForSequenceClassification"]):
+        edit(tmp_path / "c", architectures=architectures)
+        with pytest.raises(InputError, match=r"lm_head\.weight"):
+            load_pretrained(tmp_path / "c")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_of_another_class_are_refused(tied: bool, tmp_path: Path, tiny_folder: Path) -> None:
+    """By us and by pruned-hf; where the head is tied, nothing is missing, and only what is left over tells."""
+    build("llama", "LlamaForSequenceClassification", tie_word_embeddings=tied).save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", architectures=None)
+    for load in (load_pretrained, lambda folder: PrunedHFLM(str(folder), device="cpu")):
+        with pytest.raises(InputError, match=r"score\.weight" if tied else r"lm_head\.weight"):
+            load(tmp_path / "m")
+
+
+def test_layers_and_biases_that_the_class_would_leave_out_are_refused(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "m")  # type: ignore[operator]
+    file = tmp_path / "m" / "model.safetensors"
+    weights = load_file(file)
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
+    save_file({**weights, **bias}, file, {"format": "pt"})
+    with pytest.raises(InputError, match=r"q_proj\.bias"):
+        load_pretrained(tmp_path / "m")
+    save_file(weights, file, {"format": "pt"})
+    edit(tmp_path / "m", num_hidden_layers=1, layer_types=None)
+    with pytest.raises(InputError, match=r"model\.layers\.1\."):
+        load_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", num_hidden_layers=3)
+    with pytest.raises(InputError, match=r"model\.layers\.2\."):
+        load_pretrained(tmp_path / "m")
+
+
+def test_what_transformers_allows_is_loaded(tmp_path: Path) -> None:
+    """Buffers of older versions, and heads that the class named has not, as in bert-base-uncased."""
+    tiny("llama").save_pretrained(tmp_path / "llama")  # type: ignore[operator]
+    tiny("gpt_neox").save_pretrained(tmp_path / "neox")  # type: ignore[operator]
+    build("bert", "BertForPreTraining").save_pretrained(tmp_path / "bert")
+    edit(tmp_path / "bert", architectures=["BertForMaskedLM"])
+    more = {
+        "llama": "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "neox": "gpt_neox.layers.0.attention.masked_bias",
+        "bert": "bert.embeddings.position_ids",
+    }
+    for name, key in more.items():
+        file = tmp_path / name / "model.safetensors"
+        save_file({**load_file(file), key: torch.ones(4)}, file, {"format": "pt"})
+        assert load_pretrained(tmp_path / name)
+    assert type(load_pretrained(tmp_path / "bert")).__name__ == "BertForMaskedLM"
+
+
+# ---------------------------------------------------------------- sound weights
+
+
+@pytest.fixture
+def broken_folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A model in which one weight is NaN."""
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"][3, 5] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"prune --ratio 0.25 --output p.json --text t --method {name}" for name in PRUNERS),
+        "importance --method magnitude --output p.json",
+        "mask --heads L0H0 --output p.json",
+        "cut --plan plan.json --output c",
+        "export model --heads L0H0+L0H1 --output c",
+        "export model --format gguf --output c.gguf --dtype float32 --splitting gpt-2",
+        "export adapter --heads L1H0 --output c",
+        "export adapter --mask plan.json --output c",
+        "pruned-hf",
+        "load_pretrained",
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(
+    words: str, broken_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t").write_text("some words of a text that is read for calibration " * 400)
+    Plan("L0H0+L0H1").save("plan.json", map_model(skeleton_of(str(broken_folder))))
+    if words in ("pruned-hf", "load_pretrained"):
+        with pytest.raises(InputError) as error:
+            _ = load_pretrained(broken_folder) if words != "pruned-hf" else PrunedHFLM(str(broken_folder), device="cpu")
+        line = str(error.value)
+    else:
+        line = refused(capsys, *words.split(), "--pretrained", str(broken_folder))
+    assert "model.layers.1.self_attn.o_proj.weight of layer 1" in line
+    assert not any(Path(name).exists() for name in ("p.json", "c/L1H0", "c/config.json", "c.gguf"))
+
+
+@pytest.mark.parametrize("name", ["flap", "wanda_sp", "slimgpt", "llm_pruner", "norm_entropy", "confidence"])
+def test_scores_that_are_no_numbers_are_refused(
+    name: str, tmp_path: Path, tiny_folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are finite, and what the model computes with them in float16 is not."""
+    monkeypatch.chdir(tmp_path)
+    Path("t").write_text("some words of a text that is read for calibration " * 40)
+    model = load_pretrained(tiny_folder, dtype=torch.float16)
+    layer = map_model(model).attention[1].module
+    with torch.no_grad():
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+            projection.weight.fill_(60000)
+    model.save_pretrained("m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained("m")
+    text = ["--text", "t", "--windows", "2", "--tokens", "16"]
+    for command in (["importance"], ["prune", "--ratio", "0.25"]):
+        if command == ["importance"] and name == "slimgpt":
+            continue
+        line = refused(capsys, *command, "--method", name, "--pretrained", "m", "--output", "p.json", *text)
+        assert re.search("L[01]", line) and "float32" in line, line
+        assert not Path("p.json").exists()
+
+
+# ---------------------------------------------------------------- offloaded weights
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("kind", ["cpu", "disk", "dispatch"])
+def test_offloaded_weights_have_the_fingerprint_of_the_model(family: str, kind: str, tmp_path: Path) -> None:
+    """Wherever they are; with tied weights and buffers, and in a smaller type."""
+    tied = {"tie_word_embeddings": True} if family == "llama" else {}
+    model: Any = tiny(family, dtype=torch.float32, **tied)
+    expected = loadable_fingerprints(model, weights_fingerprint(model))
+    before = output(model, tokens())
+    if kind == "cpu":
+        cpu_offload(model, torch.device("cpu"))
+    elif kind == "disk":
+        disk_offload(model, str(tmp_path / "off"), torch.device("cpu"))
+    else:
+        places = {name: "cpu" if number % 2 else "disk" for number, (name, _) in enumerate(model.named_children())}
+        dispatch_model(model, places, torch.device("cpu"), offload_dir=str(tmp_path / "off"), force_hooks=True)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert loadable_fingerprints(model, weights_fingerprint(model)) == expected
+    assert nonfinite_tensor(model) is None
+    assert torch.equal(output(model, tokens()), before)  # it works as before
+
+
+def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    for number, seed in enumerate((0, 1)):
+        tiny("llama", seed=seed).save_pretrained(tmp_path / str(number) / "model")  # type: ignore[operator]
+    model, other = (load_pretrained(tmp_path / str(number) / "model") for number in (0, 1))
+    HeadMask("L0H0").save(tmp_path / "mask.json", map_model(model))
+    mask = HeadMask.load(tmp_path / "mask.json")
+    for one in (model, other):
+        cpu_offload(one, torch.device("cpu"))
+    with mask.applied_to(model):
+        pass
+    with pytest.raises(InputError, match="other weights"), mask.applied_to(other):
+        pass
+    with HeadMask.load(tmp_path / "mask.json", allow_other_model=True).applied_to(other):
+        pass
+
+
+def test_weights_that_cannot_be_read_are_not_taken_by_their_name(tmp_path: Path) -> None:
+    model: Any = tiny("llama")
+    model.config._name_or_path = "model"
+    HeadMask("L0H0").save(tmp_path / "mask.json", map_model(model))
+    model.lm_head.to("meta")
+    with pytest.raises(InputError, match="cannot be read"), HeadMask.load(tmp_path / "mask.json").applied_to(model):
+        pass
+
+
+# ---------------------------------------------------------------- damaged configurations, strangers' code
+
+
+def changed(path: str, value: Any) -> Any:
+    """A damage: a value at a path in config.json."""
+
+    def damage(config: dict[str, Any]) -> None:
+        *before, last = path.split("/")
+        for key in before:
+            config = config[key]
+        config[last] = value
+
+    return pytest.param(damage, id=f"{path}={str(value)[:40]}")
+
+
+WEIGHT, LAYER = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn"
+DAMAGES = [
+    *(changed("architectures", value) for value in (["PrunedTrainer"], ["PrunedAutoModel"], ["PrunedNoSuchClass"])),
+    *(changed("architectures", value) for value in (["Prunedpipeline"], ["LlamaForCausalLM"], [], [5], "X", {}, 5)),
+    *(changed("architectures", value) for value in (["PrunedBertModel"], ["Prunedmodels"], ["Pruned"], [["x"]])),
+    *(changed("pruned_modules", value) for value in ({}, {"shapes": {}}, {"shapes": [], "attributes": []})),
+    *(changed("pruned_modules/shapes", value) for value in (5, None, [], {"nowhere.weight": [2, 2]})),
+    *(changed("pruned_modules/shapes", {LAYER: [2]}) for _ in "x"),
+    *(changed("pruned_modules/shapes", {f"{LAYER}.forward": [2]}) for _ in "x"),
+    *(
+        changed(f"pruned_modules/shapes/{WEIGHT}", value)
+        for value in (5, "x", [], [16], [-16, 32], ["a", 32], [16.5, 32])
+    ),
+    *(changed(f"pruned_modules/shapes/{WEIGHT}", value) for value in ([16, 32, 2], [10**12, 32], [True, 32], None)),
+    *(changed("pruned_modules/attributes", value) for value in (5, None, [], {"nowhere": {"num_heads": 2}})),
+    *(changed(f"pruned_modules/attributes/{LAYER}", value) for value in (5, [], None, {"nothing": 2}, {"forward": 2})),
+    *(
+        changed(f"pruned_modules/attributes/{LAYER}", {"num_key_value_groups": value})
+        for value in ("x", [2], None, 1.5)
+    ),
+    *(changed(name, value) for name in ("num_hidden_layers", "hidden_size") for value in ("x", -1, 0, None, [2], 2.5)),
+    *(changed("num_attention_heads", value) for value in ("x", -1, 0, [2], 3.5)),
+    *(changed("model_type", value) for value in ("nonsense", 5, None, [], "bert")),
+    *(changed("dtype", value) for value in ("nonsense", "Tensor", 5)),
+    *(changed(name, {"rope_type": "nonsense"}) for name in ("rope_parameters",)),
+    *(changed("vocab_size", value) for value in (-1, "x")),
+]
+
+
+@pytest.fixture(scope="module")
+def cut_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A checkpoint whose layers differ."""
+    folder = tmp_path_factory.mktemp("cut") / "model"
+    cut_to(folder, load_pretrained(tiny_folder), Plan("L0H0+L0H1"), AutoTokenizer.from_pretrained(tiny_folder))
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_configuration_is_one_line(
+    damage: Any, cut_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(cut_folder, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    damage(config)
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    folder = str(tmp_path / "m")
+    readers = (
+        lambda: load_pretrained(folder),
+        lambda: map_model(skeleton_of(folder)),
+        lambda: PrunedHFLM(folder, device="cpu"),
+    )
+    for read in readers:
+        with pytest.raises(InputError) as error:
+            read()
+            skeleton_of(folder) and load_pretrained(folder)  # what no skeleton shows is found with the weights
+        assert "\n" not in str(error.value) and len(str(error.value)) < 600, error.value
+
+
+def test_the_line_names_the_file_and_the_remedy(cut_folder: Path, tmp_path: Path) -> None:
+    for damage, word in (
+        ({"architectures": ["PrunedTrainer"]}, "PrunedTrainer"),
+        ({"pruned_modules": {"shapes": {"nowhere.weight": [2, 2]}, "attributes": {}}}, "nowhere"),
+        ({"pruned_modules": {"shapes": {}, "attributes": {"nowhere": {"x": 2}}}}, "nowhere"),
+        ({"pruned_modules": {"shapes": {WEIGHT: ["x"]}, "attributes": {}}}, WEIGHT),
+    ):
+        shutil.copytree(cut_folder, tmp_path / "m")
+        edit(tmp_path / "m", **damage)
+        with pytest.raises(InputError, match=r"config\.json") as error:
+            load_pretrained(tmp_path / "m")
+        assert word in str(error.value) and "cut" in str(error.value)
+        shutil.rmtree(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["Trainer", "pipeline", "AutoModel", "LlamaConfig", "models"])
+def test_a_class_that_is_no_model_is_refused(name: str, tmp_path: Path, tiny_folder: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "m")
+    edit(tmp_path / "m", architectures=[name])
+    for read in (load_pretrained, skeleton_of, lambda folder: PrunedHFLM(folder, device="cpu")):
+        with pytest.raises(InputError, match=rf"config\.json names \['{name}'\]"):
+            read(str(tmp_path / "m"))
+
+
+COMMANDS = [
+    "heads",
+    "mask --heads L0H0 --output o.json",
+    "prune --ratio 0.25 --method magnitude --output o.json",
+    "cut --plan plan.json --output o",
+    "importance --method magnitude --output o.json",
+    "export model --heads L0H0 --output o",
+    "export adapter --heads L0H0 --output o",
+    "filter-map --text words --output o",
+    "athena train --encoder",
+]
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_runs_a_strangers_code_or_asks_whether_to(
+    command: str, part: str, tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_folder, "m")
+    Plan("L0H0").save("plan.json", map_model(skeleton_of("m")))
+    Path("m/theirs.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    if part == "model":
+        edit(Path("m"), model_type="theirs", auto_map={"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M"})
+    else:
+        path = Path("m/tokenizer_config.json")
+        settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.T", "theirs.T"]}}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+        if command.split()[0] not in ("prune", "cut", "filter-map") and "model" not in command:
+            return  # it reads no tokenizer
+        if command.startswith("prune"):
+            command = "prune --ratio 0.25 --method flap --text plan.json --output o.json"
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    if command.startswith("athena"):
+        with pytest.raises(InputError, match="its own code"):
+            begin("m")
+    else:
+        assert "its own code" in refused(capsys, *command.split(), "--pretrained", "m")
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaModel"])
+def test_a_llama_with_heads_that_do_not_divide_its_width_is_a_mistral_of_the_same_kind(
+    name: str, tmp_path: Path
+) -> None:
+    labels = {0: "yes", 1: "no", 2: "maybe"}
+    model = build("llama", name, num_attention_heads=8, num_key_value_heads=4, id2label=labels)
+    model.save_pretrained(tmp_path / "m")
+    model, plan = load_pretrained(tmp_path / "m"), Plan("L0H0-1+L1H2-3")
+    cut_to(tmp_path / "c", model, plan)
+    again = load_pretrained(tmp_path / "c")
+    assert type(again).__name__ == name.replace("Llama", "Mistral") and again.config.id2label == labels
+    with plan.applied_to(model):
+        assert same(getattr(transformers, type(again).__name__).from_pretrained(tmp_path / "c"), model)
+
+
+@pytest.mark.parametrize("pad", [0, None])
+def test_a_classifier_is_scored_by_every_method_or_refused(
+    pad: int | None, tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A classifier without a padding token reads no two texts at once, and calibration needs no head."""
+    monkeypatch.chdir(tmp_path)
+    Path("t").write_text("some words of a text that is read for calibration " * 40)
+    build("llama", "LlamaForSequenceClassification", vocab_size=259, pad_token_id=pad).save_pretrained("m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained("m")
+    text = ["--text", "t", "--windows", "3", "--tokens", "16", "--unit", "group"]
+    for name in PRUNERS:
+        words = ["prune", "--pretrained", "m", "--output", f"{name}.json", "--ratio", "0.5", "--method", name, *text]
+        if name == "llm_pruner":
+            assert "causal language model" in refused(capsys, *words)
+        else:
+            assert main(words) == 0, name

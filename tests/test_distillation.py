@@ -585,7 +585,7 @@ def test_patience_needs_something_to_wait_for(
 def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) -> None:
     work = tmp_path / "student.distilling"
     work.mkdir()
-    with FileLock(work / ".lock"), pytest.raises(InputError, match="another process makes"):
+    with FileLock(work.with_name(f".{work.stem}.lock")), pytest.raises(InputError, match="another run is writing"):
         distill(athena)
 
 

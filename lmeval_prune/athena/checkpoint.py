@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from lmeval_prune.architectures import map_model
-from lmeval_prune.artefacts import put_back, read_artefact, replace_folder, write_artefact, write_bytes
+from lmeval_prune.artefacts import new_folder, read_artefact, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import save_checkpoint
@@ -89,23 +88,20 @@ def write(
     Raises:
         InputError: the folder cannot be written.
     """
-    target = Path(folder)
-    half = target.with_name(f".{target.name}.partial")
     try:
-        put_back(target)
-        shutil.rmtree(half, ignore_errors=True)  # left by a kill
-        if manifest is None:
-            model.encoder.save_pretrained(half / ENCODER)
-            model.tokenizer.save_pretrained(half / ENCODER)
-        else:
-            save_checkpoint(half / ENCODER, model.encoder, manifest, model.tokenizer)
-        data = save(head_state(model))
-        write_bytes(half / HEAD, data)
-        content = {"settings": asdict(model.settings), "head_sha256": hashlib.sha256(data).hexdigest(), **model.about}
-        write_artefact(half / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
-        if beside is not None:
-            beside(half)
-        replace_folder(half, target)
+        with new_folder(folder) as growing:
+            if manifest is None:
+                model.encoder.save_pretrained(growing / ENCODER)
+                model.tokenizer.save_pretrained(growing / ENCODER)
+            else:
+                save_checkpoint(growing / ENCODER, model.encoder, manifest, model.tokenizer)
+            data = save(head_state(model))
+            write_bytes(growing / HEAD, data)
+            sha256 = hashlib.sha256(data).hexdigest()
+            content = {"settings": asdict(model.settings), "head_sha256": sha256, **model.about}
+            write_artefact(growing / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
+            if beside is not None:
+                beside(growing)
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({first_line(error)}); name another folder") from error
 

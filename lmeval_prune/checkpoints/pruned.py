@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import (
 )
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import content_digest, put_back, read_artefact, replace_folder, write_artefact
+from lmeval_prune.artefacts import content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.checkpoints.identity import TRAINING, WEIGHTS
 from lmeval_prune.errors import InputError, first_line
@@ -126,28 +125,16 @@ def save_checkpoint(
     Raises:
         InputError: as of `check_folder`, or nothing can be written.
     """
-    folder = Path(folder).resolve()
-    put_back(folder)
-    check_folder(folder, parents)
-    half = folder.parent / f".{folder.name}.partial"  # left by a kill, and made anew
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(half, ignore_errors=True)
-        _write_model(half, model)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(half)
-        if plan is not None:
-            plan(half)
-        files = {path: content_digest(half / path) for path in sorted(_files(half))}
-        write_artefact(half / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
-        for path in half.rglob("*"):
-            if path.is_file():
-                path.chmod((half / MANIFEST).stat().st_mode)  # weights are written for their owner only
-            _sync(path)
-        check_folder(folder)  # again: somebody may have written there meanwhile
-        replace_folder(half, folder)
-    except BaseException as error:
-        shutil.rmtree(half, ignore_errors=True)
+        with new_folder(folder, lambda path: check_folder(path, parents)) as growing:
+            _write_model(growing, model)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(growing)
+            if plan is not None:
+                plan(growing)
+            files = {path: content_digest(growing / path) for path in sorted(_files(growing))}
+            write_artefact(growing / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
+    except Exception as error:
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # the last is a tokenizer's
             raise InputError(
                 f"{folder} cannot be written ({first_line(error)}); what was there is as it was, free some space or "
@@ -301,11 +288,3 @@ def _save(model: Any, folder: Path) -> None:
 def _of_kind(kind: Any, config: Any) -> Any:
     found = kind._model_mapping.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,8 +1,8 @@
 """Reading and writing artefacts: whole or not at all, by declared fields, never pickle.
 
-What is written grows beside its path, in a folder of its writer's own, `.lmeval-prune-…`, and takes its name at the end.
-The writer holds a lock in that folder. The next writer in the same place removes those folders that nobody locks: a kill
-has left them.
+What is written grows beside its path, in a folder of its writer's own, `.lmeval-prune-…`, and takes its name at the
+end. The writer holds a lock in that folder. The next writer in the same place removes those folders that nobody locks:
+a kill has left them.
 """
 
 from __future__ import annotations
@@ -317,6 +317,19 @@ def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:
         InputError: it is missing, is no JSON, or of another type.
     """
     return checked(from_json(_bytes_of(Path(path)), path), fields, path)
+
+
+def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
+    """Read a file with a JSON value a line, each of a type, as of `checked`.
+
+    Raises:
+        InputError: it is missing, a line is no JSON, or its value of another type.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"no such file: {path}")
+    lines = Path(path).read_bytes().split(b"\n")
+    named = ((line, f"line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip())
+    return [checked(from_json(line, name), fields, name) for line, name in named]
 
 
 def from_json(data: bytes | str, path: object) -> Any:

@@ -44,8 +44,8 @@ COMMANDS = {
     "report distillation": "lmeval_prune.distillation.commands:report",
 }
 
-# Options that name what a command writes, alone; and commands of which several processes write to one output, with locks
-# of their own.
+# Options that name what a command writes, alone; and commands of which several processes share an output, with locks of
+# their own.
 OUTPUTS = ("output", "cut", "lm_eval")
 SHARED = ("sweep", "distill", "grid run")
 

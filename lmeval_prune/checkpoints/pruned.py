@@ -7,9 +7,10 @@ import os
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import transformers
+from annotated_types import Len
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     GenerationConfig,
 )
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import content_digest, new_folder, read_artefact, write_artefact
@@ -32,6 +34,46 @@ MANIFEST = "lmeval_prune.json"
 _PREFIX = "Pruned"
 UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)  # what transformers raises for what it cannot load
 _KINDS = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel)
+
+
+class Removed(TypedDict):
+    """How much a stage has removed, and by layer what stays in place of it."""
+
+    heads: int
+    kv_heads: int
+    channels: int
+    fillers: dict[str, list[int]]
+
+
+class Parent(TypedDict):
+    """The model that a stage was made from."""
+
+    name: str
+    revision: str
+    channels: dict[str, int]
+
+
+class Stage(TypedDict):
+    """A stage of cutting."""
+
+    parent: Parent
+    plan: dict[str, Any]
+    removed: Removed
+    kept_heads: dict[str, list[int]]
+
+
+Class = TypedDict("Class", {"class": str})
+
+
+class Manifest(Class):
+    """Fields of a manifest."""
+
+    weights: Annotated[list[str], Len(1)]
+    files: dict[str, str]
+    notes: list[str]
+    stages: Annotated[list[Stage], Len(1)]
+    trained_on: NotRequired[list[str]]
+    validated_on: NotRequired[list[str]]
 
 
 def has_own_layers(config: Any) -> bool:
@@ -195,15 +237,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         return None
-    found = read_artefact(path, SCHEMA, VERSION)[0]
     try:
-        checkpoint_columns(found)
-        found["weights"][0], found["files"].items()
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise InputError(
-            f"{path} is no whole manifest ({first_line(error)}); cut the model again, or remove it"
-        ) from error
-    return found
+        return read_artefact(path, SCHEMA, VERSION, Manifest)[0]
+    except InputError as error:
+        raise InputError(f"{error}; cut the model again, or remove it") from None
 
 
 def manifest_of(model: Any) -> dict[str, Any] | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import digest, read_lines
 from lmeval_prune.errors import InputError
 from lmeval_prune.scoring.passes import pass_ordered, pass_unbiased
 from lmeval_prune.sprint.outcomes import Outcomes
@@ -93,7 +91,10 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     routed, asked = False, outcomes.question_field or "question"
     prompts = {row["question"]: row["prompt"] for row in outcomes.questions}
     lengths = {task["generation"].get("max_gen_toks") for task in outcomes.tasks.values() if "generation" in task}
-    for sample in _lines(path):
+    samples = read_lines(path)
+    if not samples:
+        raise InputError(f"{path} holds no samples")
+    for sample in samples:
         try:
             ((prompt, settings),) = [(a["arg_0"], a["arg_1"]) for a in sample["arguments"].values()]
             tries = len(sample["filtered_resps"][0])  # without the copies that fill up ranks
@@ -124,17 +125,3 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     if np.isnan(values.mean(0)).all():
         raise InputError(f"{path} has no pass@k of all questions for any k up to {n}; run a pass@N task to its end")
     return Curve(name, "ordered" if routed else "unbiased", values)
-
-
-def _lines(path: str) -> list[dict]:
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"no such file: {path}")
-    try:
-        with file.open(encoding="utf-8") as lines:
-            found = [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON lines ({error})") from None
-    if not found:
-        raise InputError(f"{path} holds no samples")
-    return found

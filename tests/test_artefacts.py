@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import shutil
 import signal
 import stat
 import string
@@ -526,7 +527,8 @@ def _layers(folder: Path) -> Kind:
     LayerStore(folder / "layers", "plan").save("L0", done)
 
     def read() -> Any:
-        found = LayerStore(folder / "layers", "plan").load("L0")
+        shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
+        found = LayerStore(shutil.copytree(folder / "layers", folder / "copy"), "plan").load("L0")
         if found is None:  # it is made again
             raise InputError("not known")
         return found.heads, found.channels, tensors_of(found.tensors), found.damping

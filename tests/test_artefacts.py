@@ -67,10 +67,13 @@ def here(folder: Path) -> list[str]:
 
 
 @contextmanager
-def elsewhere(function: Callable[[], Any]) -> Iterator[Any]:
-    """A block during which another thread is in a function; it is to return when the block ends."""
+def elsewhere(function: Callable[[], Any], ended: Event) -> Iterator[Any]:
+    """A block during which another thread is in a function, until `ended`."""
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(function)
+        try:
+            yield pool.submit(function)
+        finally:
+            ended.set()
 
 
 def test_two_writers_of_a_file_publish_one_of_both(tmp_path: Path) -> None:
@@ -81,10 +84,10 @@ def test_two_writers_of_a_file_publish_one_of_both(tmp_path: Path) -> None:
             file.write("a" * 1000)
             file.flush()
             begun.set()
-            ended.wait()
+            assert ended.wait(60)
             file.write("a" * 1000)
 
-    with elsewhere(slow) as first:
+    with elsewhere(slow, ended) as first:
         assert begun.wait(60)
         with new_file(path) as growing:
             growing.write_text("b" * 500)
@@ -101,10 +104,10 @@ def test_the_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
         with new_folder(tmp_path / "x") as growing:
             (growing / "a").write_text("first")
             begun.set()
-            ended.wait()
+            assert ended.wait(60)
             (growing / "b").write_text("first")
 
-    with elsewhere(slow) as first:
+    with elsewhere(slow, ended) as first:
         assert begun.wait(60)
         with pytest.raises(InputError, match=r"another run is writing to .*x; wait for it"), new_folder(tmp_path / "x"):
             pass
@@ -131,7 +134,7 @@ def test_two_cuts_of_one_output(
         Plan(heads).save(tmp_path / f"{number}.json", map_model(model))
     monkeypatch.setattr(pruned, "_write_model", slow)
     words = ["cut", "--pretrained", str(tiny_folder), "--output", str(out), "--plan"]
-    with elsewhere(lambda: main([*words, str(tmp_path / "0.json")])) as first:
+    with elsewhere(lambda: main([*words, str(tmp_path / "0.json")]), ended) as first:
         assert begun.wait(60)
         monkeypatch.setattr(pruned, "_write_model", write)
         assert main([*words, str(tmp_path / "1.json")]) == 2
@@ -172,9 +175,9 @@ def test_a_command_writes_alone(command: str, option: str, tmp_path: Path, capsy
     def busy() -> None:
         with alone(out):
             begun.set()
-            ended.wait()
+            assert ended.wait(60)
 
-    with elsewhere(busy):
+    with elsewhere(busy, ended):
         assert begun.wait(60)
         assert main([*command.split(), *words]) == 2
         ended.set()

@@ -367,7 +367,7 @@ def edited(folder: Path, **changes: Any) -> None:
         (lambda f: (filled(f, CELLS), (f / "questions.parquet").unlink()), "is empty"),
         (lambda f: (filled(f, CELLS), shutil.copy(f / "answers.parquet", f / "cells.parquet")), "damaged"),
         (lambda f: (filled(f, CELLS), edited(f, pool=["dense"])), "do not fit together"),
-        (lambda f: (filled(f, CELLS), edited(f, pool=[["dense"]])), "do not fit together"),
+        (lambda f: (filled(f, CELLS), edited(f, pool=[["dense"]])), "pool.0"),
         (
             lambda f: (filled(f, CELLS), OutcomeStore(f).add([{**row(7), "head": "dense", "outcome": True}])),
             "do not fit",

@@ -60,8 +60,8 @@ class Failure(TypedDict):
 class Measure(TypedDict):
     """Fields of what a variant costs."""
 
-    device: str
-    threads: int
+    device: NotRequired[str]
+    threads: NotRequired[int]
     parameters: NotRequired[float | None]
     flops_per_token: NotRequired[float | None]
     decode_tokens_per_second: NotRequired[float | None]

@@ -111,8 +111,8 @@ def _on_trial(found: Comparison) -> list[str]:
 
 
 def _where(measured: dict[str, Any]) -> str:
-    on_cpu = measured["device"] == "cpu"
-    return f"a CPU ({measured['threads']} threads)" if on_cpu else str(measured["device"])
+    device = measured.get("device", "cpu")
+    return f"a CPU ({measured.get('threads', 1)} threads)" if device == "cpu" else str(device)
 
 
 def _table(found: Comparison, task: str) -> str:

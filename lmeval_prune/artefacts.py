@@ -180,6 +180,11 @@ def new_folder(path: PathLike, check: Callable[[Path], object] = Path.resolve) -
         _replace_folder(growing, path)
 
 
+def final_path(growing: Path) -> Path:
+    """Return the path that a growing file or folder will have; others are returned as they are."""
+    return growing.parent.with_name(growing.name) if growing.parent.name.startswith(_GROWING) else growing
+
+
 def append_to(path: Path) -> IO[str]:
     """Open a text file to append to.
 

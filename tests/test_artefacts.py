@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lmeval_prune import HeadMask, InputError, artefacts, map_model
-from lmeval_prune.artefacts import alone, check_writable, file_name, new_file, new_folder, write_text
+from lmeval_prune.artefacts import alone, check_writable, file_name, final_path, new_file, new_folder, write_text
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.athena.training import begun_with
 from lmeval_prune.checkpoints import pruned
@@ -268,6 +268,26 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
         check_writable(tmp_path / "a")
         assert growing.read_text() == "a"
     assert here(tmp_path) == list("abcd") and (tmp_path / "a").read_text() == "a"
+
+
+def test_what_is_kept_beside_a_growing_folder_outlives_a_kill(tmp_path: Path) -> None:
+    """Layers that are done, by which the next run goes on."""
+    with new_folder(tmp_path / "a" / "x") as growing:
+        assert final_path(growing) == tmp_path / "a" / "x" == final_path(tmp_path / "a" / "x")
+
+
+def test_the_comparison_of_a_grid_is_written_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid, begun, ended = grid_by_hand(tmp_path / "grid", {"a": {"t": [1, 0]}}), Event(), Event()
+
+    def busy() -> None:
+        with alone(grid / "compare"):
+            begun.set()
+            assert ended.wait(60)
+
+    with elsewhere(busy, ended):
+        assert begun.wait(60)
+        assert main(["grid", "compare", str(grid)]) == 2
+    assert "another run is writing to" in capsys.readouterr().err
 
 
 def test_nothing_stays_of_what_was_not_written(tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ def from_json(data: bytes | str, path: object) -> Any:
     try:
         return pydantic_core.from_json(data)
     except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {first_line(error)}") from None
+        raise InputError(f"{path} is not valid JSON: {error}") from None
 
 
 def checked(value: Any, kind: Any, path: object) -> Any:

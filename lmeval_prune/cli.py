@@ -12,9 +12,11 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pkgutil import resolve_name
 
 from lmeval_prune import __version__
+from lmeval_prune.artefacts import alone
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.options import read, summary
 
@@ -42,6 +44,11 @@ COMMANDS = {
     "report distillation": "lmeval_prune.distillation.commands:report",
 }
 
+# Options that name what a command writes, alone; and commands of which several processes share an output, with locks of
+# their own.
+OUTPUTS = ("output", "cut", "lm_eval")
+SHARED = ("sweep", "distill", "grid run")
+
 # run lm-eval, which is to know us, with the bridge or without
 WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distill")
 
@@ -64,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from lmeval_prune.plugin import registration
 
             registration.register()
-        return int(function(*(rest if plain else ()), **options))
+        with ExitStack() as stack:
+            written = (options.get(option) for option in OUTPUTS if name not in SHARED)
+            for path in dict.fromkeys(map(str, filter(None, written))):
+                stack.enter_context(alone(path))
+            return int(function(*(rest if plain else ()), **options))
     except BrokenPipeError:  # `lmeval-prune … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -414,5 +414,5 @@ def test_math23k_is_trained_on_and_its_constants_are_thought_of(
 
 def test_one_process_trains_at_a_time(options: TrainOptions, tmp_path: Path) -> None:
     (tmp_path / "host.training").mkdir()
-    with FileLock(tmp_path / "host.training" / ".lock"), pytest.raises(InputError, match="another process makes"):
+    with FileLock(tmp_path / ".host.lock"), pytest.raises(InputError, match="another run is writing"):
         training.train(replace(options, output=str(tmp_path / "host")))

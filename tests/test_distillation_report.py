@@ -149,7 +149,7 @@ def test_small_p_is_no_zero() -> None:
 def test_rows_that_lack_something_are_refused(content: dict[str, Any], tmp_path: Path, name: str) -> None:
     del content["rows"]["ours 0.25 0"][name]
     (tmp_path / "results.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match=f"'{name}' is not there"):
+    with pytest.raises(InputError, match=rf"\.{name}': Field required"):
         write(tmp_path / "results.json", tmp_path / "out")
 
 
@@ -269,7 +269,7 @@ def test_the_command_writes_it_all(content: dict[str, Any], tmp_path: Path, caps
 def test_other_files_are_refused(tmp_path: Path, broken: str) -> None:
     path = tmp_path / "results.json"
     path.write_text(broken)
-    with pytest.raises(InputError, match="holds no rows of distillation"):
+    with pytest.raises(InputError, match=r"field|not valid JSON"):
         write(path, tmp_path / "out")
     with pytest.raises(InputError, match="no such file"):
         write(tmp_path / "none.json", tmp_path / "out")

@@ -279,7 +279,7 @@ def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Pa
     cut_to(tmp_path / "cut", model, loaded)
     torch.testing.assert_close(output(load_pretrained(tmp_path / "cut"), tokens()), expected, rtol=0, atol=1e-9)
     next(tmp_path.glob("plan.*.safetensors")).write_bytes(b"other")
-    with pytest.raises(InputError, match=r"is not the file that plan\.json was written with"):
+    with pytest.raises(InputError, match="is not the file that the artefact beside it was written with"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -523,7 +523,7 @@ def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeyp
     model, folder, replace = stored("llama", tmp_path), tmp_path / "cut", Path.replace
 
     def full(path: Path, target: Path) -> Path:
-        if path.name.endswith(".partial"):
+        if path.parent.name.startswith(".lmeval-prune-"):
             raise OSError(errno.ENOSPC, "No space left on device")
         return replace(path, target)
 
@@ -582,8 +582,12 @@ def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monk
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    target = {"weights": "_write_model", "manifest": "write_artefact", "sync": "_sync"}[where]
-    monkeypatch.setattr(pruned, target, full)
+    room, target = {
+        "weights": (pruned, "_write_model"),
+        "manifest": (pruned, "write_artefact"),
+        "sync": (artefacts, "_sync"),
+    }[where]
+    monkeypatch.setattr(room, target, full)
     with pytest.raises(InputError, match=r"cannot be written.*No space left.*what was there is as it was") as error:
         cut_to(folder, model, Plan("L0H0-1"))
     assert "\n" not in str(error.value)
@@ -629,7 +633,7 @@ def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
 ) -> None:
     folder, model = tmp_path / "cut", stored("llama", tmp_path)
     cut_to(folder, model, Plan("L*H0-1"))
-    monkeypatch.setattr(pruned, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
+    monkeypatch.setattr(artefacts, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
     with pytest.raises(InputError, match=r"notes\.txt"):
         cut_to(folder, model, Plan("L0H0-1"))
     assert (folder / "notes.txt").read_text() == "mine" and type(load_pretrained(folder)).__name__[0] == "L"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmeval_prune.architectures.blocks import AttentionLayer, label_of
+from lmeval_prune.artefacts import from_json
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
@@ -74,9 +74,11 @@ def head_names(heads: Any) -> tuple[str, ...]:
         text = heads.strip()
         if text[:1] == "[":
             try:
-                return head_names(json.loads(text))
-            except (ValueError, RecursionError):  # no JSON, or too long or deep to be names of heads
+                listed = from_json(text, "heads")
+            except InputError:
                 text = text.strip("[]").replace("'", "").replace('"', "")
+            else:
+                return head_names(listed)
         pieces: Iterable[Any] = re.split(r"\s*[+,;]\s*|\s+", text)
     elif isinstance(heads, list | tuple) and len(heads) == 2 and all(isinstance(x, int) for x in heads):
         pieces = [heads]

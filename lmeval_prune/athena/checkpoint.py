@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, Required
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import map_model
-from lmeval_prune.artefacts import put_back, read_artefact, replace_folder, write_artefact, write_bytes
+from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_config, refused_as, save_checkpoint
@@ -29,6 +29,39 @@ from lmeval_prune.errors import InputError, first_line
 
 SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
+
+
+class Settings(TypedDict, total=False):
+    """`AthenaSettings` in JSON."""
+
+    width: Required[int]
+    channels: Required[int]
+    heads: Required[int]
+    constants: Required[list[str]]
+    steps: int
+    max_length: Required[int]
+    dropout: float
+    max_kept: int
+    accept: float
+    conclude: float
+
+
+class Options(TypedDict):
+    """What is read of the options of a training."""
+
+    data: str
+    train: list[str]
+
+
+class Contents(TypedDict):
+    """Fields of `athena.json`."""
+
+    settings: Settings
+    head_sha256: str
+    options: NotRequired[Options]
+    log: NotRequired[list[dict[str, float]]]
+    trained_on: NotRequired[list[str]]
+    validated_on: NotRequired[list[str]]
 
 
 def begin(name: str, **settings: Any) -> Athena:
@@ -82,23 +115,20 @@ def write(
     Raises:
         InputError: the folder cannot be written.
     """
-    target = Path(folder)
-    half = target.with_name(f".{target.name}.partial")
     try:
-        put_back(target)
-        shutil.rmtree(half, ignore_errors=True)  # left by a kill
-        if manifest is None:
-            model.encoder.save_pretrained(half / ENCODER)
-            model.tokenizer.save_pretrained(half / ENCODER)
-        else:
-            save_checkpoint(half / ENCODER, model.encoder, manifest, model.tokenizer)
-        data = save(head_state(model))
-        write_bytes(half / HEAD, data)
-        content = {"settings": asdict(model.settings), "head_sha256": hashlib.sha256(data).hexdigest(), **model.about}
-        write_artefact(half / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
-        if beside is not None:
-            beside(half)
-        replace_folder(half, target)
+        with new_folder(folder) as growing:
+            if manifest is None:
+                model.encoder.save_pretrained(growing / ENCODER)
+                model.tokenizer.save_pretrained(growing / ENCODER)
+            else:
+                save_checkpoint(growing / ENCODER, model.encoder, manifest, model.tokenizer)
+            data = save(head_state(model))
+            write_bytes(growing / HEAD, data)
+            sha256 = hashlib.sha256(data).hexdigest()
+            content = {"settings": asdict(model.settings), "head_sha256": sha256, **model.about}
+            write_artefact(growing / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
+            if beside is not None:
+                beside(growing)
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({first_line(error)}); name another folder") from error
 
@@ -118,7 +148,7 @@ def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / SETTINGS
     if not path.is_file():
         raise InputError(f"{folder} is not an ATHENA (no {SETTINGS}); train one with `lmeval-prune athena train`")
-    return read_artefact(path, SCHEMA, SCHEMA_VERSION)[0]
+    return read_artefact(path, SCHEMA, SCHEMA_VERSION, Contents)[0]
 
 
 def read(folder: str | os.PathLike[str]) -> Athena:
@@ -133,11 +163,8 @@ def read(folder: str | os.PathLike[str]) -> Athena:
     try:
         given, sha256 = content.pop("settings"), content.pop("head_sha256")
         settings = AthenaSettings(**{**given, "constants": tuple(given["constants"])})
-        data = (Path(folder) / HEAD).read_bytes()
+        state = read_tensors(Path(folder) / HEAD, sha256)
         tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER, trust_remote_code=False)
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise ValueError(f"{HEAD} is not the one that {SETTINGS} names")
-        state = load(data)
         encoder = with_weights(skeleton_of(f"{folder}/{ENCODER}"), f"{folder}/{ENCODER}")
         model = Athena(settings, encoder, tokenizer).to(next(iter(state.values())).dtype)
         model.load_state_dict(state, strict=False)

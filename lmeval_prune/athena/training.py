@@ -15,27 +15,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import write_text
+from lmeval_prune.artefacts import alone, read_json, write_text
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator, Example
 from lmeval_prune.athena.data import Grounded, Material, question_key
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
 ACCURACY = "eval_accuracy"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LITTLE = 2**30  # bytes that are free on a disk that a checkpoint did not fit
+
+
+class _State(TypedDict):
+    """What is read of a trainer's state."""
+
+    global_step: int
 
 
 def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
@@ -249,7 +255,7 @@ def train(options: TrainOptions) -> Athena:
     if target.exists():
         refuse_other(settings, checkpoint.describe(target).get("options", {}), target)
     else:
-        with alone(work, target), room_in(work):
+        with alone(target), room_in(work):
             checkpoint.write(_train(options, settings, work), target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
@@ -276,39 +282,10 @@ def begun_with(path: Path) -> dict[str, Any]:
         InputError: the file is damaged.
     """
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found.keys()
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} is damaged ({first_line(error)}); delete {path.parent} to begin anew") from error
+        found: dict[str, Any] = read_json(path)
+    except InputError as error:
+        raise InputError(f"{error}; delete {path.parent} to begin anew") from error
     return found
-
-
-@contextmanager
-def alone(work: Path, target: Path) -> Iterator[None]:
-    """Let no other process make the same model meanwhile.
-
-    Args:
-        work: folder beside it for what is not complete; it is made, and goes again if nothing is put there.
-        target: the model.
-
-    Raises:
-        InputError: one does, or the folder cannot be made.
-    """
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{work} cannot be made ({error.strerror}); name another output") from error
-    lock = FileLock(work / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise InputError(f"another process makes {target}; wait for it, or name another output") from None
-    try:
-        yield
-    finally:
-        if work.is_dir() and {one.name for one in work.iterdir()} <= {".lock"}:
-            shutil.rmtree(work, ignore_errors=True)
-        lock.release()
 
 
 @contextmanager
@@ -380,9 +357,8 @@ def last_whole(work: Path) -> str | None:
     whole: dict[int, Path] = {}
     for folder in work.glob("checkpoint-*"):
         try:
-            state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-            whole[state["global_step"]] = folder
-        except (OSError, ValueError):
+            whole[read_json(folder / "trainer_state.json", _State)["global_step"]] = folder
+        except InputError:
             shutil.rmtree(folder)
     return str(whole[max(whole)]) if whole else None
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from filelock import FileLock
-
+from lmeval_prune.artefacts import alone, new_folder
 from lmeval_prune.errors import InputError, closest
 
 
@@ -145,14 +143,12 @@ def resolve(name: str) -> str:
         return str(target)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(parent / f".{name}.lock"):  # one process converts, others wait
+        with alone(target, timeout=-1):  # one process converts, others wait
             if not (target / "config.json").is_file():
                 print(f"lmeval-prune: converting {name} once to {target}", file=sys.stderr, flush=True)
-                half = parent / f".{name}.partial"  # left by a kill, and made anew
-                shutil.rmtree(half, ignore_errors=True)
-                convert(source, half)
-                half.rename(target)
-    except OSError as error:
+                with new_folder(target) as growing:
+                    convert(source, growing)
+    except (OSError, InputError) as error:
         raise InputError(
             f"{name} cannot be converted in {parent} ({error}); name a writable folder in LMEVAL_PRUNE_CACHE"
         ) from error

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import transformers
+from annotated_types import Len
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -30,9 +30,10 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import nonfinite_tensor, weights_fingerprint
-from lmeval_prune.artefacts import content_digest, put_back, read_artefact, replace_folder, write_artefact
+from lmeval_prune.artefacts import content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.checkpoints.identity import TRAINING, WEIGHTS
 from lmeval_prune.errors import InputError, first_few, first_line
@@ -53,6 +54,46 @@ _OTHER_KINDS = (
 )
 # of checkpoints of older transformers: they are computed now
 _OLD_BUFFERS = re.compile(r"rotary_emb\.|inv_freq$|position_ids$|(attn|attention)\.(bias|masked_bias)$")
+
+
+class Removed(TypedDict):
+    """How much a stage has removed, and by layer what stays in place of it."""
+
+    heads: int
+    kv_heads: int
+    channels: int
+    fillers: dict[str, list[int]]
+
+
+class Parent(TypedDict):
+    """The model that a stage was made from."""
+
+    name: str
+    revision: str
+    channels: dict[str, int]
+
+
+class Stage(TypedDict):
+    """A stage of cutting."""
+
+    parent: Parent
+    plan: dict[str, Any]
+    removed: Removed
+    kept_heads: dict[str, list[int]]
+
+
+Class = TypedDict("Class", {"class": str})
+
+
+class Manifest(Class):
+    """Fields of a manifest."""
+
+    weights: Annotated[list[str], Len(1)]
+    files: dict[str, str]
+    notes: list[str]
+    stages: Annotated[list[Stage], Len(1)]
+    trained_on: NotRequired[list[str]]
+    validated_on: NotRequired[list[str]]
 
 
 def has_own_layers(config: Any) -> bool:
@@ -253,28 +294,16 @@ def save_checkpoint(
     Raises:
         InputError: as of `check_folder`, or nothing can be written.
     """
-    folder = Path(folder).resolve()
-    put_back(folder)
-    check_folder(folder, parents)
-    half = folder.parent / f".{folder.name}.partial"  # left by a kill, and made anew
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(half, ignore_errors=True)
-        _write_model(half, model)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(half)
-        if plan is not None:
-            plan(half)
-        files = {path: content_digest(half / path) for path in sorted(_files(half))}
-        write_artefact(half / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
-        for path in half.rglob("*"):
-            if path.is_file():
-                path.chmod((half / MANIFEST).stat().st_mode)  # weights are written for their owner only
-            _sync(path)
-        check_folder(folder)  # again: somebody may have written there meanwhile
-        replace_folder(half, folder)
-    except BaseException as error:
-        shutil.rmtree(half, ignore_errors=True)
+        with new_folder(folder, lambda path: check_folder(path, parents)) as growing:
+            _write_model(growing, model)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(growing)
+            if plan is not None:
+                plan(growing)
+            files = {path: content_digest(growing / path) for path in sorted(_files(growing))}
+            write_artefact(growing / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
+    except Exception as error:
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # the last is a tokenizer's
             raise InputError(
                 f"{folder} cannot be written ({first_line(error)}); what was there is as it was, free some space or "
@@ -335,15 +364,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         return None
-    found = read_artefact(path, SCHEMA, VERSION)[0]
     try:
-        checkpoint_columns(found)
-        found["weights"][0], found["files"].items()
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise InputError(
-            f"{path} is no whole manifest ({first_line(error)}); cut the model again, or remove it"
-        ) from error
-    return found
+        return read_artefact(path, SCHEMA, VERSION, Manifest)[0]
+    except InputError as error:
+        raise InputError(f"{error}; cut the model again, or remove it") from None
 
 
 def manifest_of(model: Any) -> dict[str, Any] | None:
@@ -429,11 +453,3 @@ def _save(model: Any, folder: Path) -> None:
 def _of_kind(kind: Any, config: Any) -> Any:
     found = kind._model_mapping.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

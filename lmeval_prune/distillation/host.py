@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NotRequired
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import read_artefact
@@ -25,6 +26,32 @@ from lmeval_prune.pruners.calibration import CalibrationText
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of what was distilled
+
+
+class StageNote(TypedDict):
+    """A stage of a distillation."""
+
+    stage: int
+    heads: dict[str, list[int]]
+    removed: dict[str, Any]
+    parameters: int
+
+
+class MaterialNote(TypedDict):
+    """What a distillation learned from."""
+
+    splits: dict[str, Any]
+    trained_on: NotRequired[list[str]]
+    validated_on: NotRequired[list[str]]
+
+
+class Note(TypedDict):
+    """Fields of `distillation.json`."""
+
+    model: str
+    options: dict[str, Any]
+    material: MaterialNote
+    stages: list[StageNote]
 
 
 @dataclass(frozen=True)
@@ -239,7 +266,7 @@ def note_of(folder: str | Path) -> dict[str, Any]:
     Raises:
         InputError: there is none.
     """
-    return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION)[0]
+    return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION, Note)[0]
 
 
 def check_maps(bare: Any) -> None:

@@ -18,9 +18,9 @@ import torch
 from accelerate import PartialState
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.artefacts import write_artefact, write_text
+from lmeval_prune.artefacts import alone, write_artefact, write_text
 from lmeval_prune.athena.checkpoint import SETTINGS
-from lmeval_prune.athena.training import alone, begun_with, last_whole, refuse_other, room_in
+from lmeval_prune.athena.training import begun_with, last_whole, refuse_other, room_in
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.curves import draw
@@ -64,7 +64,7 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         check(host)
         with ExitStack() as stack:
             if this_process().is_main_process:
-                stack.enter_context(alone(work, target))
+                stack.enter_context(alone(target))
             _go_on(host, settings, target, work)
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)

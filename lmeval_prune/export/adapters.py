@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors.torch import save
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
-from lmeval_prune.artefacts import content_digest, digest, new_folder, write_artefact, write_bytes
+from lmeval_prune.artefacts import alone, content_digest, digest, new_folder, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import skeleton_of
@@ -135,13 +134,10 @@ class AdapterExport:
             InputError: its folder holds something else, the adapter is not exact, or another export writes there.
         """
         try:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.output.parent / f".{self.output.name}.lock", timeout=0):
+            with alone(self.output):
                 self._check_folder()
                 for name, mask in self.masks.items():
                     yield name, self._made(name, mask)
-        except Timeout:
-            raise InputError(f"another export writes to {self.output}; run this when it is done") from None
         except OSError as error:
             raise InputError(f"{self.output} cannot be written: {error.strerror or error}") from error
 

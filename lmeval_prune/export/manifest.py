@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.artefacts import digest, read_artefact
+from typing_extensions import TypedDict
+
+from lmeval_prune.artefacts import digest, file_name, read_artefact, read_json
 from lmeval_prune.errors import InputError
 
 SCHEMA, VERSION = "lmeval-prune/adapter", 1
 MANIFEST = "lmeval_prune.json"
-_FIELDS = ("name", "heads", "format", "dtype", "rank", "hash", "base", "modules", "files")
 _LONGEST = 120  # of a name: file systems end at 255
+
+
+class Base(TypedDict):
+    """The model that an adapter is for."""
+
+    pretrained: str
+    name: str
+    revision: str
+    checkpoint: str
+
+
+class Adapter(TypedDict):
+    """Fields of an adapter's manifest."""
+
+    name: str
+    heads: list[str]
+    format: str
+    dtype: str
+    rank: int
+    hash: str
+    base: Base
+    modules: dict[str, list[int]]
+    files: dict[str, str]
 
 
 def adapter_name(heads: Sequence[str]) -> str:
@@ -24,7 +47,7 @@ def adapter_name(heads: Sequence[str]) -> str:
         heads: names of single heads, in the model's order: `("L5H3", "L15H0")` is `L5H3+L15H0`.
     """
     name = "+".join(heads)
-    return name if len(name) <= _LONGEST else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
+    return file_name(name) if len(name) <= _LONGEST else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -34,11 +57,10 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: there is none, or it is broken.
     """
     path = Path(folder) / MANIFEST
-    found = read_artefact(path, SCHEMA, VERSION)[0]
-    missing = [name for name in _FIELDS if name not in found]
-    if missing:
-        raise InputError(f"{path} is no whole manifest (it has no {missing[0]}); export the adapter again")
-    return found
+    try:
+        return read_artefact(path, SCHEMA, VERSION, Adapter)[0]
+    except InputError as error:
+        raise InputError(f"{error}; export the adapter again") from None
 
 
 def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -69,7 +91,6 @@ def _places(folder: Path) -> list[Path]:
 
 def _is_other(path: Path) -> bool:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return bool(read_json(path).get("schema", SCHEMA) != SCHEMA)
+    except InputError:
         return False  # broken: to be refused
-    return isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA

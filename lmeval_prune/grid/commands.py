@@ -103,9 +103,12 @@ def compare(
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
         seed: of bootstrap and tests
     """
+    from lmeval_prune.artefacts import alone
+    from lmeval_prune.grid.folder import GridFolder
     from lmeval_prune.grid.report import write, write_lm_eval
 
-    page, notes = write(folder, baseline, output, seed, without_texts)
+    with alone(output or GridFolder(folder).path / "compare"):
+        page, notes = write(folder, baseline, output, seed, without_texts)
     for note in notes:
         print(f"note: {note}")
     print(page)

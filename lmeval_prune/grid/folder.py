@@ -17,15 +17,57 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
+from annotated_types import Len
 from filelock import FileLock, Timeout
+from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import new_folder, read_artefact, write_artefact
+from lmeval_prune.artefacts import file_name, new_folder, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
+
+
+class Entry(TypedDict):
+    """A cell in `grid.json`."""
+
+    key: str
+    variant: str
+    task: str
+    metric: str | None
+    selected_on: list[str]
+    model_args: dict[str, Any]
+    prepare: dict[str, dict[str, Any]]
+    costs: str
+
+
+class Contents(TypedDict):
+    """Fields of `grid.json`."""
+
+    title: str
+    baseline: str | None
+    cells: Annotated[list[Entry], Len(1)]
+
+
+class Failure(TypedDict):
+    """Fields of a failure."""
+
+    reason: str
+
+
+class Measure(TypedDict):
+    """Fields of what a variant costs."""
+
+    device: NotRequired[str]
+    threads: NotRequired[int]
+    parameters: NotRequired[float | None]
+    flops_per_token: NotRequired[float | None]
+    decode_tokens_per_second: NotRequired[float | None]
+    prefill_tokens_per_second: NotRequired[float | None]
+    cache_bytes_per_token: NotRequired[float | None]
+    weights_bytes: NotRequired[float | None]
 
 
 class GridFolder:
@@ -63,7 +105,7 @@ class GridFolder:
             raise InputError(
                 f"{self.path} holds no grid; `lmeval-prune grid run GRID.yaml --output {self.path}` makes one"
             )
-        return read_artefact(self._about, GRID, VERSION)[0]
+        return read_artefact(self._about, GRID, VERSION, Contents)[0]
 
     @property
     def _about(self) -> Path:
@@ -76,11 +118,11 @@ class GridFolder:
 
     def cell(self, key: str) -> Path:
         """Folder of a cell."""
-        return self.path / "cells" / key
+        return self.path / "cells" / file_name(key)
 
     def answers(self, name: str) -> Path:
         """Store of answers of one model on one task."""
-        return self.path / "answers" / name
+        return self.path / "answers" / file_name(name)
 
     def done(self, key: str) -> bool:
         """Whether a cell is there."""
@@ -88,7 +130,7 @@ class GridFolder:
 
     def is_prepared(self, key: str) -> bool:
         """Whether the result of a preparation is there."""
-        return (self.prepared / key).is_dir()
+        return (self.prepared / file_name(key)).is_dir()
 
     def making(self, key: str) -> Any:
         """A block that makes a cell's folder; see `new_folder`."""
@@ -96,14 +138,14 @@ class GridFolder:
 
     def preparing(self, key: str) -> Any:
         """A block that makes the folder of a preparation; see `new_folder`."""
-        return new_folder(self.prepared / key)
+        return new_folder(self.prepared / file_name(key))
 
     @contextmanager
     def lock(self, key: str) -> Iterator[bool]:
         """Hold a cell, a preparation or a measure; yields False if somebody else does."""
         folder = self.path / "locks"
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / f"{key}.lock")
+        lock = FileLock(folder / f"{file_name(key)}.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -123,14 +165,14 @@ class GridFolder:
     def failure(self, key: str) -> str | None:
         """Why a cell failed, in one line; None if it did not."""
         path = self._failed(key)
-        return str(read_artefact(path, FAILED, VERSION)[0]["reason"]) if path.is_file() else None
+        return str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) if path.is_file() else None
 
     def forget_failure(self, key: str) -> None:
         """Let a cell be tried again."""
         self._failed(key).unlink(missing_ok=True)
 
     def _failed(self, key: str) -> Path:
-        return self.path / "failed" / f"{key}.json"
+        return self.path / "failed" / f"{file_name(key)}.json"
 
     def write_measure(self, key: str, content: dict[str, Any]) -> None:
         """Write what a variant costs."""
@@ -139,14 +181,14 @@ class GridFolder:
     def measure(self, key: str) -> dict[str, Any] | None:
         """What a variant costs, if it was measured."""
         path = self._measure(key)
-        return read_artefact(path, MEASURE, VERSION)[0] if path.is_file() else None
+        return read_artefact(path, MEASURE, VERSION, Measure)[0] if path.is_file() else None
 
     def needs_measure(self, key: str) -> bool:
         """Whether what a variant costs is neither known nor known to be out of reach."""
         return not self._measure(key).is_file() and self.failure(measuring(key)) is None
 
     def _measure(self, key: str) -> Path:
-        return self.path / "measures" / f"{key}.json"
+        return self.path / "measures" / f"{file_name(key)}.json"
 
 
 def measuring(key: str) -> str:
@@ -159,3 +201,8 @@ def dumped(value: Any) -> str:
     from lm_eval.utils import handle_non_serializable
 
     return json.dumps(value, default=handle_non_serializable, ensure_ascii=False)
+
+
+def samples_file(cell: Path, task: str) -> Path:
+    """Return where a cell has lm-eval's samples of a task."""
+    return cell / f"samples_{file_name(task)}.jsonl"

@@ -5,23 +5,29 @@ lm-eval's samples files hold whole prompts; comparing a thousand cells by them w
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
+from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import digest, read_json
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import write_table
 
 OUTCOMES, ANSWERS = "outcomes.parquet", "answers.parquet"
 FIRST = ("exact_match", "acc")  # metrics that are compared unless the grid names one
+
+
+class Results(TypedDict):
+    """What is read of lm-eval's results."""
+
+    higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
 
 
 def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs: dict[str, Any]) -> None:
@@ -127,7 +133,7 @@ def read_outcomes(folder: Path, metric: str | None, columns: dict[str, str] | No
     read: dict[str, str] = {}
     for task in dict.fromkeys(tasks):
         rows = places == task
-        whole = [name for name in found if not np.isnan(table[name].to_numpy(zero_copy_only=False)[rows]).any()]
+        whole = [name for name in found if np.isfinite(table[name].to_numpy(zero_copy_only=False)[rows]).all()]
         wanted = columns.get(task) if columns else metric
         chosen = _chosen(whole, wanted)
         if chosen is None:
@@ -172,10 +178,10 @@ def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
     """
     path = folder / "results.json"
     try:
-        said = json.loads(path.read_text(encoding="utf-8")).get("higher_is_better") or {}
-        lower = {(said.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}); delete {folder} and run the grid") from None
+        said = read_json(path, Results).get("higher_is_better", {})
+    except InputError as error:
+        raise InputError(f"{error}; delete {folder} and run the grid") from None
+    lower = {(said.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
     if len(lower) > 1:
         shown = ", ".join(f"{column} of {task}" for task, column in columns.items())
         raise InputError(f"of {shown} some are better when they are higher, some when lower; give `metric: NAME`")

@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from lmeval_prune.artefacts import content_digest
+from lmeval_prune.artefacts import content_digest, final_path
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.pruners.base import make_pruner
@@ -92,7 +92,7 @@ class Pruned(Preparation):
             check_length(model_map.model, self.tokens)
             reading = (self.windows, self.tokens, self.batch, self.seed, self.apply_chat_template, lm.add_bos_token)
             text = read_calibration(lm.tokenizer, self.text, self.task, *reading)
-        work = folder.with_name(f"{folder.name}.layers")
+        work = final_path(folder).with_name(f".{folder.name}.layers")  # a run that was killed goes on there
         *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=work)
         plan.save(folder / "plan.json", model_map)
         if self.cut:

@@ -9,17 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import CREATED_BY, digest, write_text
+from lmeval_prune.artefacts import CREATED_BY, digest, file_name, read_json, read_lines, write_text
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.grid.comparison import COSTS, Comparison, Row, compare
-from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.folder import GridFolder, samples_file
 from lmeval_prune.grid.page import write_page
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.tables import bold, csv, markdown
 
 LEFT = ["variant"]
+
+
+class Results(TypedDict):
+    """What is read of lm-eval's results."""
+
+    configs: dict[str, Any]
+
+
+class Sample(TypedDict):
+    """What lm-eval reads of a sample."""
+
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    arguments: list[list[Any]]
+    resps: list[Any]
+    filtered_resps: list[Any]
+    target: Any
 
 
 def write(
@@ -92,8 +111,8 @@ def _on_trial(found: Comparison) -> list[str]:
 
 
 def _where(measured: dict[str, Any]) -> str:
-    on_cpu = measured["device"] == "cpu"
-    return f"a CPU ({measured['threads']} threads)" if on_cpu else str(measured["device"])
+    device = measured.get("device", "cpu")
+    return f"a CPU ({measured.get('threads', 1)} threads)" if device == "cpu" else str(device)
 
 
 def _table(found: Comparison, task: str) -> str:
@@ -190,27 +209,23 @@ def write_lm_eval(path: str, output: str) -> Path:
     entries = folder.read()["cells"]
     names: dict[str, str] = {}  # of folders, by variant
     for variant in dict.fromkeys(entry["variant"] for entry in entries):
-        name = sanitize_model_name(variant)
+        name = file_name(sanitize_model_name(variant))
         is_taken = name.casefold() in {other.casefold() for other in names.values()}
         names[variant] = f"{name}__{digest(variant)}" if is_taken else name
     for entry in entries:
         if not folder.done(entry["key"]):
             continue
         cell = folder.cell(entry["key"])
-        results = json.loads((cell / "results.json").read_text(encoding="utf-8"))
-        samples = {
-            one.stem.removeprefix("samples_"): [
-                json.loads(line) for line in one.read_text(encoding="utf-8").splitlines()
-            ]
-            for one in sorted(cell.glob("samples_*.jsonl"))
-        }
+        results = read_json(cell / "results.json", Results)
+        files = {task: samples_file(cell, task) for task in sorted(results["configs"])}
+        samples = {task: read_lines(file, Sample) for task, file in files.items() if file.is_file()}
         tracker = EvaluationTracker(output_path=output)
         general = tracker.general_config_tracker
         general.model_source, general.model_name = "pruned-hf", entry["variant"]
         general.model_name_sanitized = names[entry["variant"]]
         tracker.save_results_aggregated(results=results, samples=samples)
         for task, rows in samples.items():
-            tracker.save_results_samples(task_name=task, samples=rows)
+            tracker.save_results_samples(task_name=file_name(task), samples=rows)
         if not list((Path(output) / general.model_name_sanitized).glob("results_*.json")):
             raise InputError(f"lm-eval could not write to {output}; name a folder that can be written")
     return Path(output)

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
+from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import content_digest, digest
+from lmeval_prune.artefacts import content_digest, digest, read_json
+from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import preparation
 
 ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name such an artefact
 _NAMES = {"random", "random_top", "best", "oracle"}  # routers that are no artefact
+
+
+class Described(TypedDict):
+    """What is read of a cell's identity."""
+
+    router: NotRequired[dict[str, Any] | None]
+
+
+class About(TypedDict):
+    """What is read of `cell.json`."""
+
+    prepared: NotRequired[str]
+    identity: NotRequired[Described]
+
+
+class Seen(TypedDict):
+    """What is read of an artefact of ours."""
+
+    schema: str
+    seen: NotRequired[list[str]]
 
 
 def seen(folder: GridFolder, cell: dict[str, Any]) -> tuple[set[str], list[str]]:
@@ -53,10 +74,10 @@ def seen(folder: GridFolder, cell: dict[str, Any]) -> tuple[set[str], list[str]]
 def _about(cell: Path) -> dict[str, Any]:
     """What a cell says of itself."""
     try:
-        content = json.loads((cell / "cell.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content: dict[str, Any] = read_json(cell / "cell.json", About)
+    except InputError:
         return {}
-    return content if isinstance(content, dict) else {}
+    return content
 
 
 def _places(folder: GridFolder, value: str) -> Iterator[Path]:
@@ -85,10 +106,7 @@ def _seen(path: Path) -> frozenset[str]:
             return frozenset()
         return frozenset(digest(text) for text in texts)
     try:
-        content = json.loads((path / "router.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(path / "router.json" if path.is_dir() else path, Seen)
+    except InputError:
         return frozenset()
-    if not isinstance(content, dict) or not str(content.get("schema")).startswith("lmeval-prune/"):
-        return frozenset()
-    keys = content.get("seen")
-    return frozenset(map(str, keys)) if isinstance(keys, list) else frozenset()
+    return frozenset(content.get("seen", ())) if content["schema"].startswith("lmeval-prune/") else frozenset()

@@ -17,7 +17,7 @@ import torch
 from lmeval_prune.artefacts import digest, write_artefact, write_text
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.grid.cells import Cell, is_masks, loaded_with, manager_of, versions
-from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, dumped, measuring
+from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, dumped, measuring, samples_file
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.preparations import preparation
@@ -274,7 +274,7 @@ class Worker:
         with self.folder.making(cell.key) as folder:
             write_text(folder / "results.json", dumped(results))
             for name, rows in samples.items():
-                write_text(folder / f"samples_{name}.jsonl", "".join(dumped(row) + "\n" for row in rows))
+                write_text(samples_file(folder, name), "".join(dumped(row) + "\n" for row in rows))
             write_tables(folder, samples, results["configs"])
             write_artefact(folder / "cell.json", CELL, VERSION, about)
 

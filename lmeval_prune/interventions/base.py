@@ -14,19 +14,37 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NotRequired, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
-from lmeval_prune.artefacts import read_artefact, write_artefact
+from lmeval_prune.artefacts import checked, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
 from lmeval_prune.settings import as_json, frozen, typed, types_of
 
 SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
+
+
+class OfModel(TypedDict):
+    """What an artefact says of the model that it was made for."""
+
+    name: str
+    revision: str
+    model_type: str
+    heads: dict[str, Any]
+    weights: NotRequired[list[str]]
+
+
+class Contents(TypedDict):
+    """Fields of an intervention's artefact."""
+
+    model: OfModel
+    settings: NotRequired[dict[str, Any]]  # before version 3 they stood beside the envelope
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,7 @@ class Intervention(ABC):
     part of its identity. A subclass with a `__post_init__` of its own calls this one.
 
     Attributes:
+        contents: (of the class) the fields of its artefact, a `TypedDict`.
         tokenwise: (of the class, or set by what the fields say) what it does to a token depends on that token alone.
             Then rows of different requests can stand in one packed batch, and the decoding engine runs it.
         by_sequence: (of the class) what it does to a token depends on those before it in the same sequence. Of packed
@@ -109,6 +128,7 @@ class Intervention(ABC):
         origin: the artefact that it was loaded from.
     """
 
+    contents: ClassVar[Any] = Contents
     tokenwise: ClassVar[bool] = False
     by_sequence: ClassVar[bool] = False
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
@@ -252,18 +272,13 @@ class Intervention(ABC):
     def _of(cls, path: str | os.PathLike[str], content: dict[str, Any], sha256: str, allow_other_model: bool) -> Self:
         """What an artefact's content says; fields that it lacks have their defaults."""
         own = {one.name: one for one in fields(cls) if one.compare}
-        settings, model = content.get("settings"), content.get("model")
+        checked(content, cls.contents, path)
+        settings, model = content.get("settings"), content["model"]
         if content["schema_version"] < 3:  # they stood beside the envelope
             settings = {name: content[name] for name in own if name in content}
-        needed = {"name": str, "revision": str, "model_type": str, "heads": dict}
         required = [key for key, one in own.items() if one.default is MISSING and one.default_factory is MISSING]
-        if (
-            not isinstance(settings, dict)
-            or any(key not in settings for key in required)
-            or not isinstance(model, dict)
-            or not all(isinstance(model.get(key), kind) for key, kind in needed.items())
-        ):
-            raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact, or they are of another type")
+        if settings is None or any(key not in settings for key in required):
+            raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact")
         if unknown := [key for key in settings if key not in own]:
             raise InputError(
                 f"{path} has settings that this lmeval-prune does not know: {', '.join(unknown)}; upgrade it"

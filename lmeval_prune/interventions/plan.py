@@ -18,22 +18,50 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, NotRequired, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
 from lmeval_prune.architectures.blocks import in_features, out_features
-from lmeval_prune.artefacts import read_artefact, write_bytes
+from lmeval_prune.artefacts import alone, file_name, read_artefact, read_tensors, write_bytes
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import SCHEMA_VERSION, Intervention, change_input, interventions_on
+from lmeval_prune.interventions.base import SCHEMA_VERSION, Contents, Intervention, change_input, interventions_on
 from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
 from lmeval_prune.settings import FrozenMapping
 
 _NUMBER = r"\d{1,18}"  # a range is compared with the model's width before it is expanded
 _RANGES = re.compile(rf"\s*{_NUMBER}(-{_NUMBER})?(\s*,\s*{_NUMBER}(-{_NUMBER})?)*\s*")
 _HELP = 'write channels as {"L0": "3,5-9"}'
+
+
+class Options(TypedDict, total=False):
+    """What is read of the options that a plan was made with."""
+
+    steps: int
+
+
+class Made(TypedDict, total=False):
+    """What is read of how a plan was made."""
+
+    method: str
+    options: Options
+
+
+class File(TypedDict):
+    """The file of a plan's tensors."""
+
+    file: str
+    sha256: str
+
+
+class PlanContents(Contents):
+    """Fields of a plan's artefact."""
+
+    made: NotRequired[Made]
+    tensors: NotRequired[File]
 
 
 @dataclass(frozen=True)
@@ -55,6 +83,7 @@ class Plan(Intervention):
         InputError: a text is malformed.
     """
 
+    contents: ClassVar[Any] = PlanContents
     tokenwise = True
     heads: Any = ()
     channels: Any = field(default_factory=dict)
@@ -218,18 +247,24 @@ class Plan(Intervention):
             data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
             sha256 = hashlib.sha256(data).hexdigest()
             content["tensors"] = {"file": f"{path.stem}.{sha256[:8]}.safetensors", "sha256": sha256}
-            write_bytes(path.with_name(content["tensors"]["file"]), data)
-        stale = _tensors_file(path)
-        self._write(path, model_map, content)
-        if stale is not None and stale.name != content.get("tensors", {}).get("file"):
-            stale.unlink(missing_ok=True)
+        with alone(path):
+            if tensors:
+                write_bytes(path.with_name(content["tensors"]["file"]), data)
+            stale = _tensors_file(path)
+            self._write(path, model_map, content)
+            if stale is not None and stale.name != content.get("tensors", {}).get("file"):
+                stale.unlink(missing_ok=True)
 
     @classmethod
     def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"made": content.get("made") or {}}
         named = content.get("tensors")
         if named:
-            tensors = _read_tensors(path, named)
+            file = path.with_name(file_name(named["file"]))
+            try:
+                tensors = read_tensors(file, named["sha256"])
+            except InputError as error:
+                raise InputError(f"the file {file.name} beside it is needed: {error}") from None
             found["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
             found["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
         return found
@@ -345,27 +380,13 @@ def _check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
         raise InputError(f"the plan's tensor {name} is {tuple(tensor.shape)}, the projection needs {expected}")
 
 
-def _read_tensors(path: Path, named: dict[str, Any]) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    file = path.with_name(Path(str(named.get("file"))).name)
-    try:
-        data = file.read_bytes()
-        if hashlib.sha256(data).hexdigest() != named.get("sha256"):
-            raise InputError(f"{file} is not the file that {path.name} was written with; make the plan again")
-        return load(data)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} needs {file.name} beside it, which cannot be read; copy both files") from error
-
-
 def _tensors_file(path: Path) -> Path | None:
     """The tensors' file of the plan at a path, by the name that we gave it; None if there is no such plan."""
     try:
-        named = read_artefact(path, Plan.schema(), SCHEMA_VERSION)[0]["tensors"]
+        named = read_artefact(path, Plan.schema(), SCHEMA_VERSION, PlanContents)[0]["tensors"]
         own = f"{path.stem}.{named['sha256'][:8]}.safetensors"
         return path.with_name(own) if own == named["file"] else None
-    except (InputError, KeyError, TypeError):
+    except (InputError, KeyError):
         return None
 
 

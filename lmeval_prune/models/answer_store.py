@@ -22,18 +22,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
+from annotated_types import Len, Lt
 from filelock import FileLock, Timeout
+from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
+from lmeval_prune.artefacts import append_to, checked, digest, from_json, read_artefact, write_artefact, write_bytes
 from lmeval_prune.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/answers"
 SCHEMA_VERSION = 1
+Likelihood = Annotated[float, Lt(float("inf"))]  # and not NaN
+RESPONSES: dict[str, Any] = {  # by kind of request, what lm-eval's model classes answer, in JSON
+    "generate_until": str,
+    "loglikelihood": Annotated[list[Likelihood | bool], Len(2, 2)],
+    "loglikelihood_rolling": Likelihood,
+}
 FILES = ("answers.", "rank-")  # ours begin so
 Answered = Callable[[str, tuple[Any, ...], Any], None]
 
@@ -48,6 +56,15 @@ _TABLE = pa.schema(
         ("tokens", pa.list_(pa.uint32())),
     ]
 )
+
+
+class Record(TypedDict):
+    """What is read of a stored answer."""
+
+    key: str
+    kind: NotRequired[str | None]
+    response: Any
+    tokens: NotRequired[list[int] | None]
 
 
 class AnswerStore:
@@ -77,6 +94,8 @@ class AnswerStore:
             if about.exists():
                 read_artefact(about, SCHEMA, SCHEMA_VERSION)
             self.path, self._lock = self._own(rank)
+            if os.path.lexists(self.path):
+                append_to(self.path).close()
             if not about.exists():  # several ranks may do this at once; they write the same
                 write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
         except Timeout:
@@ -109,7 +128,7 @@ class AnswerStore:
         self.known[key] = response
         if self._file is None:
             cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a line was cut short
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = append_to(self.path)
             self._file.write("\n" if cut and self.path.stat().st_size else "")
         self._file.write(json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n")
         self._file.flush()
@@ -159,19 +178,21 @@ def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
     """
     table = folder / "answers.parquet"
     for row in read_table(table, _TABLE).to_pylist():
-        try:
-            yield {**row, "response": json.loads(row["response"])}
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{table} holds an answer that cannot be read ({error}); the store is damaged") from None
+        yield _record({**row, "response": from_json(row["response"] or "", table)}, table)
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
+                    record = from_json(line, path)
+                except InputError:  # a kill has cut it short
                     continue
-                if isinstance(record, dict) and isinstance(record.get("key"), str) and "response" in record:
-                    yield record
+                yield _record(record, path)
+
+
+def _record(value: Any, path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = checked(value, Record, path)
+    checked(record["response"], RESPONSES.get(record.get("kind") or "", Any), path)
+    return record
 
 
 def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
-from lmeval_prune.artefacts import digest, write_bytes, write_text
+from lmeval_prune.artefacts import digest, file_name, from_json, read_json, read_tensors, write_bytes, write_text
+from lmeval_prune.errors import InputError
 
 
 @dataclass
@@ -43,8 +43,8 @@ class LayerStore:
     def __init__(self, folder: Path, about: Any) -> None:
         self.folder, self.key = folder, digest(about)
         try:
-            same = json.loads((folder / "about.json").read_text())["key"] == self.key
-        except (OSError, ValueError, KeyError, TypeError):
+            same = read_json(folder / "about.json").get("key") == self.key
+        except InputError:
             same = False
         if not same:
             self.remove()
@@ -52,13 +52,13 @@ class LayerStore:
     def load(self, label: str) -> Done | None:
         """What became of a layer; None if it is not known."""
         try:
-            tensors = load(self._path(label).read_bytes())
-        except (OSError, SafetensorError):
+            tensors = read_tensors(self._path(label))
+            damping = tensors.pop("damping")
+            heads, channels = (set(tensors.pop(name).tolist()) for name in ("heads", "channels"))
+            names = sorted(from_json(bytes(tensors.pop("names").tolist()), label))
+            return Done(heads, channels, tensors, dict(zip(names, damping.tolist(), strict=True)))
+        except (KeyError, TypeError, ValueError):  # it is damaged, or not there, and is made again
             return None
-        damping = tensors.pop("damping")
-        heads, channels = (set(tensors.pop(name).tolist()) for name in ("heads", "channels"))
-        names = sorted(json.loads(bytes(tensors.pop("names").tolist())))
-        return Done(heads, channels, tensors, dict(zip(names, damping.tolist(), strict=True)))
 
     def save(self, label: str, done: Done) -> None:
         """Keep what became of a layer."""
@@ -83,4 +83,4 @@ class LayerStore:
             shutil.rmtree(self.folder)
 
     def _path(self, label: str) -> Path:
-        return self.folder / f"{label}.safetensors"
+        return self.folder / f"{file_name(label)}.safetensors"

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import digest, read_lines
 from lmeval_prune.errors import InputError
 from lmeval_prune.scoring.passes import pass_ordered, pass_unbiased
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
+
+
+class Asked(TypedDict, total=False):
+    """How a request was asked."""
+
+    arg_0: str
+    arg_1: dict[str, Any]
+
+
+class Sample(TypedDict, total=False):
+    """What is read of a sample."""
+
+    arguments: dict[str, Asked]
+    filtered_resps: list[list[Any]]
+    doc: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -93,12 +108,16 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     routed, asked = False, outcomes.question_field or "question"
     prompts = {row["question"]: row["prompt"] for row in outcomes.questions}
     lengths = {task["generation"].get("max_gen_toks") for task in outcomes.tasks.values() if "generation" in task}
-    for sample in _lines(path):
+    samples = read_lines(path, Sample)
+    if not samples:
+        raise InputError(f"{path} holds no samples")
+    for sample in samples:
         try:
             ((prompt, settings),) = [(a["arg_0"], a["arg_1"]) for a in sample["arguments"].values()]
             tries = len(sample["filtered_resps"][0])  # without the copies that fill up ranks
-            question, share = sample["doc"][asked], float(sample["pass@1_unbiased"])
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError):
+            question, right = str(sample["doc"][asked]), round(float(sample["pass@1_unbiased"]) * tries)
+            passes = np.array([float(sample.get(f"pass@{k}", np.nan)) for k in range(1, n + 1)])
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError):
             raise InputError(
                 f"{path} is not a samples file of a pass@N task; run e.g. prune_gsm8k_pass8 with --log_samples"
             ) from None
@@ -110,9 +129,8 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
         routed = "heads" in settings
         ks = range(1, n + 1)
         if routed:
-            rows[question] = np.array([float(sample.get(f"pass@{k}", np.nan)) for k in ks])
+            rows[question] = passes
         else:
-            right = round(share * tries)
             rows[question] = np.array([pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks])
     missing = [text for text in outcomes.texts if text not in rows]
     if missing:
@@ -124,17 +142,3 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     if np.isnan(values.mean(0)).all():
         raise InputError(f"{path} has no pass@k of all questions for any k up to {n}; run a pass@N task to its end")
     return Curve(name, "ordered" if routed else "unbiased", values)
-
-
-def _lines(path: str) -> list[dict]:
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"no such file: {path}")
-    try:
-        with file.open(encoding="utf-8") as lines:
-            found = [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON lines ({error})") from None
-    if not found:
-        raise InputError(f"{path} holds no samples")
-    return found

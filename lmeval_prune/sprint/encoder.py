@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lmeval_prune.artefacts import check_finite
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
 
@@ -36,9 +37,14 @@ def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
     """φ(x) of each text, float32, shape (texts, width).
 
     One text at a time: so its embedding, and with it a near-tie between two heads, does not depend on the others.
+
+    Raises:
+        InputError: it has numbers that are not finite.
     """
     found = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
-    return torch.as_tensor(found).detach().to("cpu", torch.float32).clone()
+    vectors = torch.as_tensor(found).detach().to("cpu", torch.float32).clone()
+    check_finite({"vectors": vectors}, "the sentence encoder")
+    return vectors
 
 
 def fingerprint(encoder: Any) -> str:

@@ -22,15 +22,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import Head
-from lmeval_prune.artefacts import read_artefact, write_artefact
+from lmeval_prune.artefacts import from_json, read_artefact, write_artefact
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
 from lmeval_prune.models.tries import DENSE
 
 SCHEMA = "lmeval-prune/outcomes"
 SCHEMA_VERSION = 2  # 1: texts in the table of cells
+
+
+class Contents(TypedDict):
+    """Fields of `store.json`."""
+
+    pool: list[str]
+    model: dict[str, Any]
+    tasks: dict[str, dict[str, Any]]
 
 
 class Question(NamedTuple):
@@ -180,7 +189,7 @@ class OutcomeStore:
     def _outcomes(self, about: dict[str, Any], questions: list[dict[str, Any]], cells: pa.Table) -> Outcomes:
         """The store's files as one matrix."""
         for row in questions:
-            row["attributes"] = json.loads(row["attributes"])
+            row["attributes"] = from_json(row["attributes"], "questions.parquet")
         pool = about["pool"]
         z = np.full((len(questions), len(pool)), np.nan, np.float32)
         row_of, column_of = (
@@ -213,11 +222,7 @@ class OutcomeStore:
             raise InputError(
                 f"{self.folder} is not an outcome store (no store.json); write one with `lmeval-prune sweep`"
             )
-        content, _ = read_artefact(self.about, SCHEMA, SCHEMA_VERSION)
-        if not all(
-            isinstance(content.get(key), kind) for key, kind in (("pool", list), ("model", dict), ("tasks", dict))
-        ):
-            raise InputError(f"{self.about} lacks the fields of an outcome store")
+        content, _ = read_artefact(self.about, SCHEMA, SCHEMA_VERSION, Contents)
         if content["schema_version"] < SCHEMA_VERSION:
             raise InputError(f"{self.folder} was written by an older lmeval-prune; sweep into a new folder")
         return content

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
-import safetensors
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
+from lmeval_prune.artefacts import alone, digest, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.tries import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
@@ -38,6 +38,20 @@ from lmeval_prune.sprint.outcomes import Outcomes
 
 SCHEMA = "lmeval-prune/router"
 SCHEMA_VERSION = 1
+
+
+class Contents(TypedDict):
+    """Fields of a router's artefact; all but the first three are what `Router.about` has."""
+
+    pool: list[str]
+    encoder: str
+    tensors_sha256: str
+    encoder_fingerprint: NotRequired[str]
+    model: NotRequired[dict[str, Any]]
+    tasks: NotRequired[dict[str, dict[str, Any]]]
+    options: NotRequired[dict[str, Any]]
+    seen: NotRequired[list[str]]
+    held_out: NotRequired[int]
 
 
 @dataclass(frozen=True)
@@ -84,9 +98,10 @@ class Router:
         """Write `router.json` and the tensors beside it, atomically: JSON names the tensors' hash."""
         data = save({"theta": self.theta.contiguous(), "heads": self.heads.contiguous()})
         sha256 = hashlib.sha256(data).hexdigest()
-        write_bytes(Path(folder) / "router.safetensors", data)
         content = {"pool": self.pool, "encoder": self.encoder, "tensors_sha256": sha256, **self.about}
-        write_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, content)
+        with alone(folder):
+            write_bytes(Path(folder) / "router.safetensors", data)
+            write_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, content)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:
@@ -97,18 +112,28 @@ class Router:
         """
         if not (Path(folder) / "router.json").is_file():
             raise InputError(f"{folder} is not a router (no router.json); write one with `lmeval-prune fit`")
-        content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION)
         try:
-            data = (Path(folder) / "router.safetensors").read_bytes()
-            tensors = load(data)
+            content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, Contents)
             pool, name, expected = content.pop("pool"), content.pop("encoder"), content.pop("tensors_sha256")
-            theta, heads = tensors["theta"], tensors["heads"]
-        except (OSError, KeyError, safetensors.SafetensorError) as error:
-            raise InputError(f"the router in {folder} is incomplete ({error!r}); fit it again") from None
-        if hashlib.sha256(data).hexdigest() != expected:
-            raise InputError(f"router.json and router.safetensors in {folder} do not belong together; fit again")
-        if len(pool) != len(heads) or theta.shape[0] != heads.shape[1]:
-            raise InputError(f"the router in {folder} has a pool of {len(pool)} and {len(heads)} places; fit it again")
+            tensors = read_tensors(Path(folder) / "router.safetensors", expected)
+        except InputError as error:
+            raise InputError(f"the router in {folder} cannot be used: {error}; fit it again") from None
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items() if tensor.is_floating_point()}
+        theta, heads = tensors.get("theta"), tensors.get("heads")
+        if (
+            len(shapes) != 2
+            or theta is None
+            or heads is None
+            or shapes
+            != {
+                "theta": (heads.shape[-1], theta.shape[-1]),
+                "heads": (len(set(pool)), heads.shape[-1]),
+            }
+            or len(set(pool)) < len(pool)
+        ):
+            raise InputError(
+                f"the router in {folder} has a pool of {len(pool)} and tensors of shapes {shapes}; fit it again"
+            )
         for key in ("schema", "schema_version", "created_by"):
             content.pop(key, None)
         return cls(theta, heads, pool, name, content, sha256)

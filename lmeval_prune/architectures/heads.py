@@ -13,7 +13,7 @@ from lmeval_prune.errors import InputError
 if TYPE_CHECKING:
     from lmeval_prune.architectures.model_map import ModelMap
 
-_RANGE = r"(?:\*|\d{1,9}(?:-\d{1,9})?)"
+_RANGE = r"(?:\*|\d{1,18}(?:-\d{1,18})?)"
 _NAME = re.compile(rf"(?:(encoder|decoder|cross)\.)?L({_RANGE})H({_RANGE})", re.IGNORECASE)
 _HELP = "write heads as L5H3, L5H0-3 or L5H*, joined by +, e.g. heads=L5H3+L15H0"
 

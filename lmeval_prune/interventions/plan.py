@@ -32,7 +32,7 @@ from lmeval_prune.interventions.base import SCHEMA_VERSION, Contents, Interventi
 from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
 from lmeval_prune.settings import FrozenMapping
 
-_RANGES = re.compile(r"\s*\d{1,9}(-\d{1,9})?(\s*,\s*\d{1,9}(-\d{1,9})?)*\s*")
+_RANGES = re.compile(r"\s*\d{1,18}(-\d{1,18})?(\s*,\s*\d{1,18}(-\d{1,18})?)*\s*")
 _HELP = 'write channels as {"L0": "3,5-9"}'
 
 

@@ -12,7 +12,7 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
-from lmeval_prune.reporting.statistics import bootstrap_band
+from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.sprint import curves
 from lmeval_prune.sprint import head_table as heads
 from lmeval_prune.sprint.options import FitOptions
@@ -118,7 +118,7 @@ def test_the_band_holds_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) 
     small, large = (curves.at_random("r", POOL, o, 2) for o in (test, train))
     widths = []
     for curve in (small, large):
-        low, high = bootstrap_band(curve.values)
+        low, high = mean_interval(curve.values)
         assert (low <= curve.mean).all() and (curve.mean <= high).all()
         widths.append(high - low)
     assert (widths[1] < widths[0]).all()

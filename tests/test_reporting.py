@@ -13,6 +13,7 @@ import pytest
 from jinja2 import UndefinedError
 from matplotlib.text import Text
 
+from lmeval_prune.profiling.table import table as profile_table
 from lmeval_prune.reporting import documents, plot_style, tables
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 
@@ -103,7 +104,8 @@ def test_no_text_is_a_formula_in_csv() -> None:
         ("[a](javascript:alert(1))", r"\[a\](javascript:alert(1))"),
         ("![](http://x/y)", r"!\[\](http://x/y)"),
         ("**a** `b` _c_ ~~d~~", r"\*\*a\*\* \`b\` \_c\_ &#126;&#126;d&#126;&#126;"),
-        ("random_heads 10%, α", "random_heads 10%, α"),
+        ("random_heads 10%, α, <0.001", "random_heads 10%, α, <0.001"),
+        ("<", "&lt;"),
         ("a\n# b\x1b[31m|\u202e&lt;", r"a # b \[31m\| &amp;lt;"),
     ],
 )
@@ -113,6 +115,13 @@ def test_names_of_others_are_shown_in_markdown_not_read(text: str, shown: str, t
     assert shown in tables.markdown(pd.DataFrame({"a": [tables.bold(text)]}), ["a"])
     (tmp_path / "x.md.jinja").write_text("{{ a }}\n")
     assert documents.render(tmp_path / "x.md.jinja", a=text) == f"{shown}\n"
+
+
+def test_a_profile_shows_the_names_of_folders_as_they_are() -> None:
+    figures = {"parameters": 2e6, "without_embeddings": 1e6, "flops_counted": 1e9, "peak_memory_mib": 5.0}
+    shown = profile_table({"a/x|y": figures, "b/<b>": figures}).splitlines()
+    assert len({line.replace(r"\|", "").count("|") for line in shown}) == 1
+    assert r"x\|y" in shown[0] and "&lt;b&gt;" in shown[0]
 
 
 def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ def plain(text: Any) -> Markup:
     """Return a text as Markdown, and HTML within it, that shows the text, in one line; what is Markup stays."""
     if isinstance(text, Markup):
         return text
-    escaped = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("~", "&#126;")
+    escaped = one_line(text).replace("&", "&amp;").replace(">", "&gt;").replace("~", "&#126;")
+    escaped = re.sub(r"<(?!\d)", "&lt;", escaped)  # before a digit it begins no tag
     return Markup(_MARKDOWN.sub(r"\\\g<0>", escaped))
 
 

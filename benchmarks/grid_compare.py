@@ -3,7 +3,6 @@
 import resource
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,9 +45,9 @@ def main() -> None:
             cells.append({**entry, "model_args": {}, "prepare": {}, "costs": "", "command": "lm_eval"})
         folder.begin("Large", None, cells)
         before = time.process_time()
-        page, seconds = timed(lambda: write_report(place))
+        (*_, paths), seconds = timed(lambda: write_report(place))
         busy = time.process_time() - before
-        size = Path(page).stat().st_size
+        size = paths[-1].stat().st_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     results = {
         "cells": CELLS,

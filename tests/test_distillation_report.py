@@ -240,6 +240,16 @@ def test_what_heads_are_worth() -> None:
     assert head_share("large", 0.25)[0] == 96
 
 
+def test_names_are_shown_in_markdown_not_read(content: dict[str, Any], tmp_path: Path) -> None:
+    text = json.dumps(content).replace(HOST, "<script>").replace("prune_asdiv_a_equation", "[t](javascript:x)")
+    (tmp_path / "results.json").write_text(text.replace('"ours"', '"ours <b>"').replace("fold0", "=fold `0`"))
+    write(tmp_path / "results.json", tmp_path)
+    tables = (tmp_path / "tables.md").read_text()
+    assert "## &lt;script&gt;" in tables and "<script>" not in tables and "<b>" not in tables
+    assert "`" not in tables.replace("\\`", "") and "[t](" not in tables
+    assert ",'=fold `0`," in (tmp_path / "rows.csv").read_text()
+
+
 def test_the_command_writes_it_all(content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = [{"epoch": 1.0, "loss": 1.0, "task": 1.5, "response": 0.5}, {"epoch": 1.0, "eval_loss": 0.9}]
     content["rows"]["ours 0.25 0"]["stages"] = [{"stage": 1, "removed": {"heads": 6}, "log": log}]

@@ -49,6 +49,9 @@ def test_methods_are_prepared_evaluated_and_compared(
         costs = GridFolder(folder).measure(entry["costs"])
         assert costs is not None
         parameters[entry["variant"]] = costs["parameters"]
+        for speed in ("prefill_tokens_per_second", "decode_tokens_per_second"):
+            slowest, fastest = costs["ranges"][speed]
+            assert 0 < slowest <= costs[speed] <= fastest
     close = [
         abs(one[0] - other[0])
         for rows in zip(answers["slimgpt"], answers["cut"], strict=True)

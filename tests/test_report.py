@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
-from lmeval_prune.reporting.statistics import bootstrap_band
+from lmeval_prune.reporting.statistics import mean_interval
 from lmeval_prune.sprint import curves
 from lmeval_prune.sprint import head_table as heads
 from lmeval_prune.sprint.options import FitOptions
@@ -118,10 +119,19 @@ def test_the_band_holds_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) 
     small, large = (curves.at_random("r", POOL, o, 2) for o in (test, train))
     widths = []
     for curve in (small, large):
-        low, high = bootstrap_band(curve.values)
+        low, high = mean_interval(curve.values)
         assert (low <= curve.mean).all() and (curve.mean <= high).all()
         widths.append(high - low)
     assert (widths[1] < widths[0]).all()
+
+
+def test_names_of_others_are_shown_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SUBJECTS", ("<script>x", "=1+2"))
+    write(tmp_path / "test", 0, 30)
+    SprintReport(test=str(tmp_path / "test"), output=str(tmp_path / "out"), n=2).write()
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "**&lt;script&gt;x**" in report and "<script" not in report and "pass@2" in report
+    assert "\n'=1+2," in (tmp_path / "out" / "accuracy.csv").read_text()
 
 
 def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:

@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from jinja2 import UndefinedError
+from matplotlib.text import Text
 
-from lmeval_prune.reporting import documents, tables
-from lmeval_prune.reporting.statistics import bootstrap_band, holm, sign_flip_test
+from lmeval_prune.profiling.table import table as profile_table
+from lmeval_prune.reporting import documents, plot_style, tables
+from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 
 
 def test_the_paired_test_knows_a_difference_from_none() -> None:
@@ -48,22 +50,16 @@ def test_the_paired_test_of_what_is_not_known_and_of_one_question() -> None:
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
     values = np.random.default_rng(0).random((50, 3))
-    for function in (sign_flip_test, bootstrap_band):
+    for function in (sign_flip_test, mean_interval):
         first, again, other = (np.array(function(values - 0.45, seed)) for seed in (1, 1, 2))
         assert (first == again).all() and (first != other).any()
 
 
-def test_the_band_is_that_of_all_draws() -> None:
-    """Five questions: their 5^5 draws with replacement, one by one."""
-    values = np.array([[0.0, 1], [1, 1], [1, 0], [0.5, 0], [0, 0.2]])
-    means = np.array([values[list(rows)].mean(0) for rows in itertools.product(range(5), repeat=5)])
-    low, high = bootstrap_band(values, draws=20_000)
-    assert low == pytest.approx(np.percentile(means, 2.5, axis=0), abs=0.03)
-    assert high == pytest.approx(np.percentile(means, 97.5, axis=0), abs=0.03)
-    one, _ = bootstrap_band(values[:1])
-    assert one.tolist() == [0, 1]
-    low, high = bootstrap_band(np.array([[1.0, np.nan], [0.0, 2.0]]))
-    assert (low[0], high[0]) == (0, 1) and np.isnan([low[1], high[1]]).all()
+def test_an_interval_of_what_is_not_known_and_of_one_question() -> None:
+    low, high = mean_interval(np.array([[1.0, np.nan], [0.0, 2.0]]))
+    assert (low[0], high[0]) == pytest.approx((0.0126, 0.9874), abs=1e-4) and np.isnan([low[1], high[1]]).all()
+    low, high = mean_interval(np.array([[1.0, 0.5]]))
+    assert (low[0], high[0]) == pytest.approx((0.025, 1.0)) and (low[1], high[1]) == (0.5, 0.5)
 
 
 def test_holm_against_its_definition() -> None:
@@ -86,11 +82,77 @@ def test_a_markdown_table_keeps_its_columns_and_digits() -> None:
     header, rule, first, second = shown.splitlines()
     assert rule.replace("-", "") == "|:|:|" and header.split()[1::2] == ["policy", "N"]
     assert r"a\|b" in first and "0.500" in first and "**0.250**" in second
-    assert tables.bold("") == tables.bold("", True) == "" and tables.bold("x", False) == "x"
+    assert tables.bold("") == tables.bold("", False) == "" and tables.bold("x", False) == "x"
+
+
+HOSTILE = ["=HYPERLINK(1)", "+1", "-1+cmd", "@SUM(A1)", "\t=1", "＝1"]
+
+
+def test_no_text_is_a_formula_in_csv() -> None:
+    """Numbers stay what they are."""
+    text = tables.csv(pd.DataFrame({"=name": HOSTILE, "n": [-1, 2, 3, 4, 5, 6], "d": [-0.5, *[None] * 5]}))
+    rows = list(csv.reader(io.StringIO(text, newline="")))
+    assert rows[0] == ["'=name", "n", "d"] and [row[0] for row in rows[1:]] == [f"'{name}" for name in HOSTILE]
+    assert rows[1][1:] == ["-1", "-0.500000"]
+    assert tables.csv(pd.DataFrame({"a": ["\r=1"]})).startswith('a\n"\'\n=1"')
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("[a](javascript:alert(1))", r"\[a\](javascript:alert(1))"),
+        ("![](http://x/y)", r"!\[\](http://x/y)"),
+        ("**a** `b` _c_ ~~d~~", r"\*\*a\*\* \`b\` \_c\_ &#126;&#126;d&#126;&#126;"),
+        ("random_heads 10%, α, <0.001", "random_heads 10%, α, <0.001"),
+        ("<", "&lt;"),
+        ("a\n# b\x1b[31m|\u202e&lt;", r"a # b \[31m\| &amp;lt;"),
+    ],
+)
+def test_names_of_others_are_shown_in_markdown_not_read(text: str, shown: str, tmp_path: Path) -> None:
+    assert documents.plain(text) == shown and documents.plain(documents.plain(text)) == shown
+    assert shown in tables.markdown(pd.DataFrame({text: [text]}), [text]).splitlines()[0]
+    assert shown in tables.markdown(pd.DataFrame({"a": [tables.bold(text)]}), ["a"])
+    (tmp_path / "x.md.jinja").write_text("{{ a }}\n")
+    assert documents.render(tmp_path / "x.md.jinja", a=text) == f"{shown}\n"
+
+
+def test_a_profile_shows_the_names_of_folders_as_they_are() -> None:
+    figures = {"parameters": 2e6, "without_embeddings": 1e6, "flops_counted": 1e9, "peak_memory_mib": 5.0}
+    shown = profile_table({"a/x|y": figures, "b/<b>": figures}).splitlines()
+    assert len({line.replace(r"\|", "").count("|") for line in shown}) == 1
+    assert r"x\|y" in shown[0] and "&lt;b&gt;" in shown[0]
+
+
+def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
+    made, axes = plot_style.figure(3, 2, "costs $\\frac{")
+    axes.plot([1, 2], [1, 10], label="a $x^{")
+    axes.set_yscale("log")
+    axes.legend()
+    axes.set_xticks([1, 2], ["$_{", "b"])
+    plot_style.label_points(axes, [(1, 1, "$^{")], [])
+    plot_style.save(made, tmp_path / "x")
+    assert (tmp_path / "x.png").is_file()
+
+
+def test_labels_lie_on_nothing(tmp_path: Path) -> None:
+    """Twelve points in two heaps, and their names."""
+    made, axes = plot_style.figure(8.2, 4.6, "t")
+    points = [(x + 0.002 * i, 3.0 + 0.05 * i, f"random 10%, seed {i}") for i in range(6) for x in (0.0, 1.0)]
+    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o", ms=6)
+    axes.set(ylim=(0, 6))
+    axes.margins(x=0.12)
+    plot_style.label_points(axes, points, [(x, y, x, y) for x, y, _ in points])
+    made.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert len(boxes) == 12 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    spots = axes.transData.transform([point[:2] for point in points])
+    assert not any(box.contains(*spot) for box in boxes for spot in spots)
+    assert all(axes.bbox.contains(*corner) for box in boxes for corner in (box.min, box.max))
 
 
 def test_a_template_that_lacks_a_value_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "x.jinja").write_text("{{ a }}: {{ b }}\n")
-    assert documents.render(tmp_path / "x.jinja", a="<&>", b=1) == "<&>: 1\n"
+    (tmp_path / "x.html.jinja").write_text("{{ a }}: {{ b }}\n")
+    assert documents.render(tmp_path / "x.html.jinja", a="<&>", b=1) == "&lt;&amp;&gt;: 1\n"
     with pytest.raises(UndefinedError):
-        documents.render(tmp_path / "x.jinja", a=1)
+        documents.render(tmp_path / "x.html.jinja", a=1)

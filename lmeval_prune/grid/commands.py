@@ -106,12 +106,14 @@ def compare(
     from lmeval_prune.artefacts import alone
     from lmeval_prune.grid.folder import GridFolder
     from lmeval_prune.grid.report import write, write_lm_eval
+    from lmeval_prune.reporting.documents import one_line
 
     with alone(output or GridFolder(folder).path / "compare"):
-        page, notes = write(folder, baseline, output, seed, without_texts)
-    for note in notes:
-        print(f"note: {note}")
-    print(page)
+        table, notes, paths = write(folder, baseline, output, seed, without_texts)
     if lm_eval:
-        print(write_lm_eval(folder, lm_eval))
+        paths.append(write_lm_eval(folder, lm_eval))
+    print(table)
+    for note in notes:
+        print(f"note: {one_line(note)}")
+    print(*paths, sep="\n")
     return 0

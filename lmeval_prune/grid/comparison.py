@@ -14,9 +14,18 @@ from lmeval_prune.grid.configuration import check_name
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.outcomes import ANSWERS, read_lower_is_better, read_outcomes, read_table
 from lmeval_prune.grid.seen import seen
-from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
+from lmeval_prune.reporting.statistics import (
+    detectable,
+    difference_interval,
+    holm,
+    mcnemar_test,
+    mean_interval,
+    pareto,
+    sign_flip_test,
+)
 
 POOLED = "all tasks"
+LEVEL = 0.05  # of all tests of a comparison together
 # what a variant costs: its figure, how it is called, and whether less is better
 COSTS = {
     "parameters": ("parameters", True),
@@ -26,6 +35,7 @@ COSTS = {
     "cache_bytes_per_token": ("bytes of cache a token", True),
     "weights_bytes": ("bytes of weights", True),
 }
+TIMED = ("decode_tokens_per_second", "prefill_tokens_per_second")  # these vary from run to run
 
 
 @dataclass
@@ -35,12 +45,13 @@ class Row:
     Attributes:
         variant, task: their names.
         questions: how many.
-        mean, low, high: of the metric, with a 95% bootstrap interval.
+        mean, low, high: of the metric, with a 95% interval.
         difference, difference_low, difference_high: to the baseline; None for the baseline itself.
         better, worse: questions on which the variant, or the baseline, alone is right (or has the better figure).
         test: `McNemar` or `sign flips`.
         p, p_holm: as it is, and corrected for all tests of the table.
-        detectable: the smallest difference that would have been seen four times in five; None if no difference would.
+        detectable: the smallest difference that would stand Holm's correction four times in five, whatever the other
+            tests say; None if no difference would.
         chosen_on: so many of the questions are among those that the variant was chosen on.
         lower_is_better: of the metric.
     """
@@ -74,7 +85,7 @@ class Comparison:
         variants, tasks: names, in the grid's order; `POOLED` is the last task if there are several.
         rows: by variant and task.
         costs: of each variant what was measured.
-        fronts: by figure of `COSTS`, the variants that no other beats in it and in pooled accuracy.
+        fronts: by task and figure of `COSTS`, the variants that are better than every other, in that or in the mean.
         missing: cells that are not there: variant, task, why.
         cells: the grid's entries, by variant and task.
         outcomes: of each task its questions, and of each variant their figures.
@@ -88,7 +99,7 @@ class Comparison:
     tasks: list[str]
     rows: dict[tuple[str, str], Row]
     costs: dict[str, dict[str, Any]]
-    fronts: dict[str, list[str]]
+    fronts: dict[str, dict[str, list[str]]]
     missing: list[tuple[str, str, str]]
     cells: dict[tuple[str, str], dict[str, Any]] = field(repr=False)
     outcomes: dict[str, tuple[list[tuple[str, int, str]], dict[str, np.ndarray]]] = field(repr=False)
@@ -130,23 +141,18 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     for name in variants:
         chosen[name], said = _chosen_on(folder, [cell for place, cell in there.items() if place[0] == name], asked)
         notes |= dict.fromkeys(f"{name}: {one}" for one in said)
-    tests = (len(variants) - 1) * (len(tasks) + 1)
-    draws = max(10_000, 20 * tests)  # so that Holm's correction of the smallest p-value there can be is below 0.05
+    tables: dict[str, tuple[list[str], np.ndarray, list[str]]] = {}  # variants, figures, texts of the questions
     for task, one in asked.items():
         present = [name for name in variants if (name, task) in there]
         values = _matrix(folder, there, baseline, present, task, one)
         outcomes[task] = one.questions, dict(zip(present, values.T, strict=True))
-        for row in _rows(present, task, values, present.index(baseline), one.lower_is_better, seed, draws):
-            row.chosen_on = sum(key in chosen[row.variant] for key in one.texts)
-            rows[row.variant, task] = row
+        tables[task] = present, values, one.texts
     together = [task for task in tasks if not asked[task].lower_is_better]
     if len(together) > 1:
         whole = [name for name in variants if all(name in outcomes[task][1] for task in together)]
         stacked = np.concatenate([np.stack([outcomes[task][1][name] for name in whole], 1) for task in together])
         texts, values = _once([place for task in together for place in asked[task].places()], stacked)
-        for row in _rows(whole, POOLED, values, whole.index(baseline), False, seed, draws):
-            row.chosen_on = sum(key in chosen[row.variant] for key in texts)
-            rows[row.variant, POOLED] = row
+        tables[POOLED] = whole, values, texts
         if left := [task for task in tasks if task not in together]:
             notes[f"{POOLED}: without {', '.join(left)}, where lower is better"] = None
         if len(texts) < len(stacked):
@@ -154,12 +160,18 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
                 f"{POOLED}: {len(stacked)} outcomes of {len(texts)} questions; one asked by several tasks counts once"
             ] = None
         tasks = [*tasks, POOLED]
+    tests = max(1, sum(len(names) - 1 for names, _, _ in tables.values()))
+    for task, (names, values, texts) in tables.items():
+        lower = task != POOLED and asked[task].lower_is_better
+        for row in _rows(names, task, values, names.index(baseline), lower, seed, tests):
+            row.chosen_on = sum(key in chosen[row.variant] for key in texts)
+            rows[row.variant, task] = row
     tested = [row for row in rows.values() if row.p is not None]
     for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
         row.p_holm = adjusted
     costs = {name: _costs(folder, cells, name) for name in variants}
     title, metrics = about["title"], {task: sorted({*one.columns.values()}) for task, one in asked.items()}
-    fronts = _fronts(rows, costs, tasks[-1])
+    fronts = {task: _fronts(rows, costs, task) for task in tasks}
     return Comparison(
         title, baseline, variants, tasks, rows, costs, fronts, missing, cells, outcomes, metrics, list(notes)
     )
@@ -242,30 +254,32 @@ def _once(places: list[tuple[str, int]], values: np.ndarray) -> tuple[list[str],
 
 
 def _rows(
-    names: Sequence[str], task: str, values: np.ndarray, base: int, lower_is_better: bool, seed: int, draws: int
+    names: Sequence[str], task: str, values: np.ndarray, base: int, lower_is_better: bool, seed: int, tests: int
 ) -> Iterator[Row]:
-    """Rows of one task, all tests at once."""
-    count, is_binary = len(values), bool(np.isin(values, (0.0, 1.0)).all())
-    lows, highs = bootstrap_band(values, seed)
+    """Rows of one task, all tests at once; `tests` are those of the whole comparison."""
+    is_binary = bool(np.isin(values, (0.0, 1.0)).all())
+    unit = 1.0 if ((values >= 0) & (values <= 1)).all() else np.inf
+    lows, highs = mean_interval(values, seed)
     differences = values - values[:, [base]]
-    from_, to = bootstrap_band(differences, seed)
+    from_, to = difference_interval(differences, unit, seed)
     better, worse = (differences > 0).sum(0), (differences < 0).sum(0)
     better, worse = (worse, better) if lower_is_better else (better, worse)
     if is_binary:
         ps, test = mcnemar_test(better, worse), "McNemar"
     else:
+        draws = max(10_000, 20 * tests)  # so that Holm's correction of the smallest p-value there can be is below 0.05
         ps, test = sign_flip_test(differences, seed, draws), "sign flips"
         ps = np.where(better + worse == 0, 1.0, ps)
-    least = detectable(differences.std(0, ddof=1) if count > 1 else np.full(len(names), np.nan), count, is_binary)
+    least = detectable(differences, unit, LEVEL / tests)
     for i, name in enumerate(names):
-        row = Row(name, task, count, float(values[:, i].mean()), float(lows[i]), float(highs[i]))
+        row = Row(name, task, len(values), float(values[:, i].mean()), float(lows[i]), float(highs[i]))
         row.lower_is_better = lower_is_better
         if i != base:
             row.difference = float(differences[:, i].mean())
             row.difference_low, row.difference_high = float(from_[i]), float(to[i])
             row.better, row.worse, row.test = int(better[i]), int(worse[i]), test
             row.p = float(ps[i])
-            row.detectable = None if is_binary and least[i] > 1 else float(least[i])  # no share of questions is above 1
+            row.detectable = None if np.isnan(least[i]) else float(least[i])
         yield row
 
 
@@ -303,14 +317,26 @@ def _costs(folder: GridFolder, cells: dict[tuple[str, str], dict[str, Any]], var
 
 
 def _fronts(rows: dict[tuple[str, str], Row], costs: dict[str, dict[str, Any]], task: str) -> dict[str, list[str]]:
-    """By figure in which variants differ, those that no other beats."""
+    """By figure in which variants differ, those that are better than every other in it or in the mean.
+
+    Speeds that were measured once have no front: what they would be another time is not known.
+    """
     names = [name for name, place in rows if place == task]
     gains = np.array([rows[name, task].mean * (-1 if rows[name, task].lower_is_better else 1) for name in names])
     found = {}
     for figure, (_, less) in COSTS.items():
-        values = np.array([costs[name].get(figure, np.nan) for name in names], dtype=float)
-        known = values[~np.isnan(values)]
-        if len(known) and (known != known[0]).any():  # a cost that is the same for all has no front
-            front = pareto(values if less else -values, gains)
+        ends = np.array([measured_range(costs[name], figure) for name in names])
+        known = ~np.isnan(ends).any(1)
+        once = figure in TIMED and any(figure in costs[name] and not known[i] for i, name in enumerate(names))
+        if not once and (ends[known] != ends[known][:1]).any():  # a cost that is the same for all has no front
+            front = pareto(ends if less else -ends[:, ::-1], gains)
             found[figure] = [name for name, is_on in zip(names, front, strict=True) if is_on]
     return found
+
+
+def measured_range(costs: dict[str, Any], figure: str) -> tuple[float, float]:
+    """Return the ends of what was measured of a variant's figure; NaN where that is not known."""
+    if figure in TIMED:
+        low, high = costs.get("ranges", {}).get(figure, (np.nan, np.nan))
+        return low, high
+    return (costs.get(figure, np.nan),) * 2

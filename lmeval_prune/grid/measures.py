@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ and a good knife to cut it loose. When they arrived, the baker had already close
 on the quay for three coins each and gave the rest to the pupils. On the way back she wrote down what she had spent and
 what she had earned, added the price of the knife, and found that the day had cost her exactly as much as it had
 brought. She laughed, wound the clock, and set it by the bell of the church, which was, as always, four minutes late."""
-PREFILL, DECODED = 192, 32
+PREFILL, DECODED, REPEATS = 192, 32, 5
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -43,9 +44,9 @@ def measure(lm: Any) -> dict[str, Any]:
 
     Returns:
         `parameters`, `parameters_without_embeddings`; `flops_per_token` of reading the text (torch's counter);
-        `prefill_tokens_per_second`, `decode_tokens_per_second` at batch 1 (the better of two, other work on the
-        machine included); `weights_bytes`, `cache_bytes_per_token` after the text; on a GPU `peak_bytes`; and on
-        what it was measured.
+        `prefill_tokens_per_second`, `decode_tokens_per_second` at batch 1 (the median of `REPEATS` runs, other work
+        on the machine included) and, of both, `ranges`: the slowest and the fastest run; `weights_bytes`,
+        `cache_bytes_per_token` after the text; on a GPU `peak_bytes`; and on what it was measured.
     """
     model = lm.model
     ids = torch.tensor([lm.tok_encode(TEXT)[:PREFILL]], device=lm.device)
@@ -58,19 +59,21 @@ def measure(lm: Any) -> dict[str, Any]:
         if lm.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(lm.device)
         cache = model(ids, use_cache=True).past_key_values
-        prefill = _seconds(lambda: model(ids, use_cache=True))
+        prefill = [length / seconds for seconds in _seconds(lambda: model(ids, use_cache=True))]
         settings = {"do_sample": False, "use_cache": True, "pad_token_id": lm.tokenizer.pad_token_id or 0}
         one = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "min_new_tokens": 1, **settings}
         many = {**one, "max_new_tokens": DECODED + 1, "min_new_tokens": DECODED + 1}
         first = _seconds(lambda: model.generate(ids, **one))
         whole = _seconds(lambda: model.generate(ids, **many))
+    decode = [decoding_rate(*seconds) for seconds in zip(first, whole, strict=True)]
+    speeds = {"prefill_tokens_per_second": prefill, "decode_tokens_per_second": decode}
     on_gpu = lm.device.type == "cuda"
     return {
         "parameters": everything,
         "parameters_without_embeddings": without_embeddings,
         "flops_per_token": counter.get_total_flops() / length,
-        "prefill_tokens_per_second": length / prefill,
-        "decode_tokens_per_second": decoding_rate(first, whole),
+        **{name: median(rates) for name, rates in speeds.items()},
+        "ranges": {name: [min(rates), max(rates)] for name, rates in speeds.items()},
         "weights_bytes": sum(one.numel() * one.element_size() for one in weights),
         "cache_bytes_per_token": _cache_bytes(cache) / length,
         **({"peak_bytes": torch.cuda.max_memory_allocated(lm.device)} if on_gpu else {}),
@@ -91,16 +94,16 @@ def decoding_rate(first: float, whole: float) -> float:
     return DECODED / max(whole - first, whole / 4)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """The better of two, after one to warm up."""
+def _seconds(run: Callable[[], Any]) -> list[float]:
+    """Of each of the repeats, after one to warm up."""
     times = []
-    for _ in range(3):
+    for _ in range(1 + REPEATS):
         begin = time.perf_counter()
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return min(times[1:])
+    return times[1:]
 
 
 def _cache_bytes(cache: Any) -> int:

@@ -65,9 +65,10 @@ def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str,
     if len(arguments) > 1 and isinstance(arguments[1], str):  # likelihoods of given texts
         scores = [one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in responses]
         best = max(range(len(scores)), key=lambda i: scores[i])
-        shown = [f"{row['arguments'][best][1]} (log-likelihood {scores[best]:.2f})"] if len(scores) > 1 else scores
+        shown = [row["arguments"][best][1]] if len(scores) > 1 else []  # of one text nothing was chosen
+        likelihood = f"log-likelihood {scores[best]:.2f}"
     else:
-        shown = [text for one in responses for text in one]
+        shown, likelihood = [text for one in responses for text in one], ""
     return {
         "task": task,
         "doc_id": int(row["doc_id"]),
@@ -75,6 +76,7 @@ def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str,
         "text_key": digest(question),
         "target": str(row["target"]),
         "answer": "\n\n— next try —\n\n".join(map(str, shown)),
+        "likelihood": likelihood,
         "extracted": str(row.get("extracted", "")),
     }
 
@@ -189,6 +191,6 @@ def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
 
 
 def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
-    """Questions, gold answers and answers of a cell, by task and number."""
-    table = read_table(folder / ANSWERS, ["task", "doc_id", "question", "target", "answer"])
-    return {(row["task"], row["doc_id"]): row for row in table.to_pylist()}
+    """Questions, gold answers, answers and their likelihoods of a cell, by task and number."""
+    rows = read_table(folder / ANSWERS).to_pylist()
+    return {(row["task"], row["doc_id"]): {"likelihood": "", **row} for row in rows}

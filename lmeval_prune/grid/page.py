@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmeval_prune.artefacts import CREATED_BY, write_text
-from lmeval_prune.grid.comparison import COSTS, POOLED, Comparison
+from lmeval_prune.grid.comparison import COSTS, POOLED, TIMED, Comparison, measured_range
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.outcomes import read_answers
 from lmeval_prune.reporting.documents import render
@@ -37,12 +37,19 @@ def write_page(found: Comparison, folder: GridFolder, path: Path, without_texts:
         "title": found.title,
         "baseline": found.baseline,
         "tasks": found.tasks,
+        "fronts": found.fronts,
         "pooled": POOLED,
         "made": f"Made by {CREATED_BY}.",
         "missing": found.missing,
         "notes": found.notes,
         "costs": [
-            {"key": name, "label": COSTS[name][0], "less": COSTS[name][1], "varies": _varies(found, name)}
+            {
+                "key": name,
+                "label": COSTS[name][0],
+                "less": COSTS[name][1],
+                "varies": _varies(found, name),
+                "timed": name in TIMED,
+            }
             for name in known
         ],
         "variants": [_variant(found, name) for name in found.variants],
@@ -63,8 +70,9 @@ def _variant(found: Comparison, name: str) -> dict[str, Any]:
     own = {task: cell for (variant, task), cell in found.cells.items() if variant == name}
     rows = {task: asdict(row) for (variant, task), row in found.rows.items() if variant == name}
     costs = {key: value for key, value in found.costs[name].items() if key in COSTS}
+    ranges = {key: measured_range(found.costs[name], key) for key in costs if key in TIMED}
     commands = {task: cell["command"] for task, cell in own.items()}
-    return {"name": name, "rows": rows, "costs": costs, "commands": commands}
+    return {"name": name, "rows": rows, "costs": costs, "ranges": ranges, "commands": commands}
 
 
 def _questions(found: Comparison, folder: GridFolder, without_texts: Sequence[str]) -> dict[str, Any]:
@@ -81,10 +89,12 @@ def _questions(found: Comparison, folder: GridFolder, without_texts: Sequence[st
             texts_of = {} if withheld else {key: _short(base[own, number][key]) for key in ("question", "target")}
             shown.append({"id": place, **texts_of})
         answers: dict[str, list[int]] = {}
+        likelihoods: dict[str, list[str]] = {}
         texts: dict[str, int] = {}
         for name in outcomes if left > 0 and not withheld else ():
             said = read_answers(folder.cell(found.cells[name, task]["key"]))
             answers[name] = []
+            likelihoods[name] = [said[own, number]["likelihood"] for own, number, _ in questions]
             for own, number, _ in questions:
                 text = _short(said[own, number]["answer"])
                 left -= len(text) if text not in texts else 0
@@ -97,6 +107,8 @@ def _questions(found: Comparison, folder: GridFolder, without_texts: Sequence[st
         result[task]["lower"] = found.rows[found.baseline, task].lower_is_better
         if left > 0 and not withheld:
             result[task] |= {"texts": list(texts), "answers": answers}
+            if any(any(own) for own in likelihoods.values()):
+                result[task]["likelihoods"] = likelihoods
     return result
 
 

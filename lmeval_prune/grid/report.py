@@ -13,11 +13,11 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import CREATED_BY, digest, file_name, read_json, read_lines, write_text
 from lmeval_prune.errors import InputError, nearest
-from lmeval_prune.grid.comparison import COSTS, Comparison, Row, compare
+from lmeval_prune.grid.comparison import COSTS, TIMED, Comparison, Row, compare, measured_range
 from lmeval_prune.grid.folder import GridFolder, samples_file
 from lmeval_prune.grid.page import write_page
-from lmeval_prune.reporting.documents import render
-from lmeval_prune.reporting.plot_style import COLOURS, figure, save
+from lmeval_prune.reporting.documents import one_line, render
+from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
 from lmeval_prune.reporting.tables import bold, csv, markdown
 
 LEFT = ["variant"]
@@ -47,7 +47,7 @@ def write(
     output: str | None = None,
     seed: int = 0,
     without_texts: Sequence[str] = (),
-) -> tuple[Path, list[str]]:
+) -> tuple[str, list[str], list[Path]]:
     """Compare a grid and write everything.
 
     Args:
@@ -58,7 +58,7 @@ def write(
         without_texts: tasks whose questions and answers the page does not show.
 
     Returns:
-        The page, and what a reader must know besides, a line each.
+        The table of the last task or of all together, what a reader must know besides, a line each, and the files.
 
     Raises:
         InputError: as of `compare`, the output is a file, or there is no such task.
@@ -96,11 +96,15 @@ def write(
         on_trial=_on_trial(found),
         marked=any(row.chosen_on for row in found.rows.values()),
         costs=_costs(found, costs) if costs else "",
+        timed=any(name in TIMED for name in costs),
+        front_of_speeds=any(name in TIMED for name in found.fronts[found.tasks[-1]]),
         where=", ".join(sorted({_where(one) for one in found.costs.values() if one})),
     )
     write_text(target / "report.md", text)
     write_page(found, GridFolder(path), target / "page.html", without_texts)
-    return target / "page.html", found.notes
+    pictures = ["pareto.png", "pareto.svg"] if costs else []
+    names = ["report.md", "table.csv", "comparison.json", *pictures, "page.html"]
+    return _table(found, found.tasks[-1]), found.notes, [target / name for name in names]
 
 
 def _on_trial(found: Comparison) -> list[str]:
@@ -146,11 +150,19 @@ def _chance(p: float | None) -> str:
     return "" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
 def _costs(found: Comparison, names: list[str]) -> str:
+    fronts = found.fronts[found.tasks[-1]]
+
     def shown(variant: str, name: str) -> str:
         value = found.costs[variant].get(name)
-        on_front = " ◆" if variant in found.fronts.get(name, ()) else ""
-        return "" if value is None else f"{value:,.0f}{on_front}" if value >= 1000 else f"{value:.1f}{on_front}"
+        low, high = measured_range(found.costs[variant], name)
+        between = f" ({_figure(low)} … {_figure(high)})" if low < high else ""
+        on_front = " ◆" if variant in fronts.get(name, ()) else ""
+        return "" if value is None else f"{_figure(value)}{between}{on_front}"
 
     rows = [
         {"variant": variant, **{COSTS[name][0]: shown(variant, name) for name in names}}
@@ -168,25 +180,33 @@ def _picture(found: Comparison, names: list[str], stem: Path) -> None:
     def spread(cost: str) -> float:
         values = [found.costs[name].get(cost) for name in points]
         known = [value for value in values if value]
-        deterministic = not COSTS[cost][0].startswith("tokens a second")  # a picture is the same each time
-        return max(known) / min(known) + 1e6 * deterministic * (max(known) > min(known)) if known else 0.0
+        differs = max(known) > min(known) if known else False
+        return max(known) / min(known) + 1e6 * differs * (cost not in TIMED) if known else 0.0  # one that is no chance
 
     cost = max(names, key=spread)
-    made, axes = figure(8.2, 4.6, f"{found.title}: mean ({task}) against {COSTS[cost][0]}")
-    front = found.fronts.get(cost, [])
-    for name, row in points.items():
-        value = found.costs[name].get(cost)
-        if value is None:
-            continue
+    made, axes = figure(8.2, 4.6, one_line(f"{found.title}: mean ({task}) against {COSTS[cost][0]}"))
+    front = found.fronts[task].get(cost, [])
+    known = {name: row for name, row in points.items() if found.costs[name].get(cost) is not None}
+    marks, named = [], []
+    for name, row in known.items():
+        value = found.costs[name][cost]
+        low, high = measured_range(found.costs[name], cost)
         colour = COLOURS[1] if name == found.baseline else COLOURS[0] if name in front else COLOURS[6]
-        axes.plot([value, value], [100 * row.low, 100 * row.high], color=colour, lw=1, alpha=0.5)
-        axes.plot([value], [100 * row.mean], "o", color=colour, ms=6)
-        if name in front or name == found.baseline:
-            axes.annotate(name, (value, 100 * row.mean), xytext=(6, 4), textcoords="offset points", fontsize=8)
+        above = int(name in front or name == found.baseline)
+        axes.plot([value, value], [100 * row.low, 100 * row.high], color=colour, lw=1, alpha=0.5, zorder=2 + above)
+        if low < high:
+            axes.plot([low, high], [100 * row.mean] * 2, color=colour, lw=1, alpha=0.5, zorder=2 + above)
+        axes.plot([value], [100 * row.mean], "o", color=colour, ms=6, zorder=3 + above)
+        marks += [(value, 100 * row.low, value, 100 * row.high), (value, 100 * row.mean, value, 100 * row.mean)]
+        if above:
+            named.append((value, 100 * row.mean, one_line(name)))
     ordered = sorted((found.costs[name][cost], 100 * points[name].mean) for name in front)
-    axes.plot(*zip(*ordered, strict=True), "--", color=COLOURS[0], lw=1)
+    if ordered:
+        axes.plot(*zip(*ordered, strict=True), "--", color=COLOURS[0], lw=1)
     axes.set(xlabel=COSTS[cost][0], ylabel="mean, points (lines: 95%)")
+    axes.margins(x=0.12)
     axes.grid(axis="y", color="0.92")
+    label_points(axes, named, marks)
     save(made, stem)
 
 

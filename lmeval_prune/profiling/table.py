@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
+from lmeval_prune.reporting.tables import markdown
 
 _WORDS = {
     "parameters": "parameters (millions)",
@@ -20,15 +23,15 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """A Markdown table: a column a model, and its share of the first one's figure."""
     names = list(rows)
     first = rows[names[0]]
-    lines = ["| | " + " | ".join(Path(name).name for name in names) + " |", "| --- |" + " --- |" * len(names)]
+    lines = []
     for key in _figures(first):
         cells = []
         for place, name in enumerate(names):
             value = rows[name].get(key)
             share = f" ({value / first[key]:.3f})" if place and value is not None and first[key] else ""
             cells.append("" if value is None else f"{_shown(key, value)}{share}")
-        lines.append(f"| {_named(key)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([_named(key), *cells])
+    return markdown(pd.DataFrame(lines, columns=["", *(Path(name).name for name in names)]), [""]) + "\n"
 
 
 def draw(rows: Mapping[str, Mapping[str, Any]], path: Path) -> None:

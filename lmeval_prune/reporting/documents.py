@@ -1,14 +1,40 @@
-"""Texts from jinja2 templates."""
+"""Texts from jinja2 templates, in which a name or a text of others is shown as it is and never read as markup."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+_MARKDOWN = re.compile(r"[\\`*\[\]|]|(?<!\w)_|_(?!\w)")
+
+
+def one_line(text: Any) -> str:
+    """Return a text for a terminal or a picture: blanks for line breaks and for letters that control."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text))
+
+
+def plain(text: Any) -> Markup:
+    """Return a text as Markdown, and HTML within it, that shows the text, in one line; what is Markup stays."""
+    if isinstance(text, Markup):
+        return text
+    escaped = one_line(text).replace("&", "&amp;").replace(">", "&gt;").replace("~", "&#126;")
+    escaped = re.sub(r"<(?!\d)", "&lt;", escaped)  # before a digit it begins no tag
+    return Markup(_MARKDOWN.sub(r"\\\g<0>", escaped))
 
 
 def render(template: Path, **values: Any) -> str:
-    """Fill in a template; a name that it lacks is an error."""
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    """Fill in a template, `*.md.jinja` or `*.html.jinja`; a name that it lacks is an error.
+
+    Values are shown as they are, but for `Markup`.
+    """
+    environment = Environment(
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        finalize=escape if ".html" in template.suffixes else plain,
+    )
     return environment.from_string(template.read_text(encoding="utf-8")).render(values)

@@ -41,9 +41,7 @@ def draw(pieces: Sequence[str], layers: Sequence[str], skipped: np.ndarray, titl
             filled, cmap=ListedColormap(["#f2f2f2", COLOURS[0]]), vmin=0, vmax=1, edgecolors="white", lw=0.5
         )
         axes.set_yticks(np.arange(len(layers))[::-2] + 0.5, list(layers)[::-2], fontsize=6)
-        names = [
-            piece.replace("\n", "⏎").replace("$", r"\$").strip() or "␣" for piece in pieces[start : start + across]
-        ]
+        names = [piece.replace("\n", "⏎").strip() or "␣" for piece in pieces[start : start + across]]
         axes.set_xticks(np.arange(len(names)) + 0.5, names, rotation=90, fontsize=6)
         axes.tick_params(length=0, pad=1)
         axes.spines[:].set_visible(False)

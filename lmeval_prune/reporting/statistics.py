@@ -1,47 +1,77 @@
-"""Statistics over questions: bootstrap bands, paired tests, Holm's correction, what n questions could have shown."""
+"""Statistics over questions: intervals, paired tests, Holm's correction, what n questions could have shown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 
-def bootstrap_band(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tuple[np.ndarray, np.ndarray]:
-    """Draw questions with replacement, for 95% intervals of their means.
+def mean_interval(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    """Return 95% intervals of means: of right and wrong Clopper and Pearson's, of figures by studentised bootstrap.
 
     Args:
-        values: shape (questions, columns); the columns are of the same draws.
-        seed: of the draws.
+        values: shape (questions, columns).
+        seed: of the bootstrap's draws, which are the same for all columns.
         draws: how many.
 
     Returns:
         Lower and upper ends, shape (columns,) each; NaN where a value is not known.
     """
-    low, high = values.mean(0), values.mean(0)
-    known = ~np.isnan(low)
-    if len(values) < 2 or not known.any():
+    low, high = _studentised(values, seed, draws)
+    count, is_binary = len(values), np.isin(values, (0.0, 1.0)).all(0)
+    right = values[:, is_binary].sum(0)
+    low[is_binary] = np.nan_to_num(stats.beta.ppf(0.025, right, count - right + 1), nan=0.0)
+    high[is_binary] = np.nan_to_num(stats.beta.ppf(0.975, right + 1, count - right), nan=1.0)
+    return low, high
+
+
+def difference_interval(
+    differences: np.ndarray, unit: float, seed: int = 0, draws: int = 2000
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return 95% intervals of mean differences: studentised bootstrap, with one question added in each direction.
+
+    Without the two, an interval from few questions that differ is far too short, and from none a point. (Bonett and
+    Price add them for right and wrong; here figures get them, too, of the size by which their questions differ.)
+
+    Args:
+        differences: of paired questions, shape (questions, columns).
+        unit: as of `detectable`.
+        seed: of the bootstrap's draws, which are the same for all columns.
+        draws: how many.
+    """
+    size = _size(differences, unit)
+    size = np.where(np.isinf(size), 0.0, size)
+    low, high = _studentised(np.concatenate([differences, [size, -size]]), seed, draws)
+    return np.maximum(low, -unit), np.minimum(high, unit)
+
+
+def _size(differences: np.ndarray, unit: float) -> np.ndarray:
+    """Return how much questions differ that do; the unit where none does."""
+    sums = np.abs(differences).sum(0)
+    return np.divide((differences**2).sum(0), sums, out=np.full(len(sums), unit), where=sums > 0)
+
+
+def _studentised(values: np.ndarray, seed: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return intervals of means; a column of one value has it as both ends."""
+    count, means = len(values), values.mean(0)
+    low, high = means.copy(), means.copy()
+    spread = values.std(0)
+    varied = spread > 1e-12 * np.abs(values).max(0, initial=0.0)  # false where a value is NaN
+    if not varied.any():
         return low, high
-    kept = values[:, known]
-
-    def means(places: np.ndarray, axis: int) -> np.ndarray:
-        """Of the questions drawn, (…, questions), how often each was: one product gives all columns' means."""
-        rows = places.reshape(-1, len(kept))
-        counts = np.bincount((rows + len(kept) * np.arange(len(rows))[:, None]).ravel(), minlength=rows.size)
-        found = kept.T @ counts.reshape(rows.shape).T / len(kept)
-        return found[:, 0] if places.ndim == 1 else found
-
-    drawn = stats.bootstrap(
-        (np.arange(len(kept)),),
-        means,
-        vectorized=True,
-        method="percentile",
-        n_resamples=draws,
-        batch=100,
-        rng=np.random.default_rng(seed),
-    )
-    low[known], high[known] = drawn.confidence_interval.low, drawn.confidence_interval.high
+    scaled = (values[:, varied] - means[varied]) / spread[varied]
+    generator, share = np.random.default_rng(seed), np.full(count, 1 / count)
+    scores = []
+    for start in range(0, draws, 100):  # how often each question is drawn: one product gives all columns' sums
+        drawn = generator.multinomial(count, share, size=min(100, draws - start)) / count
+        mean = drawn @ scaled
+        variance = drawn @ scaled**2 - mean**2
+        scores.append(mean / np.sqrt(np.where(variance > 1e-9, variance, np.nan)))  # a draw of one value has no score
+    ends = np.nanquantile(np.concatenate(scores), (0.975, 0.025), axis=0)
+    low[varied], high[varied] = means[varied] - ends * spread[varied]
     return low, high
 
 
@@ -92,40 +122,74 @@ def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
     return np.minimum(1.0, 2 * stats.binom.cdf(np.minimum(better, worse), differ, 0.5))
 
 
-def detectable(deviation: np.ndarray, questions: int, right_or_wrong: bool, level: float = 0.05) -> np.ndarray:
-    """The smallest mean difference that so many questions would have shown four times in five.
+def detectable(differences: np.ndarray, unit: float, level: float = 0.05) -> np.ndarray:
+    """Return the smallest mean differences that the paired tests show at least four times in five.
 
-    That is (z(1 − level/2) + z(0.8)) · deviation / √questions. For right and wrong it is at least what the exact test
-    needs if no question goes the other way: k questions with 2 · 0.5ᵏ ≤ level.
+    It is McNemar's exact power if as many questions differ as here; where even all of these going one way are too few,
+    if as many more differ, all one way. Sign flips of figures are as powerful as McNemar's test of
+    (Σ|d|)² / Σd² questions that differ by Σd² / Σ|d| each.
 
     Args:
-        deviation: standard deviation of the questions' differences.
-        questions: how many.
-        right_or_wrong: whether outcomes are 0 or 1.
+        differences: of paired questions, shape (questions, tests).
+        unit: the largest difference a question can have, 1 for shares; infinite where there is no largest. Where no
+            question differs it stands for how much one would.
+        level: of a two-sided test. For one that Holm's correction of m tests leaves clear whatever the others say: of
+            0.05, an m-th.
+
+    Returns:
+        Shape (tests,); NaN where no difference would be shown, or how much a question differs is not known.
+    """
+    count, size = len(differences), _size(differences, unit)
+    squares = (differences**2).sum(0)
+    shares = np.divide(np.abs(differences).mean(0), size, out=np.zeros(len(size)), where=squares > 0)
+    found = size * [_detectable(count, round(float(share), 6), level) for share in shares]
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+@cache
+def _detectable(count: int, share: float, level: float) -> float:
+    """Return it for right and wrong, of a share of questions that differ."""
+
+    def lack(share: float, difference: float) -> float:
+        return 0.8 - mcnemar_power(count, share, difference, level)
+
+    if np.isnan(share) or lack(1.0, 1.0) > 0:
+        return float("nan")
+    if share and lack(share, share) <= 0:
+        return float(optimize.brentq(lambda difference: lack(share, difference), 0.0, share, xtol=1e-5)) + 1e-5
+    return float(optimize.brentq(lambda more: lack(more, more), share, 1.0, xtol=1e-5)) + 1e-5
+
+
+def mcnemar_power(count: int, share: float, difference: float, level: float = 0.05) -> float:
+    """Return the exact power of McNemar's exact test.
+
+    Args:
+        count: of questions.
+        share: of questions that the two answer differently, in the population.
+        difference: of the means of the two there; at most the share.
         level: of the two-sided test.
     """
-    normal = stats.norm.ppf(1 - level / 2) + stats.norm.ppf(0.8)
-    least = np.ceil(np.log2(2 / level)) / questions if right_or_wrong else 0.0
-    return np.maximum(normal * np.asarray(deviation) / np.sqrt(questions), least)
+    low, high = stats.binom.ppf((1e-9, 1 - 1e-9), count, share)
+    differ = np.arange(max(low, 1), high + 1)
+    most = stats.binom.ppf(level / 2, differ, 0.5) - 1  # so few may go the other way
+    better = min(1.0, (1 + difference / share) / 2) if share else 0.5
+    shown = stats.binom.cdf(most, differ, better) + stats.binom.sf(differ - most - 1, differ, better)
+    return float(stats.binom.pmf(differ, count, share) @ shown)
 
 
 def pareto(costs: np.ndarray, gains: np.ndarray) -> np.ndarray:
-    """Which points no other one beats: none costs as little and gains as much, and one of both strictly.
+    """Return which points are better than every other, in cost or in gain; equal points are so together.
 
     Args:
-        costs: smaller is better; NaN is never on the front.
+        costs: shape (points, 2), the ends of what was measured of each; smaller is better. One is better than another
+            if its upper end is below the other's lower one. NaN is never on the front.
         gains: larger is better.
     """
-    front = np.zeros(len(costs), dtype=bool)
-    best = -np.inf
-    order = [i for i in np.lexsort((-gains, costs)) if not (np.isnan(costs[i]) or np.isnan(gains[i]))]
-    last = None
-    for i in order:
-        if gains[i] > best:
-            front[i], best, last = True, gains[i], i
-        elif last is not None and gains[i] == best and costs[i] == costs[last]:
-            front[i] = True
-    return front
+    low, high = costs.T
+    may_cost_less = low[None, :] <= high[:, None]  # (point, other)
+    is_same = (low[None, :] == high[:, None]) & (high[None, :] == low[:, None]) & (gains[None, :] == gains[:, None])
+    is_beaten = (may_cost_less & (gains[None, :] >= gains[:, None]) & ~is_same & ~np.eye(len(gains), dtype=bool)).any(1)
+    return ~is_beaten & ~np.isnan(low + high + gains)
 
 
 def two_sample_test(one: np.ndarray, other: np.ndarray, seed: int = 0, draws: int = 10_000) -> float:

@@ -17,10 +17,10 @@ from lmeval_prune.sprint.head_table import HeadTable
 def pass_at_n(
     curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
 ) -> None:
-    """Figure 4: pass@N of every policy; the first and its strongest rival with 95% bootstrap bands over questions."""
+    """Figure 4: pass@N of every policy; the first and its strongest rival with 95% bands over questions."""
     rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
     strongest = max(rivals, key=lambda i: _last(curves[i])[1], default=0)
-    made, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%, bootstrap over questions")
+    made, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
     others, ends = iter(COLOURS[2:] * len(curves)), []
     for i, (curve, (low, high)) in enumerate(zip(curves, bands, strict=True)):
         known = np.flatnonzero(~np.isnan(curve.mean))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -87,9 +88,9 @@ class HeadTable:
     def markdown(self) -> dict[str, str]:
         """Of each group a table: rows heads, columns layers, last the unpruned model; the best of a column bold."""
         heads = sorted({head for numbers in self.layers.values() for head in numbers})
-        found = {}
+        found: dict[str, str] = {}
         for group in self.groups:
-            shown: dict[str, list[str]] = {"pruned head": [*map(str, heads), "none"]}
+            shown: dict[str, list[Any]] = {"pruned head": [*map(str, heads), "none"]}
             for layer, numbers in self.layers.items():
                 values = {head: self.accuracy[group, column] for head, column in numbers.items()}
                 best = max(values.values())

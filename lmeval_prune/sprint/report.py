@@ -15,7 +15,7 @@ from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.tries import DENSE
 from lmeval_prune.reporting.documents import render
-from lmeval_prune.reporting.statistics import bootstrap_band, holm, sign_flip_test
+from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures
 from lmeval_prune.sprint.curves import Curve, at_random, from_samples, in_hindsight, ordered
@@ -52,7 +52,7 @@ class SprintReport(ReportOptions):
         heads, moved = HeadTable.of(test, self.by), changes(test)
         measured, lucky = gains(heads), gains_by_luck(test, heads, seed=self.seed)
         curves = self._curves(test, train, router)
-        bands = [bootstrap_band(curve.values, self.seed) for curve in curves]
+        bands = [mean_interval(curve.values, self.seed) for curve in curves]
         dense = float(test.accuracy()[test.pool.index(DENSE)])
         tests = self._tests(curves) if router else {}
         choices = [Counter(order[k] for order in curves[0].heads) for k in range(self.n)] if router else []

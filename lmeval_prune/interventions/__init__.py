@@ -1,7 +1,6 @@
 """Interventions change how a model computes for as long as they are applied; nothing stays behind."""
 
-from lmeval_prune.interventions.applied import interventions_on
-from lmeval_prune.interventions.base import Intervention, Origin, combined, load_intervention
+from lmeval_prune.interventions.base import Intervention, Origin, combined, interventions_on, load_intervention
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.interventions.row_masks import RowMasks

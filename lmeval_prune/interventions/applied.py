@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock, Thread, current_thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -19,22 +19,26 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.table import method_name
 
-if TYPE_CHECKING:
-    from lmeval_prune.interventions.base import Intervention
-
 _ATTRIBUTE = "_lmeval_prune_applied"
 _LOCK = RLock()
+
+
+class Attachable(Protocol):
+    """An intervention, as far as it matters here."""
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        """Change the model, and leave in `stack` whatever undoes the change."""
 
 
 class _Record:
     """The interventions on a model, in order: an attribute of the modules that they change."""
 
     def __init__(self) -> None:
-        self.interventions: list[Intervention] = []
+        self.interventions: list[Any] = []
         self.threads: list[Thread | None] = []  # of each, which may alone apply more; None: any
         self.modules: set[nn.Module] = set()
 
-    def add(self, one: Intervention, thread: Thread | None, modules: set[nn.Module]) -> None:
+    def add(self, one: Attachable, thread: Thread | None, modules: set[nn.Module]) -> None:
         """Take in an intervention that changes these modules."""
         self.interventions.append(one)
         self.threads.append(thread)
@@ -42,7 +46,7 @@ class _Record:
         for module in modules:
             vars(module)[_ATTRIBUTE] = self
 
-    def remove(self, one: Intervention) -> None:
+    def remove(self, one: Attachable) -> None:
         """Forget the last that is this one."""
         index = next(i for i in reversed(range(len(self.interventions))) if self.interventions[i] is one)
         del self.interventions[index], self.threads[index]
@@ -94,7 +98,7 @@ _EAGER = _Eager()
 
 
 @contextmanager
-def attached(one: Intervention, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
+def attached(one: Attachable, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
     """Attach an intervention that fits a model inside a block, and record it.
 
     Args:
@@ -115,7 +119,7 @@ def attached(one: Intervention, model_map: ModelMap, any_thread: bool) -> Iterat
             stack.close()
 
 
-def _attach(one: Intervention, model_map: ModelMap, thread: Thread | None, stack: ExitStack) -> None:
+def _attach(one: Attachable, model_map: ModelMap, thread: Thread | None, stack: ExitStack) -> None:
     record: _Record = vars(model_map.attention[0].module).get(_ATTRIBUTE) or _Record()
     record.check_thread()
     _EAGER.begin()
@@ -152,8 +156,8 @@ def _refuse_replacing(model: nn.Module, changed: set[nn.Module], record: _Record
     return hook
 
 
-def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
+def applied_on(model: nn.Module) -> list[Any]:
     """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
     modules = model.modules() if _EAGER.count else ()
     record = next((vars(module)[_ATTRIBUTE] for module in modules if _ATTRIBUTE in vars(module)), None)
-    return tuple(record.interventions) if record else ()
+    return record.interventions if record else []

@@ -22,7 +22,7 @@ from torch import nn
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.applied import attached, interventions_on
+from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
 from lmeval_prune.settings import as_json, frozen, typed, types_of
 
@@ -291,6 +291,11 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
     content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
     loaded: Intervention = kinds[content["schema"]]._of(path, content, sha256, allow_other_model)
     return loaded
+
+
+def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
+    """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
+    return tuple(applied_on(model))
 
 
 @contextmanager

@@ -27,8 +27,7 @@ from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, he
 from lmeval_prune.architectures.blocks import in_features, out_features
 from lmeval_prune.artefacts import read_artefact, write_bytes
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.applied import interventions_on
-from lmeval_prune.interventions.base import SCHEMA_VERSION, Intervention, change_input
+from lmeval_prune.interventions.base import SCHEMA_VERSION, Intervention, change_input, interventions_on
 from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
 from lmeval_prune.settings import FrozenMapping
 

@@ -25,7 +25,6 @@ from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.applied import interventions_on
 from lmeval_prune.interventions.attention_call import (
     Attend,
     Attended,
@@ -33,7 +32,7 @@ from lmeval_prune.interventions.attention_call import (
     check_attention_calls,
     put_in_front,
 )
-from lmeval_prune.interventions.base import Intervention, change_input
+from lmeval_prune.interventions.base import Intervention, change_input, interventions_on
 from lmeval_prune.interventions.filtered_attention import valid_tokens
 from lmeval_prune.interventions.head_mask import HeadMask, dropped_columns
 from lmeval_prune.interventions.plan import Plan, dropped_channels, plan_of

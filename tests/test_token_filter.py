@@ -638,11 +638,11 @@ def test_the_target_is_reached_on_real_text(options: dict[str, Any], smollm2: An
 
 def test_fusion_with_one_key_value_head_is_said_to_be_the_mean(caplog: pytest.LogCaptureFixture) -> None:
     inputs = tokens(rows=2, length=20)
-    for heads, settings, said in ((1, {}, True), (2, {}, False), (1, {"similarity": "key"}, False)):
+    for heads, options, said in ((1, {}, True), (2, {}, False), (1, {"similarity": "key"}, False)):
         model, found = tiny("llama", num_key_value_heads=heads), []
         for fusion in ("inverse_variance", "as_printed"):
             caplog.clear()
-            with made(ratio=0.4, focus="uniform", fusion=fusion, **settings).applied_to(model):
+            with made(ratio=0.4, focus="uniform", fusion=fusion, **options).applied_to(model):
                 found.append(output(model, inputs))
             assert (f"token_filter.fusion={fusion}: keys and values weigh the same in L0, L1" in caplog.text) == said
         assert torch.equal(*found) == (heads == 1)

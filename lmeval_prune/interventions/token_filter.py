@@ -124,7 +124,8 @@ class TokenFilter(Intervention):
         rule = (share, self.step_size, self.smoothing, self.warmup, quantile, kind, self.fusion == "as_printed")
         if self.needs_order:
             logger.warning("token_filter.state=run: answers depend on the order in which they are asked for")
-        if self.similarity == "kv" and (alone := [x.label for x in self.layers(model_map) if x.kv_heads == 1]):
+        alone = [layer.label for layer in self.layers(model_map) if layer.kv_heads == 1]
+        if alone and self.similarity == "kv":
             logger.warning(
                 "token_filter.fusion=%s: keys and values weigh the same in %s, whose one key-value head has no variance",
                 self.fusion,

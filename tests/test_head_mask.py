@@ -196,6 +196,28 @@ def test_peft_adapters_are_masked_too() -> None:
         torch.testing.assert_close(got, output(merged, inputs), rtol=0, atol=1e-11)
 
 
+def test_a_masked_projection_cannot_be_replaced() -> None:
+    """Neither by another one, nor by an adapter around it, whose own path the mask would miss; others can."""
+    peft = pytest.importorskip("peft")
+    model, inputs = tiny("llama"), tokens()
+    attention, other = (layer.self_attn for layer in model.model.layers)
+    own, new = attention.o_proj, copy.deepcopy(other.o_proj)
+    with HeadMask("L0H1").applied_to(model):
+        expected = output(model, inputs)
+        with pytest.raises(InputError, match=r"o_proj cannot be replaced while something is applied to it \(heads\)"):
+            attention.o_proj = new
+        with pytest.raises(InputError, match="o_proj cannot be replaced"):
+            peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
+        other.o_proj = new
+        assert torch.equal(output(model, inputs), expected)
+        del attention.o_proj
+        with pytest.raises(InputError, match="o_proj cannot be replaced"):
+            attention.o_proj = new
+        attention.o_proj = own
+        assert torch.equal(output(model, inputs), expected)
+    attention.o_proj = new
+
+
 @pytest.mark.parametrize(
     ("text", "heads"),
     [

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import AbstractContextManager
-from dataclasses import fields
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +18,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on, load_intervention
+from lmeval_prune.interventions.base import change_output
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.settings import types_of
@@ -47,7 +51,8 @@ def lm(folder: Path, **arguments: Any) -> PrunedHFLM:
 def state_of(model: nn.Module) -> list[Any]:
     hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
     modules = [(name, type(module)) for name, module in model.named_modules()]
-    return [hooks, modules, model.config._attn_implementation, interventions_on(model)]
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    return [hooks, modules, attributes, model.config._attn_implementation, interventions_on(model)]
 
 
 def test_every_method_of_the_table_has_a_row() -> None:
@@ -99,6 +104,128 @@ def test_neighbours_and_padding_do_not_matter(row: Row, family: str) -> None:
         for i, text in enumerate(texts):
             alone = output(model, text[None])[0]
             torch.testing.assert_close(together[i, 9 - len(text) :], alone, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Any]:
+    """The tiny Llama, what it is called by, and a list that grows by each pass of compiled code; in two ways."""
+    found = []
+    for way in ("itself", "wrapper"):
+        model, passes = tiny("llama"), []
+
+        def counting(graph: Any, _: Any, passes: list[int] = passes) -> Any:
+            return lambda *inputs: (passes.append(1), graph(*inputs))[1]
+
+        if way == "itself":
+            model.compile(backend=counting)
+        found.append((model, model if way == "itself" else torch.compile(model, backend=counting), passes))
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_compiled_code_is_not_run_under_it_and_none_is_made(row: Row, compiled: list[Any]) -> None:
+    inputs = tokens()
+    for model, call, passes in compiled:
+        plain = tiny("llama")
+        dense = output(plain, inputs)
+        with applied(row, plain):
+            expected = output(plain, inputs)
+        for case in ("compiled before", "in the block alone"):
+            if case == "compiled before":
+                assert torch.equal(output(call, inputs), dense)
+            else:
+                torch.compiler.reset()
+            before = len(passes)
+            with applied(row, model):
+                assert torch.equal(output(call, inputs), expected) and len(passes) == before
+            if case == "compiled before" or row is ROWS[0]:  # to compile takes seconds
+                assert torch.equal(output(call, inputs), dense) and len(passes) > before
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_copies_and_replaced_modules_are_refused_inside_the_block(row: Row) -> None:
+    """The hooks would go with the copy for ever, and not with another module."""
+    model, inputs = tiny("llama"), tokens()
+    dense = output(model, inputs)
+    layers, layer = model.model.layers, model.model.layers[1]
+    with applied(row, model):
+        expected, hooked = output(model, inputs), interventions_on(model)
+        for part in (model, layer):
+            with pytest.raises(InputError, match="cannot be copied or pickled while something is applied"):
+                copy.deepcopy(part)
+            with pytest.raises((InputError, AttributeError, TypeError)):  # most hooks cannot be pickled
+                pickle.dumps(part)
+        other = tiny("llama").model.layers[1]
+        for place, name in ((layers, "1"), (layer, "self_attn"), (model, "model")):
+            with pytest.raises(InputError, match=f"{name} cannot be replaced while something is applied"):
+                setattr(place, name, other)
+        layers[1] = layers[1]  # no change
+        assert torch.equal(output(model, inputs), expected) and interventions_on(model) == hooked
+    copied = copy.deepcopy(model)
+    layer.self_attn = other.self_attn
+    assert torch.equal(output(model, inputs), dense) and torch.equal(output(copied, inputs), dense)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_another_thread_is_refused_inside_the_block(row: Row) -> None:
+    model, inputs = tiny("llama"), tokens()
+
+    def elsewhere() -> torch.Tensor:
+        with HeadMask("L1H0").applied_to(model):
+            return output(model, inputs)
+
+    with ThreadPoolExecutor(1) as pool:
+        expected = pool.submit(elsewhere).result()
+        with applied(row, model):
+            own = output(model, inputs)
+            with pytest.raises(InputError, match=r"another thread has .* applied to this model"):
+                pool.submit(elsewhere).result()
+            assert torch.equal(pool.submit(output, model, inputs).result(), own)
+            with HeadMask("L1H0").applied_to(model):  # the same thread
+                assert not torch.equal(output(model, inputs), own)
+        assert torch.equal(pool.submit(elsewhere).result(), expected)
+
+
+@dataclass(frozen=True)
+class ByLength(Intervention):
+    """Divides the first layer's attention by the length of the text, which a hook on the model itself reads."""
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        lengths: list[torch.Tensor] = []
+
+        def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            mask = kwargs.get("attention_mask")
+            lengths[:] = [(torch.ones_like(args[0]) if mask is None else mask).sum(1)]
+
+        stack.callback(model_map.model.register_forward_pre_hook(read, with_kwargs=True).remove)
+        change_output(model_map.attention[0].o_proj, lambda x: x / lengths[0][:, None, None], stack)
+
+
+@pytest.mark.parametrize("row", [*ROWS, Row("ByLength", apply=ByLength().applied_to)], ids=str)
+def test_likelihoods_do_not_depend_on_the_batch(row: Row, tiny_folder: Path) -> None:
+    """Texts of different lengths, which `hf` pads on the right without saying so."""
+    pairs = [
+        ("a", " b"),
+        ("one two three", " four"),
+        ("x y", " long and longer, the longest"),
+        ("one", " two three"),
+        ("one", "x"),
+    ]
+    pairs += [("one", "<pad>x"), ("one", "<pad><pad>x")]  # tokens 0, with which `hf` pads
+    texts = ["abc", "a text of its own, and more", "x", "one two three four five"]
+    asked = {
+        "loglikelihood": [request("loglikelihood", pair, i) for i, pair in enumerate(pairs)],
+        "loglikelihood_rolling": [request("loglikelihood_rolling", (text,), i) for i, text in enumerate(texts)],
+    }
+    dense = lm(tiny_folder, batch_size=1)
+    for kind, requests in asked.items():
+        found = []
+        for size in (1, 4):
+            one = lm(tiny_folder, batch_size=size)
+            with applied(row, one.model):
+                found.append(torch.tensor(getattr(one, kind)(requests), dtype=torch.float64))
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-9)
+        assert not torch.allclose(found[0], torch.tensor(getattr(dense, kind)(requests), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

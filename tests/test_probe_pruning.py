@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from lmeval_prune import InputError, Plan, TokenFilter, map_model
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.plan import ranges_of
-from lmeval_prune.interventions.probe_pruning import ProbePruning
+from lmeval_prune.interventions.probe_pruning import ProbePruning, extreme, shares
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.moments import weight_of
@@ -75,11 +75,16 @@ def test_ratio_0_is_the_dense_model() -> None:
 
 
 def test_a_probe_is_the_attention_among_the_largest_tokens() -> None:
-    """Of the first layer: the tokens whose embeddings are largest, with their own places, and none of the others."""
+    """Of the first layer: the tokens whose embeddings are largest, with their own places, and none of the others.
+
+    Of ten or fewer the first is the text's first.
+    """
     model, ids = tiny("llama"), tokens(1, 12)
     layer = map_model(model).attention[0]
     residual = model.model.embed_tokens(ids)
     places = residual[0].norm(dim=-1).topk(4).indices.sort().values  # a third, rounded up
+    assert places[0] > 0
+    places[0] = 0
     seen: list[torch.Tensor] = []
     handle = layer.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
     with torch.no_grad():
@@ -168,7 +173,7 @@ def test_over_a_plan_it_is_what_it_is_on_the_cut_model(kind: str) -> None:
                 report = interventions_on(one)[-1].report(map_model(one))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
     left = map_model(cut(model, plan).model)
-    gone = sum(int(0.5 * layer.heads) for layer in left.attention) / left.total_heads
+    gone = int(0.5 * left.total_heads) / left.total_heads
     assert report["probe_pruning_left_out"]["heads"] == gone > 0
 
 
@@ -204,3 +209,67 @@ def test_what_does_not_go_together_is_refused() -> None:
     for family, message in (("bert", "for causal models"), ("t5", "for causal models"), ("bloom", "attention through")):
         with pytest.raises(InputError, match=message), one.applied_to(tiny(family)):
             pass
+
+
+@pytest.mark.parametrize(
+    ("ratio", "heads", "channels"),
+    [(0.2, [0, 1, 1, 1, 1, 0], [9, 10, 9, 10, 10, 9]), (0.7, [2, 3, 3, 3, 3, 2], [33, 34, 33, 34, 34, 33])],
+)
+def test_what_rounding_leaves_goes_to_the_next_layer(ratio: float, heads: list[int], channels: list[int]) -> None:
+    """A fifth of four heads a layer is none of each, and four of 24."""
+    model = tiny("llama", num_hidden_layers=6)
+    read: dict[str, torch.Tensor] = {}
+    model_map = map_model(model)
+    with ProbePruning(ratio, skip_first=0).applied_to(model):
+        (applied,) = interventions_on(model)
+        for layer, block in zip(model_map.attention, model_map.feed_forward, strict=True):
+            for name, module in ((f"{layer.label}H", layer.o_proj), (f"{layer.label}C", block.down)):
+                module.register_forward_pre_hook(lambda _, args, name=name: read.update({name: args[0][0]}))
+        output(model, tokens(1, 30))
+        report = applied.report(model_map)["probe_pruning_left_out"]
+    lost = [sum(not read[f"L{n}H"][:, 8 * h : 8 * h + 8].any() for h in range(4)) for n in range(6)]
+    assert lost == [*heads] and [int((~read[f"L{n}C"].any(0)).sum()) for n in range(6)] == channels
+    assert report == {"heads": sum(heads) / 24, "channels": sum(channels) / 288}
+
+
+def test_what_the_last_layers_cannot_give_is_taken_from_those_before() -> None:
+    assert shares([10, 1, 1, 1, 1], 0.6) == [8, 0, 0, 0, 0]
+    assert shares([1, 10, 0, 1], 0.5) == [0, 6, 0, 0] and shares([], 0.5) == []
+
+
+def rows_of(texts: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts as one batch, padded on a side, and its mask."""
+    width = max(map(len, texts))
+    ids, mask = torch.zeros(len(texts), width, dtype=torch.long), torch.zeros(len(texts), width, dtype=torch.long)
+    for row, text in enumerate(texts):
+        where = slice(width - len(text), None) if side == "left" else slice(len(text))
+        ids[row, where], mask[row, where] = text, 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64], ids=str)
+def test_equal_tokens_are_told_apart_by_their_place(kind: torch.dtype, side: str) -> None:
+    """Texts of a few tokens, in any order: their norms are equal, or would be but for rounding; padding decides nothing."""
+    model = tiny("llama", dtype=kind)
+    draw = torch.Generator().manual_seed(0)
+    for trial in range(25):
+        words = torch.randint(3, 64, (1 + trial % 4,), generator=draw)
+        lengths = torch.randint(5, 70, (4,), generator=draw).tolist()
+        texts = [words[torch.randint(len(words), (length,), generator=draw)] for length in lengths]
+        ids, mask = rows_of(texts, side)
+        with ProbePruning(0.5, positions=0.3, skip_first=0).applied_to(model), torch.no_grad():
+            places = (mask.cumsum(1) - 1).clamp(min=0)
+            together = model(ids, attention_mask=mask, position_ids=places).logits
+            for row, text in enumerate(texts):
+                alone = model(text[None]).logits[0]
+                torch.testing.assert_close(together[row, mask[row].bool()], alone, rtol=0, atol=1e-3)
+
+
+def test_values_within_rounding_are_equal() -> None:
+    values = torch.tensor([1.0, 3.0, 1.0 + 1e-9, 0.5, 1.0 - 1e-9, 2.0, 1.0])
+    for count, expected in ((1, [1]), (2, [1, 5]), (3, [0, 1, 5]), (4, [0, 1, 2, 5]), (5, [0, 1, 2, 4, 5]), (0, [])):
+        assert extreme(values.double(), count, True, 1e-6).tolist() == expected
+    for count, expected in ((1, [3]), (2, [0, 3]), (3, [0, 2, 3]), (6, [0, 2, 3, 4, 5, 6])):
+        assert extreme(values.double(), count, False, 1e-6).tolist() == expected
+    assert extreme(torch.zeros(4), 2, False, 1e-6).tolist() == [0, 1]

@@ -340,14 +340,6 @@ def test_an_adapter_on_the_output_projection(first: bool, monkeypatch: pytest.Mo
     assert seen == [80, 80 - live["skipped"]] and live["skipped"] > 0
 
 
-def test_a_copy_made_inside_the_block_projects_all_its_tokens() -> None:
-    model, inputs = tiny("gpt2"), tokens(rows=1, length=80)
-    expected = output(model, inputs)
-    with made(ratio=0.4).applied_to(model):
-        output(model, inputs)
-        torch.testing.assert_close(output(copy.deepcopy(model), inputs), expected, rtol=0, atol=1e-11)
-
-
 # --------------------------------------------------------------------------- cache
 
 
@@ -642,3 +634,15 @@ def test_the_target_is_reached_on_real_text(options: dict[str, Any], smollm2: An
         model.model(ids, use_cache=False)
         found = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
     assert found["tokens"] == 2000 and found["realised"] == pytest.approx(found["target"], abs=0.01)
+
+
+def test_fusion_with_one_key_value_head_is_said_to_be_the_mean(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = tokens(rows=2, length=20)
+    for heads, options, said in ((1, {}, True), (2, {}, False), (1, {"similarity": "key"}, False)):
+        model, found = tiny("llama", num_key_value_heads=heads), []
+        for fusion in ("inverse_variance", "as_printed"):
+            caplog.clear()
+            with made(ratio=0.4, focus="uniform", fusion=fusion, **options).applied_to(model):
+                found.append(output(model, inputs))
+            assert (f"token_filter.fusion={fusion}: keys and values weigh the same in L0, L1" in caplog.text) == said
+        assert torch.equal(*found) == (heads == 1)

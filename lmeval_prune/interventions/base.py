@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from typing_extensions import TypedDict
 from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
 from lmeval_prune.artefacts import checked, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
 from lmeval_prune.settings import as_json, frozen, typed, types_of
 
@@ -193,12 +193,19 @@ class Intervention(ABC):
         return self.resolve(model_map)
 
     @contextmanager
-    def applied_to(self, model: nn.Module, model_map: ModelMap | None = None) -> Iterator[ModelMap]:
+    def applied_to(
+        self, model: nn.Module, model_map: ModelMap | None = None, any_thread: bool = False
+    ) -> Iterator[ModelMap]:
         """Apply the intervention to `model` inside a `with` block; blocks nest and compose.
+
+        Whatever runs the model inside the block, in any thread, runs it under the intervention, and compiled code runs
+        eagerly. Copying or pickling the model, replacing a module that is changed, and applying more in another thread
+        are refused there.
 
         Args:
             model: a stock transformers model.
             model_map: its `map_model`, where it is already at hand or the family needs describing.
+            any_thread: let other threads apply more, one after another.
 
         Yields:
             The model's map.
@@ -211,11 +218,7 @@ class Intervention(ABC):
         resolved = self.fit_to(model_map)
         for one in combined([*interventions_on(model), resolved]):
             one.fit_to(model_map)
-        with ExitStack() as stack:
-            resolved.attach(model_map, stack)
-            applied = _APPLIED.setdefault(model_map.attention[0].module, [])
-            applied.append(resolved)
-            stack.callback(_forget, applied, resolved)
+        with attached(resolved, model_map, any_thread):
             yield model_map
 
     def settings(self) -> dict[str, Any]:
@@ -307,14 +310,9 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
     return loaded
 
 
-# By a model's first attention module, which every wrapper of the model shares.
-_APPLIED: WeakKeyDictionary[nn.Module, list[Intervention]] = WeakKeyDictionary()
-
-
 def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
     """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
-    applied = (_APPLIED[module] for module in model.modules() if module in _APPLIED) if _APPLIED else ()
-    return tuple(next(iter(applied), ()))
+    return tuple(applied_on(model))
 
 
 @contextmanager
@@ -337,11 +335,6 @@ def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
         else:
             found.append(one)
     return tuple(found)
-
-
-def _forget(applied: list[Intervention], one: Intervention) -> None:
-    place = next(i for i in reversed(range(len(applied))) if applied[i] is one)
-    del applied[place]
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:

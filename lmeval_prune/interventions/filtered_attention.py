@@ -286,9 +286,7 @@ class FilteredAttention:
 
     def _project(self, layer: AttentionLayer, project: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
         """The output projection of tokens that do not skip; zeros for the others, without its bias."""
-        skipped = self._attended.pop(layer.label, None)
-        if skipped is None:  # another model's, copied from this one
-            return project(x)
+        skipped = self._attended.pop(layer.label)
         if x.is_cuda or skipped.numel() <= FEW:  # a GPU would be waited for
             out = project(x)
             return out if getattr(layer.o_proj, "bias", None) is None else out.masked_fill(skipped[..., None], 0)

@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +39,7 @@ from lmeval_prune.interventions.plan import Plan, dropped_channels, plan_of
 
 logger = logging.getLogger(__name__)
 STATES = ("request", "run")
+FEW = 10  # positions: of probes as small, the first token is always one
 _CHOSEN = "_lmeval_prune_probe"  # what a cache remembers of what was chosen when it was begun
 
 
@@ -50,8 +51,9 @@ class ProbePruning(Intervention):
     it is not causal. While a text is generated, what was chosen at its prompt stays.
 
     Attributes:
-        ratio: share of the heads and of the channels that each layer in play leaves out, rounded down; those that a
-            mask or a plan takes away, or whose weights are zero, are not counted.
+        ratio: share of the heads and of the channels of the layers in play that is left out. What rounding down leaves
+            in a layer goes to the next one, and one stays in each. Those that a mask or a plan takes away, or whose
+            weights are zero, are not counted.
         positions: share of a text's tokens that are probed.
         samples: of `state=run`, share of a batch's texts that are probed.
         state: `request`: each text by itself; `run`: a batch as a whole, and what earlier batches read at the same
@@ -107,7 +109,22 @@ class ProbePruning(Intervention):
                 f"probe_pruning.skip_first={self.skip_first} leaves all {len(model_map.attention)} layers whole; give "
                 f"less"
             )
+        self._check_ratio(model_map)
         return replace(self)  # with counts of its own
+
+    def _check_ratio(self, model_map: ModelMap) -> None:
+        """Refuse a share that leaves out nothing, or more than there is beside one of each layer."""
+        layers = model_map.attention[self.skip_first :]
+        labels = {layer.label for layer in layers}
+        channels = [block.channels for block in model_map.feed_forward if block.label in labels]
+        for kind, sizes in (("heads", [layer.heads for layer in layers]), ("channels", channels)):
+            number = sum(sizes)
+            wanted, most = _whole(self.ratio * number), number - len(sizes)
+            share = f"probe_pruning.ratio={self.ratio} of the {number} {kind} of {len(sizes)} layers"
+            if sizes and self.ratio and not wanted:
+                raise InputError(f"{share} leaves out none; give {math.ceil(1e4 / number) / 1e4} or more")
+            if wanted > most:
+                raise InputError(f"{share} would empty a layer; give at most {math.floor(1e4 * most / number) / 1e4}")
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Choose at each layer that is in play; see the base class."""
@@ -151,7 +168,9 @@ class ProbePruning(Intervention):
             kind: self.left_out[kind] / self.left_out[f"all {kind}"] if self.left_out[kind] else 0.0
             for kind in ("heads", "channels")
         }
-        found["probe_pruning_depends_on"] = "batch size and order" if self.needs_order else "the text alone"
+        found["probe_pruning_depends_on"] = (
+            "batch size and order" if self.needs_order else "the text alone, but for rounding that turns a choice"
+        )
         return found
 
 
@@ -178,6 +197,8 @@ class Chooser:
         self.residual: dict[str, Tensor] = {}  # of layers that run: what goes by
         self.caches: dict[str, dict[str, Tensor] | None] = {}  # what was chosen for the cache that a layer was given
         self.real: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # by projection, Σ_i W_ij⁴ of each column
+        self.counts: dict[str, int] = {}  # by projection, how many heads or channels go
 
     def attach(self, stack: ExitStack) -> None:
         """Watch and change the layers in play until `stack` closes."""
@@ -227,7 +248,8 @@ class Chooser:
         label = call.layer.label
         if label not in self.residual:  # not in play
             return attend(call)
-        drop, name = self._known(label, f"{label}.o_proj"), f"{label}.o_proj"
+        name = _name(call.layer)
+        drop = self._known(label, name)
         out, weights = attend(call)
         if drop is None:
             real = self.real[label] = valid_tokens(call)
@@ -235,6 +257,7 @@ class Chooser:
                 self.seen[len(real)] += 1
                 self.left_out["all heads"] += len(real) * self.model_map.total_heads
                 self.left_out["all channels"] += len(real) * sum(self.model_map.channels().values())
+                self._count()
 
             def probe(rows: Tensor, places: Tensor) -> Tensor:
                 mask, every = call.mask, rows[:, None]
@@ -253,7 +276,7 @@ class Chooser:
 
     def _left_of(self, block: FeedForward, x: Tensor) -> Tensor:
         """What the down projection reads without the channels that are left out."""
-        name = f"{block.label}.down"
+        name = _name(block)
         drop = self._known(block.label, name)
         if drop is None:
             real = self.real[block.label]
@@ -280,20 +303,22 @@ class Chooser:
             whole: what all give, (texts, tokens, columns).
             real: which tokens are no padding.
         """
-        norms = self.residual[block.label].reshape(*real.shape, -1).float().norm(dim=-1).masked_fill(~real, 0)
-        name = f"{block.label}.{'o_proj' if isinstance(block, AttentionLayer) else 'down'}"
+        residual, name = self.residual[block.label], _name(block)
+        tie = torch.finfo(residual.dtype).eps ** 0.75  # well above what batches of other shapes change
+        norms = residual.reshape(*real.shape, -1).double().norm(dim=-1).masked_fill(~real, 0)
         if self.rule.state == "request":
             found = []
             for row in range(len(real)):
-                places = self._largest(norms[row], int(real[row].sum()), self.rule.positions, 2)
+                first = int(real[row].int().argmax())
+                places = first + self._positions(norms[row, first:], int(real[row].sum()), tie)
                 squares = probe(torch.tensor([row], device=places.device), places[None])[0].detach().double().square()
-                found.append(self._lowest(block, squares.sum(0), 1))
+                found.append(self._lowest(block, squares.sum(0), 1, tie))
             return torch.stack(found)
         order = real.int().argsort(dim=1, descending=True, stable=True)  # each text's own tokens, then its padding
         real, norms = real.gather(1, order), norms.gather(1, order)
         whole = whole.gather(1, order[..., None].expand(whole.shape))
-        places = self._largest(norms.norm(dim=0), int(real.any(0).sum()), self.rule.positions, 2)
-        rows = self._largest(norms[:, places].norm(dim=1), len(real), self.rule.samples, 1)
+        places = self._positions(norms.norm(dim=0), int(real.any(0).sum()), tie)
+        rows = extreme(norms[:, places].norm(dim=1), math.ceil(self.rule.samples * len(real)), True, tie)
         probed = probe(rows, order[rows][:, places]).detach().double()
         is_real = real[rows][:, places]
         counts = is_real.sum(0).clamp(min=1)[:, None]
@@ -301,32 +326,42 @@ class Chooser:
         before = self._before(name, real.shape[1], whole.shape[-1], squares)
         known = before[places]
         fused = torch.where(known.isnan(), squares, _fused(squares, known))
-        drop = self._lowest(block, fused.sum(0), len(real))
+        drop = self._lowest(block, fused.sum(0), len(real), tie)
         self._remember(name, before, whole, real, drop)
         return drop.expand(len(real), -1)
 
-    def _largest(self, norms: Tensor, count: int, share: float, least: int) -> Tensor:
-        """The places of the largest norms, in order."""
-        number = min(max(math.ceil(share * count), least), max(count, 1))
-        return norms.topk(number).indices.sort().values
+    def _positions(self, norms: Tensor, count: int, tie: float) -> Tensor:
+        """The places of the largest of `count` tokens, in order; the first token is among a few."""
+        number = min(max(math.ceil(self.rule.positions * count), 2), max(count, 1))
+        places = extreme(norms, number, True, tie)
+        if number <= FEW:
+            places[0] = 0
+        return places
 
-    def _lowest(self, block: AttentionLayer | FeedForward, scores: Tensor, texts: int) -> Tensor:
+    def _lowest(self, block: AttentionLayer | FeedForward, scores: Tensor, texts: int, tie: float) -> Tensor:
         """True where a column goes.
 
         Args:
             block: whose columns.
             scores: Σ_t f_tj of each column.
             texts: how many leave them out.
+            tie: see `extreme`.
         """
         kind, width = ("heads", block.head_dim) if isinstance(block, AttentionLayer) else ("channels", 1)
-        fourth = self._fourth(block)
-        units, sizes = ((x.cpu().unflatten(0, (-1, width)).sum(1)) for x in (scores.square() * fourth, fourth))
-        there = sizes.nonzero().flatten()  # no units without weights, such as a cut checkpoint's fillers
-        count = min(int(self.rule.ratio * len(there) + 1e-9), max(0, len(there) - 1))
+        fourth, count = self.weights[_name(block)], self.counts[_name(block)]
+        units = (scores.square() * fourth).cpu().unflatten(0, (-1, width)).sum(1)
+        there = _there(block, fourth)
         self.left_out[kind] += count * texts
         drop = torch.zeros(len(units), dtype=torch.bool)
-        drop[there[units[there].argsort(stable=True)[:count]]] = True
+        drop[there[extreme(units[there], count, False, tie)]] = True
         return drop.repeat_interleave(width).to(scores.device)
+
+    def _count(self) -> None:
+        """Settle how many heads and channels each layer in play leaves out."""
+        for blocks in (self.layers, self.blocks):
+            self.weights |= {_name(block): self._fourth(block) for block in blocks}
+            sizes = [len(_there(block, self.weights[_name(block)])) for block in blocks]
+            self.counts |= zip(map(_name, blocks), shares(sizes, self.rule.ratio), strict=True)
 
     def _fourth(self, block: AttentionLayer | FeedForward) -> Tensor:
         """Σ_i W_ij⁴ of each column; zero where a mask or a plan takes it away."""
@@ -337,9 +372,8 @@ class Chooser:
         plans = [
             plan_of(one) if isinstance(one, HeadMask) else one for one in applied if isinstance(one, HeadMask | Plan)
         ]
-        name = f"{block.label}.{'o_proj' if isinstance(block, AttentionLayer) else 'down'}.weight"
         for plan in plans:
-            weight = plan.compensation.get(name, weight).to(weight.device)
+            weight = plan.compensation.get(f"{_name(block)}.weight", weight).to(weight.device)
         found = weight.double().pow(4).sum(0)
         for plan in plans:
             if isinstance(block, AttentionLayer):
@@ -373,6 +407,52 @@ class Chooser:
         new = torch.where(old.isnan(), squares, stay * old + (1 - stay) * squares)
         taken = (counts > 0)[:, None] & ~drop
         self.history[name] = torch.cat([torch.where(taken, new, old), before[len(squares) :]])
+
+
+def shares(sizes: Sequence[int], ratio: float) -> list[int]:
+    """How many of each layer's units go: a share of all. One stays in each layer.
+
+    What rounding leaves goes to the next layer, and what the last layers cannot give is taken from those before.
+    """
+    counts = [0] * len(sizes)
+    for place, size in enumerate(sizes):
+        counts[place] = max(0, min(_whole(ratio * sum(sizes[: place + 1])) - sum(counts), size - 1))
+    for place in reversed(range(len(sizes))):
+        counts[place] += max(0, min(_whole(ratio * sum(sizes)) - sum(counts), sizes[place] - 1 - counts[place]))
+    return counts
+
+
+def extreme(values: Tensor, count: int, largest: bool, tie: float) -> Tensor:
+    """The places of the largest or smallest values, in order.
+
+    Args:
+        values: at least 0, (n,).
+        count: how many.
+        largest: or the smallest.
+        tie: values that differ from the last that is taken by no more than this share of it are equal, and the first
+            of them are taken: rounding, and with it the shape of a batch, does not decide among equal ones.
+    """
+    if not count:
+        return torch.zeros(0, dtype=torch.long, device=values.device)
+    last = values.topk(count, largest=largest).values[-1]
+    ahead = values - last if largest else last - values
+    sure, equal = ahead > tie * last, ahead.abs() <= tie * last
+    return (sure | (equal & (equal.cumsum(0) <= count - sure.sum()))).nonzero()[:, 0]
+
+
+def _whole(share: float) -> int:
+    return math.floor(share + 1e-9)
+
+
+def _name(block: AttentionLayer | FeedForward) -> str:
+    """Name of the projection that reads a block's heads or channels."""
+    return f"{block.label}.{'o_proj' if isinstance(block, AttentionLayer) else 'down'}"
+
+
+def _there(block: AttentionLayer | FeedForward, fourth: Tensor) -> Tensor:
+    """Numbers of the heads or channels that have weights: a cut checkpoint's fillers have none."""
+    width = block.head_dim if isinstance(block, AttentionLayer) else 1
+    return fourth.cpu().unflatten(0, (-1, width)).sum(1).nonzero().flatten()
 
 
 def _fused(probed: Tensor, known: Tensor) -> Tensor:

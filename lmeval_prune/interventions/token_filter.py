@@ -17,7 +17,7 @@ from statistics import NormalDist
 from typing import Any, Self
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.interventions.attention_call import check_attention_calls
 from lmeval_prune.interventions.base import Intervention
 from lmeval_prune.interventions.filtered_attention import FilteredAttention
@@ -124,6 +124,13 @@ class TokenFilter(Intervention):
         rule = (share, self.step_size, self.smoothing, self.warmup, quantile, kind, self.fusion == "as_printed")
         if self.needs_order:
             logger.warning("token_filter.state=run: answers depend on the order in which they are asked for")
+        alone = [layer.label for layer in self.layers(model_map) if layer.kv_heads == 1]
+        if alone and self.similarity == "kv":
+            logger.warning(
+                "token_filter.fusion=%s: keys and values weigh the same in %s, whose one key-value head has no variance",
+                self.fusion,
+                first_few(alone),
+            )
         attention = FilteredAttention(rule, self.needs_order, self.keep_skipped_kv, self.counts, self.skipped)
         attention.attach(model_map, self.layers(model_map), stack)
         object.__setattr__(self, "attention", attention)

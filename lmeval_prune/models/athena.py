@@ -71,7 +71,7 @@ class AthenaLM(LM):
         self.host = checkpoint.read(pretrained).to(where)
         with ExitStack() as stack:
             for one in given.interventions:
-                stack.enter_context(one.applied_to(self.host.encoder, self.model_map))
+                stack.enter_context(one.applied_to(self.host.encoder, self.model_map, any_thread=True))
             self._applied = stack.pop_all()
         if self.manifest:
             eval_logger.info("checkpoint: %s", removed_from(self.manifest))

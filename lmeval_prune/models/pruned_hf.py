@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import re
+from collections import Counter
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -82,7 +83,7 @@ class PrunedHFLM(HFLM):
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         self.seed = torch.initial_seed()
-        self._texts: set[tuple[int, ...]] = set()  # whose likelihood is asked for, if padding must be told from them
+        self._texts: Counter[tuple[int, ...]] = Counter()  # to come, if padding must be told from them
         try:
             super().__init__(pretrained, **others)
         except InputError:
@@ -108,7 +109,7 @@ class PrunedHFLM(HFLM):
         """Apply what was given to the model; closing what comes back undoes it."""
         with ExitStack() as applied:
             for one in self.given.interventions:
-                applied.enter_context(one.applied_to(self.model, self.model_map))
+                applied.enter_context(one.applied_to(self.model, self.model_map, any_thread=True))
             return applied.pop_all()
 
     def close(self) -> None:
@@ -281,11 +282,12 @@ class PrunedHFLM(HFLM):
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """As `hf`, but what looks at more than one token is told which ones are padding: `hf` does not say."""
         if any(not one.tokenwise for one in interventions_on(self.model)):
-            self._texts = {(*context, *more)[-(self.max_length + 1) :][:-1] for _, context, more in requests}
+            texts = [(*context, *more[:-1]) for _, context, more in requests]
+            self._texts = Counter(text[-self.max_length :] for text in (set(texts) if self.logits_cache else texts))
         try:
             found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
         finally:
-            self._texts = set()
+            self._texts = Counter()
         return found
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
@@ -293,26 +295,25 @@ class PrunedHFLM(HFLM):
             return int(super()._detect_batch_size(*args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with ExitStack() as stack:
-            if self._texts:
-                self._tell_padding(inps, stack)
+        mask = self._mask_of(inps) if self._texts and not (args or kwargs) else None
+        if mask is None or mask.all():
             logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
+            return logits
+        kind = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, kind, enabled=kind is not None):
+            logits = self.model(inps, attention_mask=mask).logits
         return logits
 
-    def _tell_padding(self, inps: torch.Tensor, stack: ExitStack) -> None:
-        """Give the model a mask of what is padding, until `stack` closes."""
+    def _mask_of(self, inps: torch.Tensor) -> torch.Tensor:
+        """Which tokens of a batch are no padding: `hf` pads with token 0, and comes to longer texts first."""
         mask = torch.ones_like(inps)
         for row, tokens in enumerate(inps.tolist()):
-            last = max((place for place, token in enumerate(tokens) if token), default=-1) + 1  # padding is 0
-            lengths = (n for n in range(len(tokens), last - 1, -1) if tuple(tokens[:n]) in self._texts)
-            length = next(lengths, len(tokens))  # the longest: what is padding after all does no harm to what is before
+            last = max((place for place, token in enumerate(tokens) if token), default=-1) + 1
+            lengths = [n for n in range(len(tokens), last - 1, -1) if tuple(tokens[:n]) in self._texts]
+            length = next((n for n in lengths if self._texts[tuple(tokens[:n])] > 0), len(tokens))
+            self._texts[tuple(tokens[:length])] -= 1
             mask[row, length:] = 0
-
-        def tell(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return given, {**named, "attention_mask": mask}
-
-        if not mask.all():
-            stack.callback(self.model.register_forward_pre_hook(tell, with_kwargs=True).remove)
+        return mask
 
     def any_rank(self, flag: bool) -> bool:
         """Whether a flag is true in some process."""

@@ -98,6 +98,8 @@ class Intervention(ABC):
     part of its identity. A subclass with a `__post_init__` of its own calls this one.
 
     Attributes:
+        version: (of the class) raised whenever the method computes something else than before, so that answers, cells
+            and outcomes of the earlier arithmetic are not taken for those of this one.
         tokenwise: (of the class, or set by what the fields say) what it does to a token depends on that token alone.
             Then rows of different requests can stand in one packed batch, and the decoding engine runs it.
         by_sequence: (of the class) what it does to a token depends on those before it in the same sequence. Of packed
@@ -107,6 +109,7 @@ class Intervention(ABC):
         origin: the artefact that it was loaded from.
     """
 
+    version: ClassVar[int] = 1
     tokenwise: ClassVar[bool] = False
     by_sequence: ClassVar[bool] = False
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
@@ -202,7 +205,7 @@ class Intervention(ABC):
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
         """JSON value that determines what it does to this model."""
-        return {"method": method_name(type(self)), **self.fit_to(model_map).settings()}
+        return {"method": method_name(type(self)), "version": self.version, **self.fit_to(model_map).settings()}
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
         """What the results file says of it, by default `{METHOD: its fields}`."""

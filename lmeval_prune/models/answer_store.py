@@ -2,8 +2,9 @@
 
 lm-eval's own cache keys an answer by prompt and generation settings alone. Here it is keyed by all that it depends
 on, and by nothing else: the request's kind, prompt and settings, the model (weights, tokenizer, type, other
-arguments), what is applied to it (for a try under a head: that head), and, where it is drawn, the seed. Not by the
-task, the try's number, or the router that chose the head: whoever asks the same finds it.
+arguments), what is applied to it (for a try under a head: that head), the versions of the code that computes it, and,
+where it is drawn, the seed. Not by the task, the try's number, or the router that chose the head: whoever asks the same
+finds it. What else has been asked the same under other versions is counted and said, and not used.
 
     answers.json      schema
     rank-*.jsonl      answers as they come, a file a process; a line that a kill cut short is ignored
@@ -17,7 +18,7 @@ import itertools
 import json
 import logging
 import os
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from filelock import FileLock, Timeout
 
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
 from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.models.identity import differing
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/answers"
@@ -40,6 +42,8 @@ Answered = Callable[[str, tuple[Any, ...], Any], None]
 _TABLE = pa.schema(
     [
         ("key", pa.string()),
+        ("request", pa.string()),  # a digest of all that the answer depends on but versions
+        ("versions", pa.string()),  # JSON: versions
         ("kind", pa.string()),
         ("task", pa.string()),
         ("prompt", pa.string()),  # a digest
@@ -48,6 +52,7 @@ _TABLE = pa.schema(
         ("tokens", pa.list_(pa.uint32())),
     ]
 )
+_ADDED = {"request", "versions"}  # columns that older stores lack
 
 
 class AnswerStore:
@@ -60,6 +65,8 @@ class AnswerStore:
     Attributes:
         path: the file that it writes.
         known: key → response.
+        versions: of each request (a digest, see `answer`), the versions that answered it last; None where the answer
+            does not say.
 
     Raises:
         InputError: the folder holds something else, or another run is writing to it.
@@ -85,8 +92,12 @@ class AnswerStore:
             raise InputError(
                 f"responses={folder} cannot be used ({error}); give a folder that can be written"
             ) from error
+        self.known: dict[str, Any] = {}
+        self.versions: dict[str, dict[str, Any] | None] = {}
         try:
-            self.known: dict[str, Any] = {record["key"]: record["response"] for record in read_answers(self.folder)}
+            for record in read_answers(self.folder):
+                self.known[record["key"]] = record["response"]
+                self.versions[record.get("request") or record["key"]] = record.get("versions")
         except BaseException:
             self._lock.release()
             raise
@@ -137,13 +148,16 @@ class AnswerStore:
                 return
             self._close_file()
             records = {record["key"]: record for record in read_answers(self.folder)}
-            rows = [
-                {**records[key], "response": json.dumps(records[key]["response"], ensure_ascii=False)}
-                for key in sorted(records)
-            ]
+            rows = [_as_row(records[key]) for key in sorted(records)]
             write_table(self.folder / "answers.parquet", pa.Table.from_pylist(rows, _TABLE))
             for path in paths:
                 path.unlink()
+
+
+def _as_row(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with JSON where the table has texts."""
+    versions = json.dumps(record["versions"]) if record.get("versions") else None
+    return {**record, "versions": versions, "response": json.dumps(record["response"], ensure_ascii=False)}
 
 
 def _lock_of(path: Path) -> FileLock:
@@ -160,7 +174,8 @@ def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
     table = folder / "answers.parquet"
     for row in read_table(table, _TABLE).to_pylist():
         try:
-            yield {**row, "response": json.loads(row["response"])}
+            versions = json.loads(row["versions"]) if row["versions"] else None
+            yield {**row, "versions": versions, "response": json.loads(row["response"])}
         except (TypeError, ValueError) as error:
             raise InputError(f"{table} holds an answer that cannot be read ({error}); the store is damaged") from None
     for path in sorted(folder.glob("rank-*.jsonl")):
@@ -182,7 +197,10 @@ def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) 
     """
     try:
         columns = columns or schema.names
-        return parquet.read_table(path).select(columns).cast(pa.schema([schema.field(name) for name in columns]))
+        table = parquet.read_table(path)
+        for name in _ADDED.intersection(columns).difference(table.column_names):
+            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
+        return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
     except FileNotFoundError:
         return schema.empty_table()
     except (OSError, KeyError, pa.ArrowException) as error:
@@ -255,8 +273,8 @@ def answer(
         store: the store.
         requests: lm-eval Instances; the same Instance stands N times for N repeats.
         kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
-        depends_on: of a request and its repeat, a JSON value of all that its answer depends on, and what is written
-            beside the answer as `head`.
+        depends_on: of a request and its repeat, a JSON value of all that its answer depends on, among it under
+            `versions` the versions of the code that computes it; and what is written beside the answer as `head`.
         run: answers the requests that are missing, and reports each as it is answered.
         any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
             inside a call, so while one rank has work, each makes the call (with a request it needs not).
@@ -268,13 +286,20 @@ def answer(
     keys: list[str] = []
     about: dict[str, dict[str, Any]] = {}
     missing: dict[str, int] = {}
+    outdated: Counter[str] = Counter()
     for place, (request, repeat) in enumerate(zip(requests, repeats, strict=True)):
         depends, head = depends_on(request, repeat)
-        keys.append(key := digest({"kind": kind, **depends}))
+        versions = depends.pop("versions")
+        request_digest = digest({"kind": kind, **depends})
+        keys.append(key := digest([request_digest, versions]))
         if key not in store.known and key not in missing:
             missing[key] = place
-            prompt = digest(request.args[0])
-            about[key] = {"kind": kind, "task": request.task_name, "prompt": prompt, "head": head}
+            about[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
+            about[key] |= {"prompt": digest(request.args[0]), "head": head}
+            if request_digest in store.versions:
+                outdated[differing(store.versions[request_digest], versions)] += 1
+    for reason, count in outdated.items():
+        logger.warning("%d kept answers %s; they are not used", count, reason)
     if stored := sum(key in store.known for key in keys):
         logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
     pending: dict[str, deque[str]] = defaultdict(deque)

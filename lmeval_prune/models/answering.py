@@ -14,6 +14,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, Missing, Recorder, answer, occurrences
+from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.tries import DENSE
 
 
@@ -160,7 +161,15 @@ class Answering:
                 arguments[1] = generation.greedily(arguments[1])
             else:
                 drawn = self._drawn(request, repeat)
-        return {"model": self._model, "interventions": applied, "request": arguments, "drawn": drawn}
+        methods = [dict(one) if isinstance(one, dict) else one for one in applied]
+        versions = {one["method"]: one.pop("version") for one in methods if isinstance(one, dict)}
+        depends = {"model": self._model, "interventions": methods, "request": arguments, "drawn": drawn}
+        return {**depends, "versions": {**self.versions, **versions}}
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """Versions of the code that computes answers, beside the methods."""
+        return code_versions()
 
     # ------------------------------------------------------------------ answering
 

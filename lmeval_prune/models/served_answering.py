@@ -11,6 +11,7 @@ from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import Intervention, combined
 from lmeval_prune.models.answer_store import Missing, Recorder, answer, occurrences
 from lmeval_prune.models.answering import Answering
+from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.served import DENSE, Served
 from lmeval_prune.models.tries import DENSE as UNPRUNED
 
@@ -30,6 +31,11 @@ class ServedAnswering(Answering):
     def _applied(self) -> tuple[Intervention, ...]:
         applied: tuple[Intervention, ...] = self.lm.given.interventions
         return applied
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """As the base class; a server computes without our transformers."""
+        return code_versions("lm_eval")
 
     def _drawn(self, request: Any, repeat: int) -> list[Any]:
         return [seed_of(self.lm.seed, repeat)]

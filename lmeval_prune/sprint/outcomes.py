@@ -27,6 +27,7 @@ from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
+from lmeval_prune.models.identity import differing
 from lmeval_prune.models.tries import DENSE
 
 SCHEMA = "lmeval-prune/outcomes"
@@ -294,6 +295,9 @@ def _same_model(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> di
     how = [f"{model.get('server', 'this machine')} in {model.get('dtype')}" for model in (before, now)]
     if how[0] != how[1] and "server" in {**before, **now}:
         raise InputError(f"{folder} has outcomes computed by {how[0]}, these are by {how[1]}: give a new folder")
+    if before.get("versions") != now.get("versions"):
+        reason = differing(before.get("versions"), now.get("versions") or {})
+        raise InputError(f"{folder} has outcomes that {reason}: give a new folder")
     theirs, ours = before.get("adapters", {}), now.get("adapters", {})
     shared = theirs.keys() & ours.keys()
     _refuse_difference(folder, "adapter", *({name: each[name] for name in shared} for each in (theirs, ours)))

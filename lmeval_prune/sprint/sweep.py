@@ -225,6 +225,7 @@ class Sweep(SweepOptions):
     def _identity(self, lm: Model) -> dict[str, Any]:
         name = str(getattr(lm.config, "_name_or_path", ""))
         found = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
+        found |= {"versions": lm.answering.versions}
         return {**json.loads(json.dumps(found)), **lm.outcomes_of}
 
 

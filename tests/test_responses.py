@@ -138,6 +138,41 @@ def test_going_on_with_samples_draws_new_ones(tiny_folder: Path, tmp_path: Path)
     assert rest[:3] == half and len(set(rest)) == len(set(whole)) == 6
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_killed_sampled_run_ends_as_one_that_was_not(tiny_folder: Path, tmp_path: Path, batch_size: int) -> None:
+    """Wherever it was killed, with greedy requests among the sampled ones, and prompts of different lengths."""
+    asked = [*requests("generate_until")[:2], *repeats(4)]
+    asked += [request("generate_until", (PROMPTS[i], SAMPLED), i, 2, "other") for i in (0, 0, 2, 2)]
+    add = AnswerStore.add
+
+    def run(store: Path, most: int) -> list:
+        torch.manual_seed(1234)
+        lm, count = model(tiny_folder, responses=str(store), batch_size=batch_size), 0
+
+        def add_some(*arguments: Any) -> None:
+            nonlocal count
+            if count == most:
+                raise Stopped
+            count += 1
+            add(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AnswerStore, "add", add_some)
+            try:
+                return lm.generate_until(asked)
+            finally:
+                lm.close()
+
+    whole = run(tmp_path / "whole", 99)
+    assert len(set(whole[2:6])) == 4
+    for killed in (1, 3, 4, 7, 9):
+        with pytest.raises(Stopped):
+            run(tmp_path / str(killed), killed)
+        assert run(tmp_path / str(killed), 99) == whole
+        lines = (tmp_path / str(killed) / "rank-0.jsonl").read_text().splitlines()
+        assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(asked)
+
+
 def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path) -> None:
     lm = model(tiny_folder, responses=str(tmp_path / "s"), batch_size="auto:4", max_batch_size=2, max_length=64)
     expected = [v for v, _ in model(tiny_folder).loglikelihood(requests("loglikelihood"))]

@@ -232,7 +232,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Missing:
-    """Requests whose answers are not stored yet, no two with one key.
+    """Requests whose answers are not stored yet, and what is run with them, no two with one key.
 
     Attributes:
         requests, keys: the requests and their keys in the store.
@@ -266,6 +266,8 @@ def answer(
     depends_on: Callable[[Any, int], tuple[dict[str, Any], str]],
     run: Callable[[Missing], list[Any]],
     any_rank: Callable[[bool], bool] = bool,
+    in_groups: Callable[[Any], bool] = lambda _: False,
+    size: int = 1,
 ) -> tuple[list[Any], list[str]]:
     """Answer requests from the store, run the rest, and store each as it comes.
 
@@ -278,6 +280,10 @@ def answer(
         run: answers the requests that are missing, and reports each as it is answered.
         any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
             inside a call, so while one rank has work, each makes the call (with a request it needs not).
+        in_groups: whether a request is answered together with others: drawn by `generate` from one stream of random
+            numbers. Such requests form groups by their places, and a group that lacks an answer is run as a whole, so
+            that the answers are those of a run that was not killed.
+        size: of a group.
 
     Returns:
         Responses in the order of `requests`, and their keys.
@@ -285,15 +291,14 @@ def answer(
     repeats = occurrences(requests)
     keys: list[str] = []
     about: dict[str, dict[str, Any]] = {}
-    missing: dict[str, int] = {}
+    places: dict[str, int] = {}
     outdated: Counter[str] = Counter()
     for place, (request, repeat) in enumerate(zip(requests, repeats, strict=True)):
         depends, head = depends_on(request, repeat)
         versions = depends.pop("versions")
         request_digest = digest({"kind": kind, **depends})
         keys.append(key := digest([request_digest, versions]))
-        if key not in store.known and key not in missing:
-            missing[key] = place
+        if places.setdefault(key, place) == place and key not in store.known:
             about[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
             about[key] |= {"prompt": digest(request.args[0]), "head": head}
             if request_digest in store.versions:
@@ -302,6 +307,10 @@ def answer(
         logger.warning("%d kept answers %s; they are not used", count, reason)
     if stored := sum(key in store.known for key in keys):
         logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
+    grouped = [key for key, place in places.items() if in_groups(requests[place])]
+    groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
+    again = {key for group in groups if any(key in about for key in group) for key in group}
+    missing = {key: place for key, place in places.items() if key in about or key in again}
     pending: dict[str, deque[str]] = defaultdict(deque)
     for key, place in missing.items():
         pending[_text(requests[place].args)].append(key)
@@ -312,7 +321,8 @@ def answer(
             record(queue.popleft(), response)
 
     def record(key: str, response: Any, **columns: Any) -> None:
-        store.add(key, response, {**about[key], **columns})
+        if key not in store.known:  # one of a group may be
+            store.add(key, response, {**about[key], **columns})
 
     def part(places: Iterable[int], *reports: Any) -> Missing:
         chosen = list(places)
@@ -324,8 +334,7 @@ def answer(
     if missing:
         responses = run(part(missing.values(), answered, record))
         for key, response in zip(missing, responses, strict=True):
-            if key not in store.known:  # the model did not report this one on its own
-                record(key, response)
+            record(key, response)  # the model may not have reported this one on its own
     restore = tuple if kind == "loglikelihood" else lambda x: x
     return [restore(store.known[key]) for key in keys], keys
 

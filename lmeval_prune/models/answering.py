@@ -8,6 +8,7 @@ from weakref import ref
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
@@ -198,25 +199,33 @@ class Answering:
         def depends_on(request: Any, repeat: int) -> tuple[dict[str, Any], str]:
             return self._depends_on(kind, request, repeat)
 
-        return answer(self.store, requests, kind, depends_on, run, lm.any_rank)
+        in_groups = _draws if kind == "generate_until" and not on_engine else lambda _: False
+        return answer(self.store, requests, kind, depends_on, run, lm.any_rank, in_groups, self._group)
 
     def _plainly(self, kind: str, missing: Missing, disable_tqdm: bool) -> list[Any]:
         """By lm-eval's own model class, which reports each answer as it comes."""
         lm = self.lm
 
-        def compute(requests: list[Any]) -> list[Any]:
-            return list(getattr(HFLM, kind)(lm, requests, disable_tqdm=disable_tqdm))
+        def compute(requests: list[Any], silent: bool = disable_tqdm) -> list[Any]:
+            return list(getattr(HFLM, kind)(lm, requests, disable_tqdm=silent))
 
-        hook, schedule = lm.cache_hook, lm.batch_schedule
-        lm.cache_hook = Recorder(hook, missing.answered)
-        lm.batch_schedule = min(schedule, len(missing.requests))  # lm-eval divides the requests by it
+        before = lm.cache_hook, lm.batch_schedule, lm.batch_size_per_gpu
+        lm.cache_hook = Recorder(lm.cache_hook, missing.answered)
+        lm.batch_schedule = min(lm.batch_schedule, len(missing.requests))  # lm-eval divides the requests by it
         try:
-            if kind == "generate_until" and any(generation.samples(request.args[1]) for request in missing.requests):
-                # A run that goes on must not draw again what the first requests drew: every set of
-                # requests has a random stream of its own.
-                with torch.random.fork_rng():
-                    torch.manual_seed(int(digest([lm.seed, missing.keys]), 16) >> 1)
-                    return compute(missing.requests)
+            if kind == "generate_until":
+                drawn = [place for place, request in enumerate(missing.requests) if _draws(request)]
+                others = [place for place in range(len(missing.requests)) if place not in set(drawn)]
+                responses = (
+                    dict(zip(others, compute([missing.requests[i] for i in others]), strict=True)) if others else {}
+                )
+                lm.batch_size_per_gpu = size = self._group
+                groups = [drawn[i : i + size] for i in range(0, len(drawn), size)]
+                for group in tqdm(groups, "sampling", disable=disable_tqdm or lm.rank > 0 or not drawn, unit="batch"):
+                    with torch.random.fork_rng():
+                        torch.manual_seed(int(digest([lm.seed, [missing.keys[i] for i in group]]), 16) >> 1)
+                        responses |= dict(zip(group, compute([missing.requests[i] for i in group], True), strict=True))
+                return [responses[place] for place in range(len(missing.requests))]
             if kind != "loglikelihood_rolling" or lm.world_size > 1 or not isinstance(lm.batch_size, int):
                 return compute(missing.requests)
             # lm-eval reports rolling requests only at the end of a call: make several calls
@@ -224,7 +233,13 @@ class Answering:
             parts = [missing.requests[i : i + size] for i in range(0, len(missing.requests), size)]
             return [response for part in parts for response in compute(part)]
         finally:
-            lm.cache_hook, lm.batch_schedule = hook, schedule
+            lm.cache_hook, lm.batch_schedule, lm.batch_size_per_gpu = before
+
+    @property
+    def _group(self) -> int:
+        """How many requests `generate` draws together: a batch, or one where its size is found out by trying."""
+        size = self.lm.batch_size
+        return size if isinstance(size, int) else 1
 
     def _batched(
         self, requests: list[Any], repeats: Sequence[int], done: generation.Done, disable_tqdm: bool
@@ -249,3 +264,8 @@ class Answering:
             done: dict[str, Any] = {"heads": list(self.tries.order(request)[: request.repeats])}
             done |= {"answers": own[: request.repeats]} if keys else {}
             request.arguments = (context, {**generation.greedily(settings), **done})
+
+
+def _draws(request: Any) -> bool:
+    """Whether the answer to a generation request is drawn."""
+    return generation.samples(request.args[1])

@@ -19,7 +19,7 @@ NOT_PART_OF_AN_ANSWER = {
 }
 
 
-# Raised whenever answers to the same requests come out otherwise than before: by the decoding engine, or by how requests
+# Raised whenever answers to the same requests come out otherwise than before, by the decoding engine or by how requests
 # are put to a model or a server. (Methods have versions of their own.)
 ANSWERING = 1
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune import __version__
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, disk_error, writing
 
 CREATED_BY = f"lmeval-prune {__version__}"
 
@@ -30,16 +30,18 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
     Raises:
         InputError: the path is a folder, or its folder cannot be made or written.
+        DiskError: the disk takes no file.
     """
     path = Path(path)
     handle, temporary = _beside(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with writing(path), os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
+        with writing(path):
+            Path(temporary).chmod(0o666 & ~_umask())
+            Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -60,11 +62,9 @@ def _beside(path: Path) -> tuple[int, str]:
     """A new file in the same folder."""
     if path.is_dir():
         raise InputError(f"{path} is a folder; name a file in it")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _umask() -> int:
@@ -133,13 +133,15 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     half = path.with_name(f".{path.name}.half")
     shutil.rmtree(half, ignore_errors=True)
-    try:
+    with writing(path):
         half.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"{path} cannot be made: {error.strerror}") from error
     try:
         yield half
         half.replace(path)
+    except Exception as error:
+        if refusal := disk_error(error, path):
+            raise refusal from error
+        raise
     finally:
         shutil.rmtree(half, ignore_errors=True)
 
@@ -157,13 +159,12 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     half = path.with_name(f".{path.name}.half")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield half
-        with half.open("rb") as file:
-            os.fsync(file.fileno())
-        half.replace(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield half
+            with half.open("rb") as file:
+                os.fsync(file.fileno())
+            half.replace(path)
     finally:
         half.unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from lmeval_prune.errors import InputError, closest
 
@@ -152,7 +153,7 @@ def resolve(name: str) -> str:
                 shutil.rmtree(half, ignore_errors=True)
                 convert(source, half)
                 half.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(
             f"{name} cannot be converted in {parent} ({error}); name a writable folder in LMEVAL_PRUNE_CACHE"
         ) from error

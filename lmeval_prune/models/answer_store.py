@@ -30,7 +30,7 @@ import pyarrow.parquet as parquet
 from filelock import FileLock, Timeout
 
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, disk_error, first_line, writing
 from lmeval_prune.models.identity import differing
 
 logger = logging.getLogger(__name__)
@@ -84,17 +84,17 @@ class AnswerStore:
             if about.exists():
                 read_artefact(about, SCHEMA, SCHEMA_VERSION)
             self.path, self._lock = self._own(rank)
-            if not about.exists():  # several ranks may do this at once; they write the same
-                write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
         except Timeout:
             raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
         except OSError as error:
-            raise InputError(
+            raise disk_error(error, folder) or InputError(
                 f"responses={folder} cannot be used ({error}); give a folder that can be written"
             ) from error
         self.known: dict[str, Any] = {}
         self.versions: dict[str, dict[str, Any] | None] = {}
         try:
+            if not about.exists():  # several ranks may do this at once; they write the same
+                write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
             for record in read_answers(self.folder):
                 self.known[record["key"]] = record["response"]
                 self.versions[record.get("request") or record["key"]] = record.get("versions")
@@ -116,14 +116,24 @@ class AnswerStore:
         raise AssertionError("there is always a next number")
 
     def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
-        """Write one answer; it is with the operating system when this returns."""
+        """Write one answer; it is with the operating system when this returns.
+
+        Raises:
+            DiskError: the disk takes no more; the next run that opens the store goes on behind the last whole line.
+        """
+        line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
+        try:
+            with writing(self.path):
+                if self._file is None:
+                    cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a line was cut short
+                    self._file = self.path.open("a", encoding="utf-8")
+                    self._file.write("\n" if cut and self.path.stat().st_size else "")
+                self._file.write(line)
+                self._file.flush()
+        except InputError:
+            self._close_file()
+            raise
         self.known[key] = response
-        if self._file is None:
-            cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a line was cut short
-            self._file = self.path.open("a", encoding="utf-8")
-            self._file.write("\n" if cut and self.path.stat().st_size else "")
-        self._file.write(json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         """Close the file and let other runs write."""
@@ -132,7 +142,8 @@ class AnswerStore:
 
     def _close_file(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what was not written is written again, and said where it was added
+                self._file.close()
             self._file = None
 
     def compact(self) -> None:

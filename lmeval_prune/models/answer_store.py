@@ -32,12 +32,13 @@ from filelock import FileLock, Timeout
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact, write_bytes
 from lmeval_prune.errors import InputError, disk_error, first_line, writing
 from lmeval_prune.models.identity import differing
+from lmeval_prune.models.lengths import Ending
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/answers"
 SCHEMA_VERSION = 1
 FILES = ("answers.", "rank-")  # ours begin so
-Answered = Callable[[str, tuple[Any, ...], Any], None]
+Answered = Callable[..., None]
 
 _TABLE = pa.schema(
     [
@@ -50,9 +51,11 @@ _TABLE = pa.schema(
         ("head", pa.string()),
         ("response", pa.string()),  # JSON
         ("tokens", pa.list_(pa.uint32())),
+        ("length", pa.int32()),  # in tokens
+        ("cut_off", pa.bool_()),  # by `max_gen_toks`
     ]
 )
-_ADDED = {"request", "versions"}  # columns that older stores lack
+_ADDED = {"request", "versions", "length", "cut_off"}  # columns that older stores lack
 
 
 class AnswerStore:
@@ -65,6 +68,7 @@ class AnswerStore:
     Attributes:
         path: the file that it writes.
         known: key → response.
+        endings: of each key, how the answer ended, where that is known.
         versions: of each request (a digest, see `answer`), the versions that answered it last; None where the answer
             does not say.
 
@@ -91,12 +95,13 @@ class AnswerStore:
                 f"responses={folder} cannot be used ({error}); give a folder that can be written"
             ) from error
         self.known: dict[str, Any] = {}
+        self.endings: dict[str, Ending] = {}
         self.versions: dict[str, dict[str, Any] | None] = {}
         try:
             if not about.exists():  # several ranks may do this at once; they write the same
                 write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
             for record in read_answers(self.folder):
-                self.known[record["key"]] = record["response"]
+                self._take(record["key"], record["response"], record)
                 self.versions[record.get("request") or record["key"]] = record.get("versions")
         except BaseException:
             self._lock.release()
@@ -133,7 +138,12 @@ class AnswerStore:
         except InputError:
             self._close_file()
             raise
+        self._take(key, response, about)
+
+    def _take(self, key: str, response: Any, about: dict[str, Any]) -> None:
         self.known[key] = response
+        if about.get("length") is not None and about.get("cut_off") is not None:
+            self.endings[key] = Ending(about["length"], about["cut_off"])
 
     def close(self) -> None:
         """Close the file and let other runs write."""
@@ -324,12 +334,12 @@ def answer(
     missing = {key: place for key, place in places.items() if key in about or key in again}
     pending: dict[str, deque[str]] = defaultdict(deque)
     for key, place in missing.items():
-        pending[_text(requests[place].args)].append(key)
+        pending[text_of(requests[place].args)].append(key)
 
-    def answered(attr: str, args: tuple[Any, ...], response: Any) -> None:
-        queue = pending.get(_text(args))
+    def answered(attr: str, args: tuple[Any, ...], response: Any, **columns: Any) -> None:
+        queue = pending.get(text_of(args))
         if attr == kind and queue:
-            record(queue.popleft(), response)
+            record(queue.popleft(), response, **columns)
 
     def record(key: str, response: Any, **columns: Any) -> None:
         if key not in store.known:  # one of a group may be
@@ -350,5 +360,6 @@ def answer(
     return [restore(store.known[key]) for key in keys], keys
 
 
-def _text(args: Iterable[Any]) -> str:
+def text_of(args: Iterable[Any]) -> str:
+    """Return a text by which a request's arguments are known."""
     return json.dumps(list(args), sort_keys=True, default=str)

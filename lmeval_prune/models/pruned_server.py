@@ -586,6 +586,10 @@ class PrunedServerLM(LocalCompletionsAPI):
             context_len=1,
         )
 
+    def gathered(self, value: Any) -> list[Any]:
+        """A value of each process; there is one."""
+        return [value]
+
     def any_rank(self, flag: bool) -> bool:
         """Whether a flag is true in some process; there is one."""
         return flag

@@ -55,15 +55,16 @@ class ServedAnswering(Answering):
         """All that may be asked for."""
         return list(dict.fromkeys(map(self.variant, self.tries.pool if self.tries else (UNPRUNED,))))
 
-    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> tuple[list[Any], list[str]]:
+    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> tuple[list[Any], list[str], list[None]]:
+        unknown = [None] * len(requests)
         if self.store is None:
 
             def pass_on(place: int, response: Any) -> None:
                 self.lm.cache_hook.add_partial(kind, requests[place].args, response)
 
             if kind == "generate_until":
-                return self.lm.generated(requests, occurrences(requests), pass_on, not disable_tqdm), []
-            return self._scores(kind, requests, disable_tqdm), []
+                return self.lm.generated(requests, occurrences(requests), pass_on, not disable_tqdm), [], unknown
+            return self._scores(kind, requests, disable_tqdm), [], unknown
 
         store = self.store
 
@@ -83,7 +84,7 @@ class ServedAnswering(Answering):
             finally:
                 self.lm.cache_hook = hook
 
-        return answer(store, requests, kind, lambda *pair: self._depends_on(kind, *pair), run)
+        return *answer(store, requests, kind, lambda *pair: self._depends_on(kind, *pair), run), unknown
 
     def _scores(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         if kind == "loglikelihood":

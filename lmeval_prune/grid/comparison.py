@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from lmeval_prune.grid.configuration import check_name
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.outcomes import ANSWERS, read_lower_is_better, read_outcomes, read_table
 from lmeval_prune.grid.seen import seen
+from lmeval_prune.models.lengths import cut_off, merged
 from lmeval_prune.reporting.statistics import bootstrap_band, detectable, holm, mcnemar_test, pareto, sign_flip_test
 
 POOLED = "all tasks"
@@ -43,6 +45,8 @@ class Row:
         detectable: the smallest difference that would have been seen four times in five; None if no difference would.
         chosen_on: so many of the questions are among those that the variant was chosen on.
         lower_is_better: of the metric.
+        cut_off, mean_tokens: share of the answers that `max_gen_toks` cut off, and tokens an answer; None where nothing
+            was generated, or a cell does not say.
     """
 
     variant: str
@@ -62,6 +66,8 @@ class Row:
     detectable: float | None = None
     chosen_on: int = 0
     lower_is_better: bool = False
+    cut_off: float | None = None
+    mean_tokens: float | None = None
 
 
 @dataclass
@@ -139,6 +145,10 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         for row in _rows(present, task, values, present.index(baseline), one.lower_is_better, seed, draws):
             row.chosen_on = sum(key in chosen[row.variant] for key in one.texts)
             rows[row.variant, task] = row
+            if found := _lengths(folder.cell(there[row.variant, task]["key"])):
+                row.cut_off, row.mean_tokens = found["cut_off"], found["mean_tokens"]
+                if reason := cut_off(found):
+                    notes[f"{row.variant} on {task}: {reason}"] = None
     together = [task for task in tasks if not asked[task].lower_is_better]
     if len(together) > 1:
         whole = [name for name in variants if all(name in outcomes[task][1] for task in together)]
@@ -197,6 +207,16 @@ def _asked(folder: GridFolder, cell: dict[str, Any]) -> _Asked:
     text_of = {(own, number): key for own, number, key in zip(tasks, numbers, keys, strict=True)}
     texts = [text_of[own, number] for own, number, _ in found.questions]
     return _Asked(found.questions, texts, found.columns, read_lower_is_better(path, found.columns))
+
+
+def _lengths(cell: Path) -> dict[str, Any] | None:
+    """How long a cell's answers are; None where it does not say."""
+    try:
+        results = json.loads((cell / "results.json").read_text(encoding="utf-8"))
+        parts = list(results["config"]["pruning"]["answers"].values())
+        return merged(parts) if parts else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of an earlier build, or nothing was generated
+        return None
 
 
 def _matrix(

@@ -12,6 +12,7 @@ from lmeval_prune.interventions import Intervention, combined
 from lmeval_prune.models.answer_store import Missing, Recorder, answer, occurrences
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.identity import code_versions
+from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.served import DENSE, Served
 from lmeval_prune.models.tries import DENSE as UNPRUNED
 
@@ -55,8 +56,10 @@ class ServedAnswering(Answering):
         """All that may be asked for."""
         return list(dict.fromkeys(map(self.variant, self.tries.pool if self.tries else (UNPRUNED,))))
 
-    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> tuple[list[Any], list[str], list[None]]:
-        unknown = [None] * len(requests)
+    def _answer(
+        self, kind: str, requests: list[Any], disable_tqdm: bool
+    ) -> tuple[list[Any], list[str], list[Ending | None]]:
+        unknown: list[Ending | None] = [None] * len(requests)
         if self.store is None:
 
             def pass_on(place: int, response: Any) -> None:

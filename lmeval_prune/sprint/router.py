@@ -144,6 +144,7 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         "questions": len(z),
         "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
         "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
+        "answers": outcomes.lengths,
         "unknown_cells": int(z.isnan().sum()),
         "held_out": len(groups) - len(used),
         "seen": sorted({text_key(text) for text in outcomes.texts}),
@@ -219,9 +220,8 @@ def _check(outcomes: Outcomes) -> None:
         )
     known = outcomes.z[outcomes.known]
     if not known.size or known.max() == 0:
-        raise InputError(
-            "no head solves any question (Z is all zero): nothing tells heads apart; take easier questions"
-        )
+        cut = f"{outcomes.cut_off}: sweep again with more max_gen_toks" if outcomes.cut_off else "take easier questions"
+        raise InputError(f"no head solves any question (Z is all zero): nothing tells heads apart; {cut}")
     if known.min() == 1:
         raise InputError("every head solves every question (Z is all one): nothing tells heads apart; take harder ones")
 

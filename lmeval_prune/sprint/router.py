@@ -128,7 +128,16 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     Raises:
         InputError: there is nothing to learn from the outcomes, or too little for a validation split.
     """
-    options = options or FitOptions()
+    try:
+        return _fitted(outcomes, encoder, options or FitOptions())
+    except InputError as error:
+        if not outcomes.cut_off:
+            raise
+        raise InputError(f"{outcomes.cut_off}, sweep again with more max_gen_toks: {error}") from None
+
+
+def _fitted(outcomes: Outcomes, encoder: str, options: FitOptions) -> Router:
+    """The router of `fit`."""
     if not options.dense:
         outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
     groups = _by_text(outcomes.texts)
@@ -220,8 +229,9 @@ def _check(outcomes: Outcomes) -> None:
         )
     known = outcomes.z[outcomes.known]
     if not known.size or known.max() == 0:
-        cut = f"{outcomes.cut_off}: sweep again with more max_gen_toks" if outcomes.cut_off else "take easier questions"
-        raise InputError(f"no head solves any question (Z is all zero): nothing tells heads apart; {cut}")
+        raise InputError(
+            "no head solves any question (Z is all zero): nothing tells heads apart; take easier questions"
+        )
     if known.min() == 1:
         raise InputError("every head solves every question (Z is all one): nothing tells heads apart; take harder ones")
 

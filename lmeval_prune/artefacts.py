@@ -25,7 +25,7 @@ from urllib.parse import quote
 from filelock import FileLock, Timeout
 
 from lmeval_prune import __version__
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, disk_error, first_line, writing
 
 CREATED_BY = f"lmeval-prune {__version__}"
 _GROWING = ".lmeval-prune-"
@@ -68,12 +68,13 @@ def alone(path: PathLike, timeout: float = 0) -> Iterator[None]:
             target = Path(path).resolve()
             inside = target.is_dir() and not os.access(target.parent, os.W_OK)
             lock = target / ".lock" if inside else target.parent / f".{file_name(target.name)}.lock"
-            stack.enter_context(_parents(lock))
-            stack.enter_context(_held(lock, timeout))
+            with writing(path):
+                stack.enter_context(_parents(lock))
+                stack.enter_context(_held(lock, timeout))
         except Timeout:
             raise InputError(f"another run is writing to {path}; wait for it, or name another output") from None
-        except (OSError, RuntimeError) as error:
-            raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        except RuntimeError as error:  # a loop of links
+            raise InputError(f"{path} cannot be written: {error}") from error
         yield
 
 
@@ -115,8 +116,9 @@ def write_bytes(path: PathLike, content: bytes) -> None:
 
     Raises:
         InputError: the path is a folder, or its folder cannot be made or written.
+        DiskError: the disk takes no file.
     """
-    with _new_file(Path(path)) as growing:
+    with new_file(path) as growing:
         growing.write_bytes(content)
 
 
@@ -139,12 +141,12 @@ def new_file(path: PathLike) -> Iterator[Path]:
 
     Raises:
         InputError: it cannot be written.
+        DiskError: the disk takes no file.
     """
-    try:
-        with _new_file(Path(path)) as growing:
-            yield growing
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    with writing(path), _growing(Path(path)) as growing:
+        yield growing
+        _sync(growing)
+        growing.replace(path)
 
 
 @contextmanager
@@ -169,8 +171,14 @@ def new_folder(path: PathLike, check: Callable[[Path], object] = Path.resolve) -
         if _before(path).is_dir() and not path.exists():
             _before(path).replace(path)
         check(path)
-        growing.mkdir()
-        yield growing
+        with writing(path):
+            growing.mkdir()
+        try:
+            yield growing
+        except Exception as error:
+            if refusal := disk_error(error, path):
+                raise refusal from error
+            raise
         mode = growing.stat().st_mode & 0o666
         for part in [*growing.rglob("*"), growing]:
             if part.is_file():
@@ -201,18 +209,10 @@ def append_to(path: Path) -> IO[str]:
 
 
 @contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    with _growing(path) as growing:
-        yield growing
-        _sync(growing)
-        growing.replace(path)
-
-
-@contextmanager
 def _growing(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a path of the same name in a folder that is this writer's own, after removing those of dead writers."""
     with ExitStack() as stack:
-        try:
+        with writing(path):
             if path.is_dir() and not folder:
                 raise InputError(f"{path} is a folder; name a file in it")
             if path.is_file() and folder:
@@ -222,8 +222,6 @@ def _growing(path: Path, folder: bool = False) -> Iterator[Path]:
                 with suppress(Timeout, OSError), FileLock(left / ".lock", timeout=0):
                     shutil.rmtree(left, ignore_errors=True)
             own = _own_folder(path.parent, stack)
-        except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
         yield own / path.name
 
 

@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 
 from lmeval_prune import __version__
 from lmeval_prune.artefacts import alone
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, disk_error, nearest
 from lmeval_prune.options import read, summary
 
 COMMANDS = {
@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (InputError, OSError) as error:
-        print(f"lmeval-prune: error: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        said = str(disk_error(error, "a file") or error)
+        print(f"lmeval-prune: error: {said.partition(chr(10))[0]}", file=sys.stderr)
         return 2
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,6 +17,57 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class InputError(ValueError):
     """Something the user gave us cannot be used. The message is one line: what is wrong, what to do."""
+
+
+class DiskError(InputError):
+    """No file can be written, whatever is run: no fault of what is being computed, which can go on afterwards."""
+
+
+_AGAIN = "and run the same command again"
+_FULL = {
+    errno.ENOSPC: f"no space left on device; free some space {_AGAIN}",
+    errno.EDQUOT: f"the disk quota is used up; free some space {_AGAIN}",
+    errno.EROFS: f"the file system is read-only; make it writable {_AGAIN}",
+}
+_CLOSED = dict.fromkeys((errno.EACCES, errno.EPERM), "permission denied; name a place that can be written")
+
+
+def disk_error(error: BaseException, path: object) -> DiskError | None:
+    """Return what to say where an error means that a disk takes no file; None for any other error.
+
+    Args:
+        error: of any library; those in Rust (safetensors, tokenizers) name the system's number in their message.
+        path: what was being written, where the error does not say.
+    """
+    if isinstance(error, DiskError):
+        return error
+    number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+    named = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(named[1]) if named else number
+    where = getattr(error, "filename", None) or path
+    return DiskError(f"{where} cannot be written: {_FULL[number]}") if number in _FULL else None
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Say in one line what keeps a block from writing `path`.
+
+    Raises:
+        DiskError: no file can be written there.
+        InputError: this one cannot.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if refusal := disk_error(error, path):
+            raise refusal from error
+        if not isinstance(error, OSError):
+            raise
+        if error.errno in _CLOSED:
+            raise DiskError(f"{path} cannot be written: {_CLOSED[error.errno]}") from error
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def first_line(error: BaseException, length: int = 150) -> str:

@@ -150,7 +150,9 @@ class Stub:
             if token == self.tokenizer.eos_token_id and not payload.get("echo"):
                 break
             tokens.append(token)
-        text, reason = self.tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True), "length"
+        count = len(values)
+        text = self.tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True)
+        reason = "length" if count == payload["max_tokens"] else "stop"
         for stop in payload.get("stop") or []:
             if stop in text:
                 text, reason = text.split(stop)[0], "stop"
@@ -169,7 +171,7 @@ class Stub:
                 found["logprobs"] = {"content": [{"token": name, "logprob": value} for name, value in pairs]}
             else:
                 found["logprobs"] = {"tokens": names, "token_logprobs": values[: len(names)]}
-        return {"object": "text_completion", "choices": [found], "usage": {}}
+        return {"object": "text_completion", "choices": [found], "usage": {"completion_tokens": count}}
 
     @staticmethod
     def _best(row: torch.Tensor, token: int) -> dict[str, float]:

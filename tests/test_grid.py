@@ -28,11 +28,16 @@ from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder, measuring
 from lmeval_prune.grid.measures import decoding_rate
+from lmeval_prune.grid.pruned import Pruned
+from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.ray_runner import OnRay
 from lmeval_prune.grid.run import run
 from lmeval_prune.grid.work import Job, Loaded
+from lmeval_prune.interventions import HeadMask
+from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.pruners.magnitude import Magnitude
 from tests.conftest import ROOT, task_manager
 from tests.kills import killing_after
 
@@ -277,6 +282,33 @@ def test_a_preparation_depends_on_the_seed_and_on_versions(tiny_folder: Path, mo
     keys = [prepared(1), prepared(2)]
     monkeypatch.setattr(cells_module, "versions", lambda: {"lmeval-prune": "9"})
     assert len({*keys, prepared(1)}) == 3
+
+
+VERSIONED: list[tuple[Any, str, dict[str, Any]]] = [
+    (HeadMask, "version", {"heads": "L0H1"}),
+    (RandomHeads, "version", {"prepare": {"random_heads": {"share": 0.4}}}),
+    (Pruned, "version", {"prepare": {"prune": {"method": "magnitude", "ratio": 0.3}}}),
+    (Magnitude, "version", {"prepare": {"prune": {"method": "magnitude", "ratio": 0.3}}}),
+    (identity_module, "ANSWERING", {}),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "variant"), VERSIONED)
+def test_a_cell_depends_on_the_versions_of_what_computes_it(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, variant: dict[str, Any]
+) -> None:
+    def cell() -> Any:
+        identity_module.code_versions.cache_clear()
+        variants = {"v": variant}
+        (found,) = cells_of(Grid.of(described(tiny_folder, **{**SMALL, "variants": variants, "baseline": None})))
+        return found
+
+    before = cell()
+    monkeypatch.setattr(owner, name, getattr(owner, name) + 1)
+    after = cell()
+    assert before.key != after.key and (not before.prepared or before.prepared != after.prepared)
+    monkeypatch.undo()
+    assert cell().key == before.key
 
 
 SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "tasks": ["prune_tiny_choice"]}

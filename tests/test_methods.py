@@ -25,6 +25,7 @@ from lmeval_prune.interventions.base import change_output
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.settings import types_of
+from tests import arithmetic
 from tests.methods import ROWS, Row
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import output, tiny, tokens
@@ -341,3 +342,15 @@ def test_the_engine_gives_what_generate_gives(row: Row, tiny_folder: Path) -> No
     batched = lm(tiny_folder, **{row.name: row.value}, engine="batched")
     assert batched.generate_until(asked) == expected != lm(tiny_folder).generate_until(asked)
     assert (batched.engine.unsupported is None) == (made(row).tokenwise or made(row).by_sequence)
+
+
+@pytest.mark.parametrize("name", arithmetic.NAMES)
+def test_what_computes_something_else_has_another_version(name: str) -> None:
+    """Else kept answers, cells and preparations of the earlier arithmetic are taken for those of this one."""
+    known, now = arithmetic.kept().get(name), arithmetic.figures(name)
+    assert known, f"{name} is new: python -m tests.arithmetic writes its figures"
+    assert now["version"] >= known["version"]
+    same = now.get("removed") == known.get("removed") and now["figures"] == pytest.approx(known["figures"], abs=1e-5)
+    how = "raise its version (ANSWERING of models/identity.py, if it is no class) and run python -m tests.arithmetic"
+    assert same or now["version"] > known["version"], f"{name} computes something else than before: {how}"
+    assert now["version"] == known["version"], f"the version of {name} was raised: run python -m tests.arithmetic"

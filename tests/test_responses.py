@@ -1,6 +1,7 @@
 """`--use_cache` and `responses=`: no answer of one mask for another, no collapsed repeats, nothing lost."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, RowMasks
+from lmeval_prune.artefacts import digest
 from lmeval_prune.interventions import interventions_on
+from lmeval_prune.models import answer_store, identity
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_pruned_hf import GENERATE, HEADS, KINDS, PROMPTS, model, request, requests
@@ -133,6 +136,41 @@ def test_going_on_with_samples_draws_new_ones(tiny_folder: Path, tmp_path: Path)
     torch.manual_seed(1234)
     rest = fresh(tiny_folder, tmp_path / "store", repeats(6), batch_size=1)
     assert rest[:3] == half and len(set(rest)) == len(set(whole)) == 6
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_killed_sampled_run_ends_as_one_that_was_not(tiny_folder: Path, tmp_path: Path, batch_size: int) -> None:
+    """Wherever it was killed, with greedy requests among the sampled ones, and prompts of different lengths."""
+    asked = [*requests("generate_until")[:2], *repeats(4)]
+    asked += [request("generate_until", (PROMPTS[i], SAMPLED), i, 2, "other") for i in (0, 0, 2, 2)]
+    add = AnswerStore.add
+
+    def run(store: Path, most: int) -> list:
+        torch.manual_seed(1234)
+        lm, count = model(tiny_folder, responses=str(store), batch_size=batch_size), 0
+
+        def add_some(*arguments: Any) -> None:
+            nonlocal count
+            if count == most:
+                raise Stopped
+            count += 1
+            add(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AnswerStore, "add", add_some)
+            try:
+                return lm.generate_until(asked)
+            finally:
+                lm.close()
+
+    whole = run(tmp_path / "whole", 99)
+    assert len(set(whole[2:6])) == 4
+    for killed in (1, 3, 4, 7, 9):
+        with pytest.raises(Stopped):
+            run(tmp_path / str(killed), killed)
+        assert run(tmp_path / str(killed), 99) == whole
+        lines = (tmp_path / str(killed) / "rank-0.jsonl").read_text().splitlines()
+        assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(asked)
 
 
 def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path) -> None:
@@ -338,3 +376,88 @@ def test_adapters_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, t
     with lm.model.disable_adapter():
         assert lm.generate_until(asked) != adapted
     assert lm.generate_until(asked) == adapted
+
+
+# ---------------------------------------------------------------------- versions of what computes answers
+
+
+def other_arithmetic(patch: pytest.MonkeyPatch) -> None:
+    """A head mask that halves heads instead of taking them away, as a method that was changed would be."""
+    attach = HeadMask.attach
+
+    def changed(self: HeadMask, model_map: Any, stack: Any) -> None:
+        attach(replace(self, heads=self.heads[:1]), model_map, stack)
+
+    patch.setattr(HeadMask, "attach", changed)
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("method", "were made by version 1 of heads, this is version 2 of heads"),
+        ("answering", "were made by version 1 of answering, this is version 2 of answering"),
+        ("transformers", "were made by transformers 5.17.0, this is transformers 5.23.0"),
+        (None, "do not say which versions made them"),
+    ],
+)
+@pytest.mark.parametrize("compacted", [False, True])
+def test_answers_of_code_that_has_changed_since_are_not_used(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, raised: str | None, said: str, compacted: bool
+) -> None:
+    asked, folder = requests("generate_until"), str(tmp_path / "s")
+    numbers = {"transformers": "5.17.0", "lm_eval": "0.4.13"}
+
+    def answers(patch: pytest.MonkeyPatch) -> list:
+        patch.setattr(identity, "version", numbers.get)
+        identity.code_versions.cache_clear()
+        lm = model(tiny_folder, heads=HEADS, responses=folder)
+        try:
+            return lm.generate_until(asked)
+        finally:
+            if compacted:
+                lm.answering.store.compact()
+            lm.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if raised is None:  # as a store was before
+            patch.setattr(answer_store, "digest", lambda value: value[0] if isinstance(value, list) else digest(value))
+            add = AnswerStore.add
+            patch.setattr(
+                AnswerStore,
+                "add",
+                lambda self, key, response, about: add(
+                    self, key, response, {k: v for k, v in about.items() if k not in ("request", "versions")}
+                ),
+            )
+        before = answers(patch)
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING"):
+        other_arithmetic(patch)
+        if raised == "method":
+            patch.setattr(HeadMask, "version", 2)
+        elif raised == "answering":
+            patch.setattr(identity, "ANSWERING", 2)
+        elif raised:
+            numbers["transformers"] = "5.23.0"
+        fresh = answers(patch)
+        assert fresh != before
+        (line,) = [record.getMessage() for record in caplog.records if "kept answers" in record.getMessage()]
+        assert line == f"{len(asked)} kept answers {said}; they are not used"
+        caplog.clear()
+        assert answers(patch) == fresh and "kept answers" not in caplog.text
+    identity.code_versions.cache_clear()
+
+
+def test_a_cache_keeps_versions_apart(tiny_folder: Path, tmp_path: Path) -> None:
+    asked = requests("generate_until")
+    with pytest.MonkeyPatch.context() as patch:
+        for number in (1, 2):
+            patch.setattr(HeadMask, "version", number)
+            lm = model(tiny_folder, heads=HEADS)
+            cached = CachingLM(lm, str(tmp_path / "cache.db"))
+            found = cached.generate_until(asked)
+            cached.dbdict.close()
+            lm.close()
+            if number == 1:
+                before = found
+                other_arithmetic(patch)
+    assert found != before

@@ -19,6 +19,7 @@ from lmeval_prune import HeadMask, InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
 from lmeval_prune.models import answer_store as answer_store_module
+from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint import outcomes as outcomes_module
 from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -227,6 +228,19 @@ def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole
         sweep(tiny_folder, whole, gen_kwargs={"max_gen_toks": 11})
     with pytest.raises(InputError, match="system_instruction"):
         sweep(tiny_folder, whole, system_instruction="Be brief.")
+    assert content(whole) == before
+
+
+def test_a_store_by_another_version_of_the_method_is_refused(
+    tiny_folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content(whole)
+    monkeypatch.setattr(identity_module, "ANSWERING", 2)
+    identity_module.code_versions.cache_clear()
+    with pytest.raises(InputError, match=r"were made by version 1 of answering, this is version 2.*give a new folder"):
+        sweep(tiny_folder, whole)
+    monkeypatch.undo()
+    identity_module.code_versions.cache_clear()
     assert content(whole) == before
 
 

@@ -30,11 +30,10 @@ from lmeval_prune.athena.data import Grounded, Material, question_key
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, disk_error
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
 ACCURACY = "eval_accuracy"
-FULL = (errno.ENOSPC, errno.EDQUOT)
 LITTLE = 2**30  # bytes that are free on a disk that a checkpoint did not fit
 
 
@@ -298,12 +297,12 @@ def room_in(work: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        said = getattr(error, "errno", None) in FULL or any(f"(os error {number})" in str(error) for number in FULL)
+        if refusal := disk_error(error, work):
+            raise refusal from error
         torn = any(word in str(error) for word in ("iostream", "inline_container"))  # of torch.save
-        if not said and not (torn and shutil.disk_usage(work).free < LITTLE):
+        if not (torn and shutil.disk_usage(work).free < LITTLE):
             raise
-        where = getattr(error, "filename", None) or work
-        raise InputError(f"the disk of {where} is full; make room, then the same command goes on") from error
+        raise disk_error(OSError(errno.ENOSPC, ""), work) from error  # type: ignore[misc]
 
 
 def _train(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:

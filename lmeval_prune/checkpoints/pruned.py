@@ -36,7 +36,7 @@ from lmeval_prune.architectures import nonfinite_tensor, weights_fingerprint
 from lmeval_prune.artefacts import content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.checkpoints.identity import TRAINING, WEIGHTS
-from lmeval_prune.errors import InputError, first_few, first_line
+from lmeval_prune.errors import DiskError, InputError, disk_error, first_few, first_line
 
 _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
@@ -305,7 +305,8 @@ def save_checkpoint(
             write_artefact(growing / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
     except Exception as error:
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # the last is a tokenizer's
-            raise InputError(
+            kind = DiskError if disk_error(error, folder) else InputError
+            raise kind(
                 f"{folder} cannot be written ({first_line(error)}); what was there is as it was, free some space or "
                 f"name another folder"
             ) from error

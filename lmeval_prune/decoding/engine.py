@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.in_use import refuse_in_use
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.model_runner import ModelRunner
+from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
@@ -115,16 +115,17 @@ class Engine:
             mask.fit_to(self.model_map)
         if not requests:
             return
-        found = self._fall_back(requests) if self.unsupported else self._decode(requests)
-        with tqdm(total=len(requests), unit="answer", disable=not self.progress, desc="decoding") as bar:
-            try:
-                for request, answer in found:
-                    bar.update()
-                    yield request, answer
-            finally:
-                found.close()
+        progress = Progress(requests, self.progress)
+        found = self._fall_back(requests) if self.unsupported else self._decode(requests, progress)
+        try:
+            for request, answer in found:
+                progress.end(len(answer))
+                yield request, answer
+        finally:
+            found.close()
+            progress.close()
 
-    def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
+    def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         longest = max(min(len(r.prompt) + r.params.max_new_tokens, self.context) for r in requests)
         # on a GPU, where launches cost more than reading a few keys in vain, all slots are one block
         block = BLOCK if self.device.type == "cpu" else 1 << 30
@@ -146,6 +147,7 @@ class Engine:
                 budget,
                 self.deterministic,
                 leaders,
+                progress.step,
             )
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer

@@ -11,7 +11,7 @@ differs, it goes on alone, as one row of the common batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +89,7 @@ class Scheduler:
     budget: int
     deterministic: bool
     leaders: int  # with followers, at most, at a time
+    stepped: Callable[[int], None] = lambda _: None  # is told the tokens of answers on their way
     ready: deque[PromptGroup] = field(default_factory=deque)  # their leaders have gone ahead, followers wait
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
 
@@ -101,6 +102,7 @@ class Scheduler:
                     self._admit()
                 if not any(row.ended for row in self.active):
                     self._step()
+                self.stepped(sum(len(row.answer) for row in self.active))
                 ended = self._leave()
             self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
             self.statistics.head_tokens = before[1] + self.runner.head_tokens

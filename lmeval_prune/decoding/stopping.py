@@ -40,7 +40,11 @@ class Stopping:
 
     def ended(self, tokens: Sequence[int], params: SamplingParams) -> bool:
         """Whether `tokens`, an answer that had not ended without its last token, ends with it."""
-        if len(tokens) >= params.max_new_tokens or tokens[-1] in self.ends(params):
+        return len(tokens) >= params.max_new_tokens or self.stopped(tokens, params)
+
+    def stopped(self, tokens: Sequence[int], params: SamplingParams) -> bool:
+        """Return whether `tokens` end with an end token or a stop text, and not for lack of room."""
+        if tokens[-1] in self.ends(params):
             return True
         if not params.stop:
             return False

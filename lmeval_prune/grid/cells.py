@@ -41,7 +41,12 @@ from lmeval_prune.grid.sources import code_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.identity import NOT_PART_OF_AN_ANSWER, config_fingerprint, tokenizer_fingerprint
+from lmeval_prune.models.identity import (
+    NOT_PART_OF_AN_ANSWER,
+    code_versions,
+    config_fingerprint,
+    tokenizer_fingerprint,
+)
 from lmeval_prune.models.routers import POLICIES, RouterOptions
 from lmeval_prune.models.served import ServerOptions, without_server
 from lmeval_prune.tasks.named import load_tasks
@@ -218,9 +223,9 @@ def cells_of(grid: Grid) -> list[Cell]:
     return cells
 
 
-def versions() -> dict[str, str]:
-    """Of what scores answers."""
-    return {name: version(name) for name in ("lmeval-prune", "lm_eval", "transformers")}
+def versions() -> dict[str, Any]:
+    """Of what gives and scores answers."""
+    return {"lmeval-prune": version("lmeval-prune"), **code_versions()}
 
 
 def loaded_with(given: Arguments) -> dict[str, Any]:
@@ -314,7 +319,7 @@ def _variant_identity(variant: Variant, given: Arguments, model: Model) -> dict[
     applied = [one.identity(model.map) for one in given.interventions]
     made: dict[str, Any] = {}
     for name, settings in variant.prepare.items():
-        made = {"name": name, "settings": preparation(name, settings).settings()}
+        made = {"name": name, **preparation(name, settings).identity()}
         made |= {"seed": variant.seed, "versions": versions()}
         made["key"] = digest([model.identity, made])
     return {

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from lmeval_prune.artefacts import read_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.configuration import check_name
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.outcomes import ANSWERS, read_lower_is_better, read_outcomes, read_table
 from lmeval_prune.grid.seen import seen
+from lmeval_prune.models.lengths import cut_off, merged
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -54,6 +56,8 @@ class Row:
             tests say; None if no difference would.
         chosen_on: so many of the questions are among those that the variant was chosen on.
         lower_is_better: of the metric.
+        cut_off, mean_tokens: share of the answers that `max_gen_toks` cut off, and tokens an answer; None where nothing
+            was generated, or a cell does not say.
     """
 
     variant: str
@@ -73,6 +77,8 @@ class Row:
     detectable: float | None = None
     chosen_on: int = 0
     lower_is_better: bool = False
+    cut_off: float | None = None
+    mean_tokens: float | None = None
 
 
 @dataclass
@@ -166,6 +172,10 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         for row in _rows(names, task, values, names.index(baseline), lower, seed, tests):
             row.chosen_on = sum(key in chosen[row.variant] for key in texts)
             rows[row.variant, task] = row
+            if task != POOLED and (lengths := _lengths(folder.cell(there[row.variant, task]["key"]))):
+                row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
+                if reason := cut_off(lengths):
+                    notes[f"{row.variant} on {task}: {reason}"] = None
     tested = [row for row in rows.values() if row.p is not None]
     for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
         row.p_holm = adjusted
@@ -209,6 +219,16 @@ def _asked(folder: GridFolder, cell: dict[str, Any]) -> _Asked:
     text_of = {(own, number): key for own, number, key in zip(tasks, numbers, keys, strict=True)}
     texts = [text_of[own, number] for own, number, _ in found.questions]
     return _Asked(found.questions, texts, found.columns, read_lower_is_better(path, found.columns))
+
+
+def _lengths(cell: Path) -> dict[str, Any] | None:
+    """How long a cell's answers are; None where it does not say."""
+    try:
+        results = read_json(cell / "results.json")
+        parts = list(results["config"]["pruning"]["answers"].values())
+        return merged(parts) if parts else None
+    except (InputError, KeyError, TypeError, AttributeError):  # of an earlier build, or nothing was generated
+        return None
 
 
 def _matrix(

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, ClassVar
 
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.settings import as_json, frozen, typed, types_of
@@ -24,7 +24,13 @@ PREPARATIONS = {
 
 @dataclass(frozen=True)
 class Preparation(ABC):
-    """Makes something of a model, once, in a folder of its own."""
+    """Makes something of a model, once, in a folder of its own.
+
+    Attributes:
+        version: (of the class) raised whenever the result is made otherwise than before; what is there is made anew.
+    """
+
+    version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -45,8 +51,12 @@ class Preparation(ABC):
         """The model_args with which a variant uses the result."""
 
     def settings(self) -> dict[str, Any]:
-        """The fields, as JSON values: with the model all that the result depends on."""
+        """The fields, as JSON values."""
         return {one.name: as_json(one.name, getattr(self, one.name)) for one in fields(self)}
+
+    def identity(self) -> dict[str, Any]:
+        """JSON value of all that the result depends on beside the model."""
+        return {"settings": self.settings(), "version": self.version}
 
 
 def preparation(name: str, given: dict[str, Any]) -> Preparation:

@@ -79,6 +79,10 @@ class Pruned(Preparation):
         path = Path(self.text) if self.text else None
         return super().settings() | ({"text_content": content_digest(path)} if path and path.is_file() else {})
 
+    def identity(self) -> dict[str, Any]:
+        """With the version of the method; see the base class."""
+        return {**super().identity(), "method": make_pruner(self.method, self.options).version}
+
     def make(self, lm: Any, folder: Path) -> None:
         """Write the plan, and the checkpoint if it is wanted; see the base class."""
         from lmeval_prune.pruners.calibration import check_length, read_calibration

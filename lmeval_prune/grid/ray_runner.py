@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import DiskError, InputError, first_line
 from lmeval_prune.grid.folder import GridFolder, measuring
 from lmeval_prune.grid.work import FAILED, Finished, Job
 from lmeval_prune.models.registered import registrars, repeat
@@ -56,6 +56,8 @@ class OnRay:
             job = waiting.pop(ready)
             try:
                 yield from ray.get(ready)
+            except DiskError as error:
+                raise DiskError(str(getattr(error, "cause", error))) from None
             except Exception as error:  # Ray gave up: the worker died again and again, or never saw the folder
                 yield from self._lost(job, error)
 

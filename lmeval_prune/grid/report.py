@@ -121,7 +121,11 @@ def _where(measured: dict[str, Any]) -> str:
 
 def _table(found: Comparison, task: str) -> str:
     rows = [found.rows[name, task] for name in found.variants if (name, task) in found.rows]
-    return markdown(pd.DataFrame([_shown(row) for row in rows]), LEFT)
+    frame = pd.DataFrame([_shown(row) for row in rows])
+    if any(row.mean_tokens is not None for row in rows):
+        frame["tokens"] = ["" if row.mean_tokens is None else f"{row.mean_tokens:.0f}" for row in rows]
+        frame["cut off"] = ["" if row.cut_off is None else f"{row.cut_off:.0%}" for row in rows]
+    return markdown(frame, LEFT)
 
 
 def _shown(row: Row) -> dict[str, str]:

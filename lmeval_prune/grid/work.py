@@ -15,7 +15,7 @@ import lm_eval
 import torch
 
 from lmeval_prune.artefacts import digest, write_artefact, write_text
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, is_masks, loaded_with, manager_of, versions
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, dumped, measuring, samples_file
 from lmeval_prune.grid.measures import measure
@@ -304,12 +304,19 @@ class Worker:
             try:
                 self.folder.write_measure(key, measure(lm))
             except Exception as error:
+                self._refuse_disk(error)
                 logger.warning("%s cannot be measured (%s)", cell.variant, first_line(error))
                 self.folder.fail(measuring(key), first_line(error), traceback.format_exc())
                 return FAILED
         return DONE
 
+    def _refuse_disk(self, error: Exception) -> None:
+        """Let an error that means a full disk end the run: no cell has failed, and all go on when there is room."""
+        if refusal := disk_error(error, self.folder.path):
+            raise refusal from error
+
     def _failed(self, key: str, error: Exception) -> Finished:
+        self._refuse_disk(error)
         reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
         self.folder.fail(key, reason, traceback.format_exc())
         Loaded.release()  # whatever state the model is in

@@ -119,6 +119,8 @@ class Intervention(ABC):
 
     Attributes:
         contents: (of the class) the fields of its artefact, a `TypedDict`.
+        version: (of the class) raised whenever the method computes something else than before, so that answers, cells
+            and outcomes of the earlier arithmetic are not taken for those of this one.
         tokenwise: (of the class, or set by what the fields say) what it does to a token depends on that token alone.
             Then rows of different requests can stand in one packed batch, and the decoding engine runs it.
         by_sequence: (of the class) what it does to a token depends on those before it in the same sequence. Of packed
@@ -129,6 +131,7 @@ class Intervention(ABC):
     """
 
     contents: ClassVar[Any] = Contents
+    version: ClassVar[int] = 1
     tokenwise: ClassVar[bool] = False
     by_sequence: ClassVar[bool] = False
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
@@ -227,7 +230,7 @@ class Intervention(ABC):
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
         """JSON value that determines what it does to this model."""
-        return {"method": method_name(type(self)), **self.fit_to(model_map).settings()}
+        return {"method": method_name(type(self)), "version": self.version, **self.fit_to(model_map).settings()}
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
         """What the results file says of it, by default `{METHOD: its fields}`."""

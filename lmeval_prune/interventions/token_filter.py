@@ -127,7 +127,7 @@ class TokenFilter(Intervention):
         alone = [layer.label for layer in self.layers(model_map) if layer.kv_heads == 1]
         if alone and self.similarity == "kv":
             logger.warning(
-                "token_filter.fusion=%s: keys and values weigh the same in %s, whose one key-value head has no variance",
+                "token_filter.fusion=%s: keys and values weigh the same in %s: one key-value head has no variance",
                 self.fusion,
                 first_few(alone),
             )

@@ -2,8 +2,9 @@
 
 lm-eval's own cache keys an answer by prompt and generation settings alone. Here it is keyed by all that it depends
 on, and by nothing else: the request's kind, prompt and settings, the model (weights, tokenizer, type, other
-arguments), what is applied to it (for a try under a head: that head), and, where it is drawn, the seed. Not by the
-task, the try's number, or the router that chose the head: whoever asks the same finds it.
+arguments), what is applied to it (for a try under a head: that head), the versions of the code that computes it, and,
+where it is drawn, the seed. Not by the task, the try's number, or the router that chose the head: whoever asks the same
+finds it. What else has been asked the same under other versions is counted and said, and not used.
 
     answers.json      schema
     rank-*.jsonl      answers as they come, a file a process; a line that a kill cut short is ignored
@@ -17,7 +18,7 @@ import itertools
 import json
 import logging
 import os
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ from filelock import FileLock, Timeout
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import append_to, checked, digest, from_json, read_artefact, write_artefact, write_bytes
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError, disk_error, first_line, writing
+from lmeval_prune.models.identity import differing
+from lmeval_prune.models.lengths import Ending
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/answers"
@@ -43,28 +46,37 @@ RESPONSES: dict[str, Any] = {  # by kind of request, what lm-eval's model classe
     "loglikelihood_rolling": Likelihood,
 }
 FILES = ("answers.", "rank-")  # ours begin so
-Answered = Callable[[str, tuple[Any, ...], Any], None]
+Answered = Callable[..., None]
 
 _TABLE = pa.schema(
     [
         ("key", pa.string()),
+        ("request", pa.string()),  # a digest of all that the answer depends on but versions
+        ("versions", pa.string()),  # JSON: versions
         ("kind", pa.string()),
         ("task", pa.string()),
         ("prompt", pa.string()),  # a digest
         ("head", pa.string()),
         ("response", pa.string()),  # JSON
         ("tokens", pa.list_(pa.uint32())),
+        ("length", pa.int32()),  # in tokens
+        ("cut_off", pa.bool_()),  # by `max_gen_toks`
     ]
 )
+_ADDED = {"request", "versions", "length", "cut_off"}  # columns that older stores lack
 
 
 class Record(TypedDict):
     """What is read of a stored answer."""
 
     key: str
+    request: NotRequired[str | None]
+    versions: NotRequired[dict[str, Any] | None]
     kind: NotRequired[str | None]
     response: Any
     tokens: NotRequired[list[int] | None]
+    length: NotRequired[int | None]
+    cut_off: NotRequired[bool | None]
 
 
 class AnswerStore:
@@ -77,6 +89,9 @@ class AnswerStore:
     Attributes:
         path: the file that it writes.
         known: key → response.
+        endings: of each key, how the answer ended, where that is known.
+        versions: of each request (a digest, see `answer`), the versions that answered it last; None where the answer
+            does not say.
 
     Raises:
         InputError: the folder holds something else, or another run is writing to it.
@@ -96,16 +111,21 @@ class AnswerStore:
             self.path, self._lock = self._own(rank)
             if os.path.lexists(self.path):
                 append_to(self.path).close()
-            if not about.exists():  # several ranks may do this at once; they write the same
-                write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
         except Timeout:
             raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
         except OSError as error:
-            raise InputError(
+            raise disk_error(error, folder) or InputError(
                 f"responses={folder} cannot be used ({error}); give a folder that can be written"
             ) from error
+        self.known: dict[str, Any] = {}
+        self.endings: dict[str, Ending] = {}
+        self.versions: dict[str, dict[str, Any] | None] = {}
         try:
-            self.known: dict[str, Any] = {record["key"]: record["response"] for record in read_answers(self.folder)}
+            if not about.exists():  # several ranks may do this at once; they write the same
+                write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
+            for record in read_answers(self.folder):
+                self._take(record["key"], record["response"], record)
+                self.versions[record.get("request") or record["key"]] = record.get("versions")
         except BaseException:
             self._lock.release()
             raise
@@ -124,14 +144,29 @@ class AnswerStore:
         raise AssertionError("there is always a next number")
 
     def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
-        """Write one answer; it is with the operating system when this returns."""
+        """Write one answer; it is with the operating system when this returns.
+
+        Raises:
+            DiskError: the disk takes no more; the next run that opens the store goes on behind the last whole line.
+        """
+        line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
+        try:
+            with writing(self.path):
+                if self._file is None:
+                    cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a line was cut short
+                    self._file = append_to(self.path)
+                    self._file.write("\n" if cut and self.path.stat().st_size else "")
+                self._file.write(line)
+                self._file.flush()
+        except InputError:
+            self._close_file()
+            raise
+        self._take(key, response, about)
+
+    def _take(self, key: str, response: Any, about: dict[str, Any]) -> None:
         self.known[key] = response
-        if self._file is None:
-            cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a line was cut short
-            self._file = append_to(self.path)
-            self._file.write("\n" if cut and self.path.stat().st_size else "")
-        self._file.write(json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n")
-        self._file.flush()
+        if about.get("length") is not None and about.get("cut_off") is not None:
+            self.endings[key] = Ending(about["length"], about["cut_off"])
 
     def close(self) -> None:
         """Close the file and let other runs write."""
@@ -140,7 +175,8 @@ class AnswerStore:
 
     def _close_file(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what was not written is written again, and said where it was added
+                self._file.close()
             self._file = None
 
     def compact(self) -> None:
@@ -156,13 +192,16 @@ class AnswerStore:
                 return
             self._close_file()
             records = {record["key"]: record for record in read_answers(self.folder)}
-            rows = [
-                {**records[key], "response": json.dumps(records[key]["response"], ensure_ascii=False)}
-                for key in sorted(records)
-            ]
+            rows = [_as_row(records[key]) for key in sorted(records)]
             write_table(self.folder / "answers.parquet", pa.Table.from_pylist(rows, _TABLE))
             for path in paths:
                 path.unlink()
+
+
+def _as_row(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with JSON where the table has texts."""
+    versions = json.dumps(record["versions"]) if record.get("versions") else None
+    return {**record, "versions": versions, "response": json.dumps(record["response"], ensure_ascii=False)}
 
 
 def _lock_of(path: Path) -> FileLock:
@@ -178,7 +217,8 @@ def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
     """
     table = folder / "answers.parquet"
     for row in read_table(table, _TABLE).to_pylist():
-        yield _record({**row, "response": from_json(row["response"] or "", table)}, table)
+        response, versions = (from_json(row[name] or "null", table) for name in ("response", "versions"))
+        yield _record({**row, "response": response, "versions": versions}, table)
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -203,7 +243,10 @@ def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) 
     """
     try:
         columns = columns or schema.names
-        return parquet.read_table(path).select(columns).cast(pa.schema([schema.field(name) for name in columns]))
+        table = parquet.read_table(path)
+        for name in _ADDED.intersection(columns).difference(table.column_names):
+            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
+        return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
     except FileNotFoundError:
         return schema.empty_table()
     except (OSError, KeyError, pa.ArrowException) as error:
@@ -235,7 +278,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Missing:
-    """Requests whose answers are not stored yet, no two with one key.
+    """Requests whose answers are not stored yet, and what is run with them, no two with one key.
 
     Attributes:
         requests, keys: the requests and their keys in the store.
@@ -269,6 +312,8 @@ def answer(
     depends_on: Callable[[Any, int], tuple[dict[str, Any], str]],
     run: Callable[[Missing], list[Any]],
     any_rank: Callable[[bool], bool] = bool,
+    in_groups: Callable[[Any], bool] = lambda _: False,
+    size: int = 1,
 ) -> tuple[list[Any], list[str]]:
     """Answer requests from the store, run the rest, and store each as it comes.
 
@@ -276,11 +321,15 @@ def answer(
         store: the store.
         requests: lm-eval Instances; the same Instance stands N times for N repeats.
         kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
-        depends_on: of a request and its repeat, a JSON value of all that its answer depends on, and what is written
-            beside the answer as `head`.
+        depends_on: of a request and its repeat, a JSON value of all that its answer depends on, among it under
+            `versions` the versions of the code that computes it; and what is written beside the answer as `head`.
         run: answers the requests that are missing, and reports each as it is answered.
         any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
             inside a call, so while one rank has work, each makes the call (with a request it needs not).
+        in_groups: whether a request is answered together with others: drawn by `generate` from one stream of random
+            numbers. Such requests form groups by their places, and a group that lacks an answer is run as a whole, so
+            that the answers are those of a run that was not killed.
+        size: of a group.
 
     Returns:
         Responses in the order of `requests`, and their keys.
@@ -288,27 +337,38 @@ def answer(
     repeats = occurrences(requests)
     keys: list[str] = []
     about: dict[str, dict[str, Any]] = {}
-    missing: dict[str, int] = {}
+    places: dict[str, int] = {}
+    outdated: Counter[str] = Counter()
     for place, (request, repeat) in enumerate(zip(requests, repeats, strict=True)):
         depends, head = depends_on(request, repeat)
-        keys.append(key := digest({"kind": kind, **depends}))
-        if key not in store.known and key not in missing:
-            missing[key] = place
-            prompt = digest(request.args[0])
-            about[key] = {"kind": kind, "task": request.task_name, "prompt": prompt, "head": head}
+        versions = depends.pop("versions")
+        request_digest = digest({"kind": kind, **depends})
+        keys.append(key := digest([request_digest, versions]))
+        if places.setdefault(key, place) == place and key not in store.known:
+            about[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
+            about[key] |= {"prompt": digest(request.args[0]), "head": head}
+            if request_digest in store.versions:
+                outdated[differing(store.versions[request_digest], versions)] += 1
+    for reason, count in outdated.items():
+        logger.warning("%d kept answers %s; they are not used", count, reason)
     if stored := sum(key in store.known for key in keys):
         logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
+    grouped = [key for key, place in places.items() if in_groups(requests[place])]
+    groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
+    again = {key for group in groups if any(key in about for key in group) for key in group}
+    missing = {key: place for key, place in places.items() if key in about or key in again}
     pending: dict[str, deque[str]] = defaultdict(deque)
     for key, place in missing.items():
-        pending[_text(requests[place].args)].append(key)
+        pending[text_of(requests[place].args)].append(key)
 
-    def answered(attr: str, args: tuple[Any, ...], response: Any) -> None:
-        queue = pending.get(_text(args))
+    def answered(attr: str, args: tuple[Any, ...], response: Any, **columns: Any) -> None:
+        queue = pending.get(text_of(args))
         if attr == kind and queue:
-            record(queue.popleft(), response)
+            record(queue.popleft(), response, **columns)
 
     def record(key: str, response: Any, **columns: Any) -> None:
-        store.add(key, response, {**about[key], **columns})
+        if key not in store.known:  # one of a group may be
+            store.add(key, response, {**about[key], **columns})
 
     def part(places: Iterable[int], *reports: Any) -> Missing:
         chosen = list(places)
@@ -320,11 +380,11 @@ def answer(
     if missing:
         responses = run(part(missing.values(), answered, record))
         for key, response in zip(missing, responses, strict=True):
-            if key not in store.known:  # the model did not report this one on its own
-                record(key, response)
+            record(key, response)  # the model may not have reported this one on its own
     restore = tuple if kind == "loglikelihood" else lambda x: x
     return [restore(store.known[key]) for key in keys], keys
 
 
-def _text(args: Iterable[Any]) -> str:
+def text_of(args: Iterable[Any]) -> str:
+    """Return a text by which a request's arguments are known."""
     return json.dumps(list(args), sort_keys=True, default=str)

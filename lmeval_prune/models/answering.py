@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation
-from lmeval_prune.models.answer_store import AnswerStore, Missing, Recorder, answer, occurrences
+from lmeval_prune.models.answer_store import (
+    Answered,
+    AnswerStore,
+    Missing,
+    Recorder,
+    answer,
+    occurrences,
+    text_of,
+)
+from lmeval_prune.models.identity import code_versions
+from lmeval_prune.models.lengths import Ending, by_task, cut_off, merged, warn_without_template
 from lmeval_prune.models.tries import DENSE
+
+logger = logging.getLogger(__name__)
 
 
 class Answering:
@@ -26,6 +42,7 @@ class Answering:
 
     Attributes:
         store: of answers, if there is one.
+        lengths: of the texts that were generated last, by task; see `models/lengths.py`.
 
     Raises:
         InputError: the tries' heads do not fit the model, or answers cannot be stored.
@@ -38,6 +55,7 @@ class Answering:
         self._identities: dict[str, list[Any]] = {}
         self._busy = False
         self._model = ""
+        self.lengths: dict[str, dict[str, Any]] = {}
         if self.tries:
             self.tries.fit_to(lm.model_map, lm.weights, self.interventions())
             for head in self.tries.masks:
@@ -63,6 +81,8 @@ class Answering:
         Raises:
             InputError: tries are to score given texts, or a setting cannot be used.
         """
+        if kind == "generate_until" and self.lm.rank == 0:
+            warn_without_template(requests, self.lm.tokenizer)
         if self.tries:
             if kind != "generate_until":
                 raise InputError("router= answers generative tasks only; leave out tasks that score given texts")
@@ -71,12 +91,25 @@ class Answering:
         self._model = digest(self.lm.identity) if self.store else ""
         self._busy = True
         try:
-            responses, keys = self._answer(kind, requests, disable_tqdm)
+            responses, keys, endings = self._answer(kind, requests, disable_tqdm)
         finally:
             self._busy = False
+        if kind == "generate_until":
+            self._measure(requests, endings)
         if self.tries:
-            self._record(requests, keys)
+            self._record(requests, keys, endings)
         return responses
+
+    def _measure(self, requests: Sequence[Any], endings: Sequence[Ending | None]) -> None:
+        """Keep and say how many answers of each task were cut off, on all ranks together."""
+        parts: dict[str, list[dict[str, Any]]] = {}
+        for own in self.lm.gathered(by_task(requests, endings, self.lm.max_gen_toks)):
+            for name, part in own.items():
+                parts.setdefault(name, []).append(part)
+        self.lengths = {name: merged(own) for name, own in parts.items()}
+        for name, own in self.lengths.items():
+            if self.lm.rank == 0 and (said := cut_off(own)):
+                logger.warning("%s: %s; give more max_gen_toks", name, said)
 
     def answer_ahead(
         self, requests: Sequence[Any], masks: Sequence[HeadMask | None], disable_tqdm: bool = False
@@ -104,8 +137,8 @@ class Answering:
             return self._parts("generate_until", request, repeat, applied[number]), str(masks[number] or DENSE)
 
         def run(missing: Missing) -> list[Any]:
-            def keep(place: int, text: str, tokens: list[int]) -> None:
-                missing.record(missing.keys[place], text, tokens=tokens)
+            def keep(place: int, text: str, tokens: list[int], ending: Ending) -> None:
+                missing.record(missing.keys[place], text, tokens=tokens, **ending._asdict())
 
             repeats = [place // count for place in missing.repeats]
             chosen = [masks[place % count] for place in missing.repeats]
@@ -160,54 +193,100 @@ class Answering:
                 arguments[1] = generation.greedily(arguments[1])
             else:
                 drawn = self._drawn(request, repeat)
-        return {"model": self._model, "interventions": applied, "request": arguments, "drawn": drawn}
+        methods = [dict(one) if isinstance(one, dict) else one for one in applied]
+        versions = {one["method"]: one.pop("version") for one in methods if isinstance(one, dict)}
+        depends = {"model": self._model, "interventions": methods, "request": arguments, "drawn": drawn}
+        return {**depends, "versions": {**self.versions, **versions}}
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """Versions of the code that computes answers, beside the methods."""
+        return code_versions()
 
     # ------------------------------------------------------------------ answering
 
-    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> tuple[list[Any], list[str]]:
-        """Responses, and their keys in the store, if there is one."""
+    def _answer(
+        self, kind: str, requests: list[Any], disable_tqdm: bool
+    ) -> tuple[list[Any], list[str], list[Ending | None]]:
+        """Responses, their keys in the store, if there is one, and of texts how they ended."""
         lm = self.lm
         on_engine = kind == "generate_until" and lm.engine is not None
-        if self.store is None and on_engine:
-
-            def pass_on(place: int, text: str, _: list[int]) -> None:
-                lm.cache_hook.add_partial(kind, requests[place].args, text)
-
-            return self._batched(requests, occurrences(requests), pass_on, disable_tqdm), []
         if self.store is None:
-            return getattr(HFLM, kind)(lm, requests, disable_tqdm=disable_tqdm), []
+            endings: list[Ending | None] = [None] * len(requests)
+            if on_engine:
+
+                def pass_on(place: int, text: str, _: list[int], ending: Ending) -> None:
+                    endings[place] = ending
+                    lm.cache_hook.add_partial(kind, requests[place].args, text)
+
+                return self._batched(requests, occurrences(requests), pass_on, disable_tqdm), [], endings
+            places: dict[str, deque[int]] = defaultdict(deque)
+            for place, request in enumerate(requests):
+                places[text_of(request.args)].append(place)
+
+            def note(attr: str, args: tuple[Any, ...], _: Any, **ending: Any) -> None:
+                if attr == "generate_until" and ending:
+                    endings[places[text_of(args)].popleft()] = Ending(**ending)
+
+            with self._watched(note):
+                return getattr(HFLM, kind)(lm, requests, disable_tqdm=disable_tqdm), [], endings
 
         def run(missing: Missing) -> list[Any]:
             if not on_engine:
-                return self._plainly(kind, missing, disable_tqdm)
+                with self._watched(missing.answered):
+                    return self._plainly(kind, missing, disable_tqdm)
 
-            def keep(place: int, text: str, tokens: list[int]) -> None:
-                missing.record(missing.keys[place], text, tokens=tokens)
+            def keep(place: int, text: str, tokens: list[int], ending: Ending) -> None:
+                missing.record(missing.keys[place], text, tokens=tokens, **ending._asdict())
 
             return self._batched(missing.requests, missing.repeats, keep, disable_tqdm)
 
         def depends_on(request: Any, repeat: int) -> tuple[dict[str, Any], str]:
             return self._depends_on(kind, request, repeat)
 
-        return answer(self.store, requests, kind, depends_on, run, lm.any_rank)
+        in_groups = _draws if kind == "generate_until" and not on_engine else lambda _: False
+        responses, keys = answer(self.store, requests, kind, depends_on, run, lm.any_rank, in_groups, self._group)
+        return responses, keys, [self.store.endings.get(key) for key in keys]
+
+    @contextmanager
+    def _watched(self, answered: Answered) -> Iterator[None]:
+        """A block in which lm-eval's own class reports each response, and how a text ended."""
+        lm, before = self.lm, self.lm.cache_hook
+        lm.endings.clear()
+
+        def report(attr: str, args: tuple[Any, ...], response: Any) -> None:
+            ending = lm.endings.popleft() if attr == "generate_until" and lm.endings else None
+            answered(attr, args, response, **(ending._asdict() if ending else {}))
+
+        lm.cache_hook = Recorder(before, report)
+        try:
+            yield
+        finally:
+            lm.cache_hook = before
 
     def _plainly(self, kind: str, missing: Missing, disable_tqdm: bool) -> list[Any]:
         """By lm-eval's own model class, which reports each answer as it comes."""
         lm = self.lm
 
-        def compute(requests: list[Any]) -> list[Any]:
-            return list(getattr(HFLM, kind)(lm, requests, disable_tqdm=disable_tqdm))
+        def compute(requests: list[Any], silent: bool = disable_tqdm) -> list[Any]:
+            return list(getattr(HFLM, kind)(lm, requests, disable_tqdm=silent))
 
-        hook, schedule = lm.cache_hook, lm.batch_schedule
-        lm.cache_hook = Recorder(hook, missing.answered)
-        lm.batch_schedule = min(schedule, len(missing.requests))  # lm-eval divides the requests by it
+        before = lm.batch_schedule, lm.batch_size_per_gpu
+        lm.batch_schedule = min(lm.batch_schedule, len(missing.requests))  # lm-eval divides the requests by it
         try:
-            if kind == "generate_until" and any(generation.samples(request.args[1]) for request in missing.requests):
-                # A run that goes on must not draw again what the first requests drew: every set of
-                # requests has a random stream of its own.
-                with torch.random.fork_rng():
-                    torch.manual_seed(int(digest([lm.seed, missing.keys]), 16) >> 1)
-                    return compute(missing.requests)
+            if kind == "generate_until":
+                drawn = [place for place, request in enumerate(missing.requests) if _draws(request)]
+                others = [place for place in range(len(missing.requests)) if place not in set(drawn)]
+                responses = (
+                    dict(zip(others, compute([missing.requests[i] for i in others]), strict=True)) if others else {}
+                )
+                lm.batch_size_per_gpu = size = self._group
+                groups = [drawn[i : i + size] for i in range(0, len(drawn), size)]
+                for group in tqdm(groups, "sampling", disable=disable_tqdm or lm.rank > 0 or not drawn, unit="batch"):
+                    with torch.random.fork_rng():
+                        torch.manual_seed(int(digest([lm.seed, [missing.keys[i] for i in group]]), 16) >> 1)
+                        responses |= dict(zip(group, compute([missing.requests[i] for i in group], True), strict=True))
+                return [responses[place] for place in range(len(missing.requests))]
             if kind != "loglikelihood_rolling" or lm.world_size > 1 or not isinstance(lm.batch_size, int):
                 return compute(missing.requests)
             # lm-eval reports rolling requests only at the end of a call: make several calls
@@ -215,7 +294,13 @@ class Answering:
             parts = [missing.requests[i : i + size] for i in range(0, len(missing.requests), size)]
             return [response for part in parts for response in compute(part)]
         finally:
-            lm.cache_hook, lm.batch_schedule = hook, schedule
+            lm.batch_schedule, lm.batch_size_per_gpu = before
+
+    @property
+    def _group(self) -> int:
+        """How many requests `generate` draws together: a batch, or one where its size is found out by trying."""
+        size = self.lm.batch_size
+        return size if isinstance(size, int) else 1
 
     def _batched(
         self, requests: list[Any], repeats: Sequence[int], done: generation.Done, disable_tqdm: bool
@@ -229,14 +314,23 @@ class Answering:
         greedy = self.tries is not None
         return generation.generate_until(lm, lm.engine, requests, repeats, done, lm.seed, masks, greedy)
 
-    def _record(self, requests: list[Any], keys: list[str]) -> None:
+    def _record(self, requests: list[Any], keys: list[str], endings: Sequence[Ending | None]) -> None:
         """Write what was done into each request's arguments, where `--log_samples` shows it."""
         assert self.tries
-        found: dict[int, tuple[Any, list[str]]] = {}
-        for request, key in zip(requests, keys or [""] * len(requests), strict=True):
-            found.setdefault(id(request), (request, []))[1].append(key)
-        for request, own in found.values():
+        found: dict[int, tuple[Any, list[str], list[Ending | None]]] = {}
+        for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
+            _, own, ended = found.setdefault(id(request), (request, [], []))
+            own.append(key)
+            ended.append(ending)
+        for request, own, ended in found.values():
             context, settings = request.args
             done: dict[str, Any] = {"heads": list(self.tries.order(request)[: request.repeats])}
             done |= {"answers": own[: request.repeats]} if keys else {}
+            done["lengths"] = [ending and ending.length for ending in ended[: request.repeats]]
+            done["cut_off"] = [ending and ending.cut_off for ending in ended[: request.repeats]]
             request.arguments = (context, {**generation.greedily(settings), **done})
+
+
+def _draws(request: Any) -> bool:
+    """Whether the answer to a generation request is drawn."""
+    return generation.samples(request.args[1])

@@ -13,8 +13,9 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
+from lmeval_prune.models.lengths import Ending
 
-Done = Callable[[int, str, list[int]], None]
+Done = Callable[[int, str, list[int], Ending], None]
 _SAMPLING = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
 )
@@ -52,7 +53,7 @@ def generate_until(
         engine: decodes on `lm.model`.
         requests: lm-eval instances with arguments (context, generation settings).
         repeats: of each request, how many for the same document came before it.
-        done: called with a request's place, its text and its tokens, as soon as they are there.
+        done: called with a request's place, its text, its tokens and its ending, as soon as they are there.
         seed: of sampling; each request draws by it and by its task, document and repeat.
         masks: heads to prune for each request; default none.
         greedy: take the most probable token always, whatever the requests say about sampling.
@@ -91,8 +92,9 @@ def generate_until(
     texts = [""] * len(requests)
     for request, tokens in engine.decode(asked):
         place, key = request.tag
-        texts[place] = _text(lm, tokens, prepared[key][1])
-        done(place, texts[place], tokens)
+        params, until = prepared[key]
+        texts[place] = _text(lm, tokens, until)
+        done(place, texts[place], tokens, Ending(len(tokens), not engine.stopping.stopped(tokens, params)))
     return texts
 
 

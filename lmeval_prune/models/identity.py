@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 from lmeval_prune.architectures import ModelMap, adapters_of
@@ -15,6 +17,34 @@ NOT_PART_OF_AN_ANSWER = {
     *("batch_size", "max_batch_size", "device", "parallelize", "device_map", "max_memory_per_gpu", "max_cpu_memory"),
     *("offload_folder", "dtype"),
 }
+
+
+# Raised whenever answers to the same requests come out otherwise than before, by the decoding engine or by how requests
+# are put to a model or a server. (Methods have versions of their own.)
+ANSWERING = 1
+
+
+@cache
+def code_versions(*libraries: str) -> dict[str, Any]:
+    """Versions of the code that answers depend on.
+
+    Args:
+        libraries: those that compute, by default lm-eval, which cuts prompts and texts, and transformers.
+    """
+    return {**{name: version(name) for name in libraries or ("lm_eval", "transformers")}, "answering": ANSWERING}
+
+
+def differing(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+    """Say by which versions something was made, and which there are now."""
+    if before is None:
+        return "do not say which versions made them"
+
+    def named(versions: dict[str, Any]) -> str:
+        differ = [name for name in now if before.get(name) != now[name]]
+        known = [(name, versions[name]) for name in differ if name in versions]
+        return " and ".join(f"version {n} of {name}" if isinstance(n, int) else f"{name} {n}" for name, n in known)
+
+    return f"were made by {named(before)}, this is {named(now)}"
 
 
 def identity_of(lm: Any) -> dict[str, Any]:

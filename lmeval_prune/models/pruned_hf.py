@@ -7,13 +7,14 @@ import inspect
 import logging
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
@@ -31,7 +32,9 @@ from lmeval_prune.checkpoints.pruned import (
     removed_from,
 )
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
-from lmeval_prune.decoding import Engine
+from lmeval_prune.decoding import Engine, SamplingParams
+from lmeval_prune.decoding.request import end_tokens
+from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.base import uncounted
@@ -39,6 +42,7 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import applied, identity_of, tokenizer_fingerprint
+from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
 from lmeval_prune.models.tries import InTurn
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
@@ -84,6 +88,7 @@ class PrunedHFLM(HFLM):
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         self.seed = torch.initial_seed()
         self._texts: Counter[tuple[int, ...]] = Counter()  # to come, if padding must be told from them
+        self.endings: deque[Ending] = deque()  # of texts that `generate` has made and lm-eval has not reported yet
         try:
             super().__init__(pretrained, **others)
         except InputError:
@@ -277,6 +282,28 @@ class PrunedHFLM(HFLM):
         """As lm-eval's, through the answer store if there is one."""
         return self.answering.answer("loglikelihood_rolling", requests, disable_tqdm)
 
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
+        """As `hf`, noting how each row's answer ended."""
+        rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
+        params = SamplingParams(max_new_tokens=1 << 30, stop=tuple(text for text in stop if text))
+        begin = context.shape[1] if self.backend == "causal" else 1
+        self.endings.extend(self._ending(row[begin:], params) for row in rows.tolist())
+        return rows
+
+    def _ending(self, tokens: list[int], params: SamplingParams) -> Ending:
+        """How an answer ended that may be followed by padding, or by what other rows of its batch took longer for."""
+        ends = self._stopping.ends(params)
+        last = next((place for place, token in enumerate(tokens, 1) if token in ends), 0)
+        text = self.tokenizer.decode(tokens[: last or None])
+        if any(stop in text for stop in params.stop):
+            stopped = (n for n in range(1, len(tokens) + 1) if self._stopping.stopped(tokens[:n], params))
+            last = next(stopped, last)
+        return Ending(last or len(tokens), not last)
+
+    @cached_property
+    def _stopping(self) -> Stopping:
+        return Stopping(self.tokenizer, end_tokens(getattr(self.model, "generation_config", None)))
+
     # ------------------------------------------------------------------ padding
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
@@ -315,6 +342,10 @@ class PrunedHFLM(HFLM):
             mask[row, length:] = 0
         return mask
 
+    def gathered(self, value: Any) -> list[Any]:
+        """A value of each process, in the order of ranks."""
+        return list(gather_object([value])) if self.world_size > 1 else [value]
+
     def any_rank(self, flag: bool) -> bool:
         """Whether a flag is true in some process."""
         if self.world_size <= 1:
@@ -332,6 +363,8 @@ class PrunedHFLM(HFLM):
         info = applied(self.model_map, self.weights)
         if self.given.tries:
             info["router"] = self.given.tries.info
+        if self.answering.lengths:
+            info["answers"] = self.answering.lengths
         if self.manifest:
             info["checkpoint"] = {**checkpoint_columns(self.manifest), **cost_columns(self.model)}
         return info

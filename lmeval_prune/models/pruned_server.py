@@ -36,9 +36,10 @@ from lmeval_prune.models import generation
 from lmeval_prune.models.arguments import Arguments, EngineOptions, our_names, read_fields
 from lmeval_prune.models.dispatch import Dispatcher, Failure, Job, Server
 from lmeval_prune.models.identity import config_fingerprint, tokenizer_fingerprint
+from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.logs import as_lm_eval_does
 from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
-from lmeval_prune.models.served_answering import NoText, ServedAnswering, seed_of
+from lmeval_prune.models.served_answering import NoText, ServedAnswering, Text, seed_of
 from lmeval_prune.models.server_probe import Connection, Probe, model_name, reach
 from lmeval_prune.models.tries import DENSE as UNPRUNED
 
@@ -242,6 +243,11 @@ class PrunedServerLM(LocalCompletionsAPI):
     def store_rank(self) -> int | None:
         """By which number this process writes into a store of answers; see `AnswerStore`."""
         return 0
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Tokens of an answer where a task does not say."""
+        return int(self._max_gen_toks)
 
     @property
     def weights(self) -> str | None:
@@ -453,7 +459,9 @@ class PrunedServerLM(LocalCompletionsAPI):
             if text is None:
                 self._warn_of_no_text(where)
                 return NoText()
-            return postprocess_generated_text(text, until, self.think_end_token)
+            made = Text(postprocess_generated_text(text, until, self.think_end_token))
+            made.ending = getattr(text, "ending", None)
+            return made
 
         return Job(path, lambda: {**payload, **prompt()}, variant, self._text, where, tag=place, made=finished)
 
@@ -522,7 +530,7 @@ class PrunedServerLM(LocalCompletionsAPI):
         (text,) = texts
         if not isinstance(text, str | None):
             raise Failure("its answer is no text")
-        return text
+        return text if text is None else _with_ending(text, choices, body)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[Scored]:
         """Log-likelihoods of tokens after tokens; each is reported as it comes."""
@@ -582,9 +590,22 @@ class PrunedServerLM(LocalCompletionsAPI):
             context_len=1,
         )
 
+    def gathered(self, value: Any) -> list[Any]:
+        """A value of each process; there is one."""
+        return [value]
+
     def any_rank(self, flag: bool) -> bool:
         """Whether a flag is true in some process; there is one."""
         return flag
+
+
+def _with_ending(text: str, choices: list[dict[str, Any]], body: dict[str, Any]) -> Text:
+    """A text with its ending, where the server says how many tokens there are and why it ended."""
+    found = Text(text)
+    reasons, length = {one.get("finish_reason") for one in choices}, (body.get("usage") or {}).get("completion_tokens")
+    if isinstance(length, int) and 0 <= length < 1 << 31 and None not in reasons:
+        found.ending = Ending(length, "length" in reasons)
+    return found
 
 
 class PrunedServerChatLM(PrunedServerLM):

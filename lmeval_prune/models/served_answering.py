@@ -11,11 +11,23 @@ from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import Intervention, combined
 from lmeval_prune.models.answer_store import Missing, Recorder, answer, occurrences
 from lmeval_prune.models.answering import Answering
+from lmeval_prune.models.identity import code_versions
+from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.served import DENSE, Served
 from lmeval_prune.models.tries import DENSE as UNPRUNED
 
 
-class NoText(str):
+class Text(str):
+    """A text that a server gives.
+
+    Attributes:
+        ending: how it ended, where the server says.
+    """
+
+    ending: Ending | None = None
+
+
+class NoText(Text):
     """Stands for a text that a server does not give."""
 
 
@@ -30,6 +42,11 @@ class ServedAnswering(Answering):
     def _applied(self) -> tuple[Intervention, ...]:
         applied: tuple[Intervention, ...] = self.lm.given.interventions
         return applied
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """As the base class; a server computes without our transformers."""
+        return code_versions("lm_eval")
 
     def _drawn(self, request: Any, repeat: int) -> list[Any]:
         return [seed_of(self.lm.seed, repeat)]
@@ -49,15 +66,18 @@ class ServedAnswering(Answering):
         """All that may be asked for."""
         return list(dict.fromkeys(map(self.variant, self.tries.pool if self.tries else (UNPRUNED,))))
 
-    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> tuple[list[Any], list[str]]:
+    def _answer(
+        self, kind: str, requests: list[Any], disable_tqdm: bool
+    ) -> tuple[list[Any], list[str], list[Ending | None]]:
         if self.store is None:
 
             def pass_on(place: int, response: Any) -> None:
                 self.lm.cache_hook.add_partial(kind, requests[place].args, response)
 
-            if kind == "generate_until":
-                return self.lm.generated(requests, occurrences(requests), pass_on, not disable_tqdm), []
-            return self._scores(kind, requests, disable_tqdm), []
+            if kind != "generate_until":
+                return self._scores(kind, requests, disable_tqdm), [], []
+            texts = self.lm.generated(requests, occurrences(requests), pass_on, not disable_tqdm)
+            return texts, [], [text.ending for text in texts]
 
         store = self.store
 
@@ -66,7 +86,8 @@ class ServedAnswering(Answering):
                 if isinstance(response, NoText):
                     store.known[missing.keys[place]] = response  # for this run
                 else:
-                    missing.record(missing.keys[place], response)
+                    ending = response.ending if isinstance(response, Text) else None
+                    missing.record(missing.keys[place], response, **(ending._asdict() if ending else {}))
 
             if kind == "generate_until":
                 return list(self.lm.generated(missing.requests, missing.repeats, keep, not disable_tqdm))
@@ -77,7 +98,8 @@ class ServedAnswering(Answering):
             finally:
                 self.lm.cache_hook = hook
 
-        return answer(store, requests, kind, lambda *pair: self._depends_on(kind, *pair), run)
+        responses, keys = answer(store, requests, kind, lambda *pair: self._depends_on(kind, *pair), run)
+        return responses, keys, [store.endings.get(key) for key in keys]
 
     def _scores(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         if kind == "loglikelihood":

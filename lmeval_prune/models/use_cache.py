@@ -9,6 +9,7 @@ from weakref import ref
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
+from lmeval_prune.models.identity import code_versions
 
 
 def keep_apart(database: Any, lm: Any) -> None:
@@ -36,7 +37,7 @@ def keep_apart(database: Any, lm: Any) -> None:
         lm: Any = model()
         applied = digest(lm.answering.interventions())
         if applied not in digests:
-            digests[applied] = digest([lm.identity, applied])
+            digests[applied] = digest([lm.identity, applied, code_versions()])
         table = f"lmeval_prune_{digests[applied]}"
         if table not in made:
             self.conn.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key TEXT PRIMARY KEY, value BLOB)')

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -47,13 +47,21 @@ class Pruner(ABC):
     """A way to score what may be removed; the lowest scores go.
 
     Attributes:
+        version: (of the class) raised whenever scores or compensation are computed otherwise than before, so that what
+            was made by the earlier arithmetic is not taken for the result of this one.
         budget, allocation, compensates: (of the class) what `budget`, `allocation` and `compensation` of the options
             are, if they are left open.
     """
 
+    version: ClassVar[int] = 1
     budget: ClassVar[str] = "heads"
     allocation: ClassVar[str] = "global"
     compensates: ClassVar[str] = "none"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON value that with the model and the text determines what it finds: method, version and options."""
+        return {"method": pruner_name(self), "version": self.version, **asdict(self)}
 
     def needs_text(self, heads: bool, channels: bool) -> bool:
         """Whether scores of heads, or of channels, depend on calibration text."""

@@ -61,7 +61,7 @@ def stages(
     channel_pruner = channel_pruner or pruner
     options = settled(options, pruner, model_map)
     check_methods(pruner, channel_pruner, model_map, options, text is not None, scores)
-    made = {"method": pruner_name(pruner), **asdict(pruner), "options": asdict(options)}
+    made = {**pruner.identity, "options": asdict(options)}
     if options.ffn_ratio or channel_pruner is not pruner:
         made |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
     made |= {"calibration": text.about()} if text is not None else {}

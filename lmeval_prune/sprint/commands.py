@@ -34,6 +34,11 @@ def sweep(**options: Any) -> int:
         dense = f"dense {accuracy[0]:.3f}; " if outcomes.pool[0] == "dense" else ""
         print(f"{wanted.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
         print(f"accuracy: {dense}highest {shown}")
+        if outcomes.lengths["mean_tokens"] is not None:
+            share, tokens = outcomes.lengths["cut_off"], outcomes.lengths["mean_tokens"]
+            print(f"answers: {tokens:.0f} tokens on average, {share:.0%} cut off by max_gen_toks")
+        if outcomes.cut_off:
+            print(f"{outcomes.cut_off}: heads are compared by what fits; sweep again with more max_gen_toks")
     return 0
 
 
@@ -62,7 +67,8 @@ def fit(
 
     if Path(output).is_file():
         raise InputError(f"{output} is a file; name a folder for the router")
-    router = fit(OutcomeStore(outcomes).read(), encoder, wanted)
+    found = OutcomeStore(outcomes).read()
+    router = fit(found, encoder, wanted)
     router.save(output)
     about = router.about
     print(f"{output}: router over {len(router.pool)} heads, p = {about['p']}, λ = {about['lambda']}")
@@ -73,6 +79,8 @@ def fit(
     useful = about["questions"] - about["questions_no_head_solves"] - about["questions_all_heads_solve"]
     if useful < 30:
         print(f"only {useful} questions tell heads apart: expect nothing of this router; sweep more questions")
+    if found.cut_off:
+        print(f"{found.cut_off}: the router learns what fits, not what heads know; sweep again with more max_gen_toks")
     if about["held_out"]:
         print(f"{about['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
     if about["validation_pass"]:

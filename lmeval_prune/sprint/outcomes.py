@@ -6,7 +6,8 @@ answers depend on; the answers themselves are in the answer store in the same fo
 
     store.json          what model, tasks and settings; which columns
     questions.parquet   task, split, doc_id, question, prompt, attributes (JSON)
-    cells.parquet       task, split, doc_id, head, outcome, extracted, answer (its key in the answer store)
+    cells.parquet       task, split, doc_id, head, outcome, extracted, answer (its key in the answer store), its length
+                        in tokens and whether it was cut off (null: not known)
     answers.*           see `models/answer_store.py`
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import from_json, read_artefact, write_artefact
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
+from lmeval_prune.models.identity import differing
+from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
 from lmeval_prune.models.tries import DENSE
 
 SCHEMA = "lmeval-prune/outcomes"
@@ -65,6 +68,7 @@ class Outcomes:
         questions: of each row, its place, and `question`, `prompt` (a digest) and `attributes`.
         model: identity of the model.
         tasks: settings of each task.
+        lengths: of all answers of the store; see `models/lengths.py`.
     """
 
     z: np.ndarray
@@ -72,6 +76,12 @@ class Outcomes:
     questions: list[dict[str, Any]] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
     tasks: dict[str, Any] = field(default_factory=dict)
+    lengths: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cut_off(self) -> str:
+        """How many answers were cut off, if they are many; else empty."""
+        return cut_off(self.lengths) if self.lengths else ""
 
     @property
     def known(self) -> np.ndarray:
@@ -86,7 +96,7 @@ class Outcomes:
     def rows(self, chosen: Sequence[int] | np.ndarray) -> Outcomes:
         """Only these questions."""
         questions = [self.questions[i] for i in chosen] if self.questions else []
-        return Outcomes(self.z[np.asarray(chosen)], self.pool, questions, self.model, self.tasks)
+        return replace(self, z=self.z[np.asarray(chosen)], questions=questions)
 
     def columns(self, chosen: Sequence[str]) -> Outcomes:
         """Only these columns, in this order.
@@ -98,7 +108,7 @@ class Outcomes:
         if missing:
             raise InputError(f"the outcome store has no column {missing[0]}; it has {', '.join(self.pool)}")
         places = [self.pool.index(name) for name in chosen]
-        return Outcomes(self.z[:, places], list(chosen), self.questions, self.model, self.tasks)
+        return replace(self, z=self.z[:, places], pool=list(chosen))
 
     def accuracy(self) -> np.ndarray:
         """Share of solved questions among the known ones, for each column; NaN where none is known."""
@@ -148,6 +158,8 @@ _CELLS = pa.schema(
         ("outcome", pa.bool_()),
         ("extracted", pa.string()),
         ("answer", pa.string()),
+        ("length", pa.int32()),
+        ("cut_off", pa.bool_()),
     ]
 )
 Cell = dict[str, Any]
@@ -176,7 +188,7 @@ class OutcomeStore:
         if not (self.folder / "cells.parquet").is_file():
             raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
         questions = self._table("questions", _QUESTIONS).to_pylist()
-        cells = self._table("cells", _CELLS, [*Question._fields, "head", "outcome"])
+        cells = self._table("cells", _CELLS, [*Question._fields, "head", "outcome", "length", "cut_off"])
         if not questions or not cells.num_rows:
             raise InputError(f"the outcome store {self.folder} is empty; run `lmeval-prune sweep` into it first")
         try:
@@ -199,7 +211,7 @@ class OutcomeStore:
         rows = [row_of[where] for where in _places(cells)]
         columns = [column_of[head] for head in cells["head"].to_pylist()]
         z[rows, columns] = np.array(cells["outcome"].to_pylist(), np.float32)  # None becomes NaN
-        return Outcomes(z, pool, questions, about["model"], about["tasks"])
+        return Outcomes(z, pool, questions, about["model"], about["tasks"], _lengths(cells, about["tasks"]))
 
     def cells(self) -> list[Cell]:
         """All cells, each with the `text` and `tokens` of its answer."""
@@ -274,6 +286,15 @@ class OutcomeStore:
         write_table(self.folder / "cells.parquet", pa.Table.from_pylist(rows, _CELLS))
 
 
+def _lengths(cells: pa.Table, tasks: dict[str, Any]) -> dict[str, Any]:
+    """How long the answers of cells are, and how many were cut off."""
+    found: dict[str, list[Ending | None]] = {}
+    for task, *ending in zip(*(cells[name].to_pylist() for name in ("task", "length", "cut_off")), strict=True):
+        found.setdefault(task, []).append(None if None in ending else Ending(*ending))
+    limits = {name: ((tasks.get(name) or {}).get("generation") or {}).get("max_gen_toks") for name in found}
+    return merged([lengths(own, limits[name]) for name, own in found.items()])
+
+
 def _places(cells: pa.Table) -> list[Question]:
     return [Question(*place) for place in zip(*(cells[name].to_pylist() for name in Question._fields), strict=True)]
 
@@ -299,6 +320,9 @@ def _same_model(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> di
     how = [f"{model.get('server', 'this machine')} in {model.get('dtype')}" for model in (before, now)]
     if how[0] != how[1] and "server" in {**before, **now}:
         raise InputError(f"{folder} has outcomes computed by {how[0]}, these are by {how[1]}: give a new folder")
+    if before.get("versions") != now.get("versions"):
+        reason = differing(before.get("versions"), now.get("versions") or {})
+        raise InputError(f"{folder} has outcomes that {reason}: give a new folder")
     theirs, ours = before.get("adapters", {}), now.get("adapters", {})
     shared = theirs.keys() & ours.keys()
     _refuse_difference(folder, "adapter", *({name: each[name] for name in shared} for each in (theirs, ours)))

@@ -78,6 +78,7 @@ class SprintReport(ReportOptions):
         text = render(
             Path(__file__).with_name("report.md.jinja"),
             test=test,
+            cut_off=[(name, one.cut_off) for name, one in (("Test", test), ("Training", train)) if one and one.cut_off],
             train=train,
             router=router,
             dense=dense,

@@ -153,7 +153,16 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     Raises:
         InputError: there is nothing to learn from the outcomes, or too little for a validation split.
     """
-    options = options or FitOptions()
+    try:
+        return _fitted(outcomes, encoder, options or FitOptions())
+    except InputError as error:
+        if not outcomes.cut_off:
+            raise
+        raise InputError(f"{outcomes.cut_off}, sweep again with more max_gen_toks: {error}") from None
+
+
+def _fitted(outcomes: Outcomes, encoder: str, options: FitOptions) -> Router:
+    """The router of `fit`."""
     if not options.dense:
         outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
     groups = _by_text(outcomes.texts)
@@ -169,6 +178,7 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         "questions": len(z),
         "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
         "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
+        "answers": outcomes.lengths,
         "unknown_cells": int(z.isnan().sum()),
         "held_out": len(groups) - len(used),
         "seen": sorted({text_key(text) for text in outcomes.texts}),

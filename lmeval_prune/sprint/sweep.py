@@ -113,11 +113,10 @@ class Sweep(SweepOptions):
             for row in rows:
                 where = Question(name, self._split(tasks[name]), row["doc_id"])._asdict()
                 (_, done) = row["arguments"][0]
-                found = zip(done["heads"], done["answers"], row["outcomes"], row["extracted"], strict=True)
-                cells += [
-                    {**where, "head": head, "outcome": right, "extracted": text, "answer": key}
-                    for head, key, right, text in found
-                ]
+                names = ("head", "answer", "length", "cut_off", "outcome", "extracted")
+                columns = (done["heads"], done["answers"], done["lengths"], done["cut_off"])
+                found = zip(*columns, row["outcomes"], row["extracted"], strict=True)
+                cells += [{**where, **dict(zip(names, values, strict=True))} for values in found]
         return cells
 
     # ------------------------------------------------------------------ tasks and questions
@@ -225,6 +224,7 @@ class Sweep(SweepOptions):
     def _identity(self, lm: Model) -> dict[str, Any]:
         name = str(getattr(lm.config, "_name_or_path", ""))
         found = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
+        found |= {"versions": lm.answering.versions}
         return {**json.loads(json.dumps(found)), **lm.outcomes_of}
 
 

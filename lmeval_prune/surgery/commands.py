@@ -94,7 +94,7 @@ def importance(
     scored = pruner.scores(model_map, calibration, True, channels)
     scores = {f"heads.{label}": one for label, one in scored.heads.items()}
     scores |= {f"channels.{label}": one for label, one in scored.channels.items()}
-    made: dict[str, Any] = {"method": method, **vars(pruner)}
+    made: dict[str, Any] = pruner.identity
     made |= {"calibration": calibration.about()} if calibration else {}
     Plan(scores=scores, made=made).save(output, model_map)
     heads: dict[str, Any] = {label: by_member(one) for label, one in scored.heads.items()}

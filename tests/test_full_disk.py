@@ -1,0 +1,188 @@
+"""A disk that fills up, or takes nothing: one line that names file and remedy, and the same command goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmeval_prune import HeadMask, InputError, artefacts
+from lmeval_prune.cli import main
+from lmeval_prune.errors import DiskError, disk_error, writing
+from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.run import run
+from lmeval_prune.grid.work import Loaded
+from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.sprint.outcomes import OutcomeStore
+from lmeval_prune.sprint.router import Router
+from tests.test_grid import _shared_manager, described, outcomes  # noqa: F401 - a fixture
+from tests.test_pruned_hf import model, requests
+from tests.test_sprint import MODEL, TASKS, row
+from tests.test_sweep import sweep
+from tests.tiny_models import tiny
+
+NO_SPACE = r"cannot be written: no space left on device; free some space and run the same command again$"
+pytestmark = pytest.mark.usefixtures("one_task_manager")
+
+
+def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) -> None:
+    """Let every file but the first `after` ones meet a full disk: what is appended, too."""
+    left, fsync, opened = [after], os.fsync, Path.open
+
+    def full(handle: int) -> None:
+        if left[0] == 0:
+            raise OSError(number, os.strerror(number))
+        left[0] -= 1
+        fsync(handle)
+
+    def open_full(self: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if "a" in mode and left[0] == 0:
+            return opened(Path("/dev/full"), mode, *arguments, **named)
+        left[0] -= "a" in mode
+        return opened(self, mode, *arguments, **named)
+
+    patch.setattr(artefacts.os, "fsync", full)
+    patch.setattr(Path, "open", open_full)
+
+
+def answered(folder: Path, compact: bool = False) -> None:
+    store = AnswerStore(folder)
+    try:
+        store.add("a", "x", {"kind": "generate_until"})
+        if compact:
+            store.compact()
+    finally:
+        store.close()
+
+
+WRITERS: dict[str, tuple[str, int, Callable[[Path], Any]]] = {
+    "append": ("rank-0.jsonl", 1, lambda path: answered(path / "s")),
+    "compact": ("answers.parquet", 2, lambda path: answered(path / "s", compact=True)),
+    "outcomes": ("store.json", 0, lambda path: OutcomeStore(path / "s").begin(MODEL, TASKS, [row(0)], ("dense",))),
+    "questions": ("questions", 1, lambda path: OutcomeStore(path / "s").begin(MODEL, TASKS, [row(0)], ("dense",))),
+    "artefact": ("mask.json", 0, lambda path: HeadMask("L0H1").save(path / "mask.json", map_of())),
+    "router": (
+        "router.safetensors",
+        0,
+        lambda path: Router(torch.ones(1, 2), torch.ones(1, 1), ["dense"], "none").save(path / "r"),
+    ),
+    "new_file": ("large.gguf", 0, lambda path: write_large(path / "large.gguf")),
+    "failure": ("x.json", 0, lambda path: GridFolder(path).fail("x", "why", "")),
+}
+
+
+def map_of() -> Any:
+    from lmeval_prune import map_model
+
+    return map_model(tiny("llama"))
+
+
+def write_large(path: Path) -> None:
+    with artefacts.new_file(path) as half:
+        half.write_bytes(b"x")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_one_line_that_names_the_file(name: str, tmp_path: Path) -> None:
+    file, after, write = WRITERS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        fill(patch, after=after)
+        with pytest.raises(DiskError, match=NO_SPACE) as raised:
+            write(tmp_path)
+        assert file in str(raised.value) and "\n" not in str(raised.value)
+    assert not [path for path in tmp_path.rglob(".*") if path.suffix != ".lock"]
+    write(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_every_reason_that_lies_with_the_disk_has_its_remedy(number: int) -> None:
+    with pytest.raises(DiskError, match=r"^out\.json cannot be written: [^\n]+; ") as raised, writing("out.json"):
+        raise OSError(number, os.strerror(number))
+    assert "Errno" not in str(raised.value)
+    with (
+        pytest.raises(InputError, match=r"^out\.json cannot be written: Not a directory$") as raised,
+        writing("out.json"),
+    ):
+        raise OSError(errno.ENOTDIR, "Not a directory")
+    assert not isinstance(raised.value, DiskError)
+    assert disk_error(OSError(errno.EACCES, "while reading"), "x") is None
+
+
+def test_answers_that_did_not_fit_are_asked_again(tiny_folder: Path, tmp_path: Path) -> None:
+    expected = model(tiny_folder, batch_size=1).generate_until(requests("generate_until"))
+    with pytest.MonkeyPatch.context() as patch:
+        lm = model(tiny_folder, batch_size=1, responses=str(tmp_path / "s"))
+        add, left = AnswerStore.add, [2]
+
+        def add_some(self: AnswerStore, *arguments: Any) -> None:
+            if not left[0]:
+                self._file = Path("/dev/full").open("a")  # noqa: SIM115
+            left[0] -= 1
+            add(self, *arguments)
+
+        patch.setattr(AnswerStore, "add", add_some)
+        with pytest.raises(DiskError, match=NO_SPACE):
+            lm.generate_until(requests("generate_until"))
+        lm.close()
+    assert len(list(read_answers(tmp_path / "s"))) == 2
+    lm = model(tiny_folder, batch_size=1, responses=str(tmp_path / "s"))
+    assert lm.generate_until(requests("generate_until")) == expected
+    lm.close()
+
+
+def test_a_sweep_goes_on_when_there_is_room(tiny_folder: Path, tmp_path: Path) -> None:
+    options = {"heads": "L0H1", "limit": 2, "gen_kwargs": {"max_gen_toks": 4}}
+    for after in (1, 4, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            fill(patch, after=after)
+            with pytest.raises(DiskError, match=NO_SPACE):
+                sweep(tiny_folder, tmp_path / "s", **options)
+    assert sweep(tiny_folder, tmp_path / "s", **options).known.all()
+    assert OutcomeStore(tmp_path / "s").read().known.all()
+
+
+def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The run ends in one line; the same command evaluates them when there is room."""
+    import json
+
+    given = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=["prune_tiny_choice"])
+    path = tmp_path / "grid.yaml"
+    path.write_text(json.dumps(given))
+    whole = run(Grid.of(given), str(tmp_path / "whole"))
+    command = ["grid", "run", str(path), "--output", str(tmp_path / "g")]
+    for after in (1, 3, 8):
+        Loaded.release()
+        with pytest.MonkeyPatch.context() as patch:
+            fill(patch, after=after)
+            assert main(command) == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert line.startswith("lmeval-prune: error: ") and line.endswith("run the same command again")
+        assert not list((tmp_path / "g").glob("failed/*"))
+    assert main(command) == 0
+    assert f"2 of {whole.cells} cells are there" in capsys.readouterr().out
+    assert outcomes(tmp_path / "g") == outcomes(tmp_path / "whole")
+
+
+def test_a_library_that_finds_the_disk_full_fails_no_cell(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+
+    from lmeval_prune.grid.work import VariantLM
+
+    given = described(tiny_folder, variants={"dense": {}}, tasks=["prune_tiny_choice"])
+    for error in (OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O error (os error 28)")):
+
+        def full(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(VariantLM, "loglikelihood", full)
+        with pytest.raises(DiskError, match=NO_SPACE):
+            run(Grid.of(given), str(tmp_path / "g"))
+    assert not list((tmp_path / "g").glob("failed/*"))

@@ -1,0 +1,220 @@
+"""How long answers are, and how many `max_gen_toks` cut off: counted alike by every path, kept, and said."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmeval_prune.cli import main
+from lmeval_prune.decoding import Engine, Request, SamplingParams
+from lmeval_prune.decoding import progress as progress_module
+from lmeval_prune.grid.comparison import compare
+from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.report import write
+from lmeval_prune.grid.run import run
+from lmeval_prune.models.answer_store import AnswerStore
+from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
+from lmeval_prune.sprint.outcomes import OutcomeStore
+from tests.conftest import task_manager
+from tests.test_grid import _shared_manager, described  # noqa: F401 - a fixture
+from tests.test_pruned_hf import PROMPTS, model, request
+from tests.test_sweep import sweep
+from tests.tiny_models import tiny, tokens
+
+pytestmark = pytest.mark.usefixtures("one_task_manager")
+LONG = {"until": ["\x00"], "max_gen_toks": 12}
+
+
+def asked(stop: str) -> list[Any]:
+    """Prompts of two tasks; the answers of one may end with a text that one of them holds."""
+    settings = {"until": [stop], "max_gen_toks": 12}
+    free = [request("generate_until", (prompt, LONG), i, task="free") for i, prompt in enumerate(PROMPTS)]
+    return [*free, *(request("generate_until", (prompt, settings), i, task="ends") for i, prompt in enumerate(PROMPTS))]
+
+
+@cache
+def decoded(folder: Path) -> list[list[int]]:
+    """Tokens of the answers to the prompts."""
+    network, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    requests = [Request(tuple(tokenizer(prompt)["input_ids"]), None, SamplingParams(12)) for prompt in PROMPTS]
+    answers = {request.prompt: answer for request, answer in Engine(network, tokenizer).decode(requests)}
+    return [answers[request.prompt] for request in requests]
+
+
+@pytest.mark.parametrize("arguments", [{"batch_size": 1}, {"batch_size": 3}, {"engine": "batched"}], ids=str)
+@pytest.mark.parametrize("stored", [False, True])
+def test_every_path_counts_the_same(
+    tiny_folder: Path, tmp_path: Path, arguments: dict[str, Any], stored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = decoded(tiny_folder)
+    assert all(len(text) == 12 for text in texts)  # no end token
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    token = next(one for one in texts[0][2:] if tokenizer.decode([one]).isascii())
+    stop = tokenizer.decode([token])
+    expected = [text.index(token) + 1 if token in text else 12 for text in texts]
+    given = {**arguments, **({"responses": str(tmp_path / "s")} if stored else {})}
+    for _ in range(1 + stored):  # the second time from the store
+        lm = model(tiny_folder, **given)
+        caplog.clear()
+        lm.generate_until(asked(stop))
+        free, ends = lm.answering.lengths["free"], lm.answering.lengths["ends"]
+        assert free == {"answers": len(PROMPTS), "unknown": 0, "cut_off": 1.0, "mean_tokens": 12, "max_gen_toks": 12}
+        assert ends["mean_tokens"] == sum(expected) / len(expected)
+        assert ends["cut_off"] == sum(token not in text for text in texts) / len(texts) < 1
+        assert "free: 100% of the answers were cut off at 12 tokens; give more max_gen_toks" in caplog.text
+        lm.close()
+
+
+def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
+    """Nor is what other rows of the batch still generate after it."""
+    free = asked("\x00")[: len(PROMPTS)]
+    found = []
+    for arguments in ({"batch_size": 1}, {"batch_size": 5}, {"engine": "batched"}):
+        lm = model(tiny_folder, **arguments)
+        lm.model.generation_config.eos_token_id = [2, decoded(tiny_folder)[0][4]]
+        lm.__dict__.pop("_stopping", None)
+        if lm.engine:
+            lm.engine = lm._engine()
+        lm.generate_until(free)
+        found.append(lm.answering.lengths["free"])
+    assert found[0] == found[1] == found[2] and found[0]["cut_off"] < 1 and found[0]["mean_tokens"] < 12
+
+
+def test_answers_of_an_older_store_are_unknown(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = AnswerStore.add
+
+    def without(self: AnswerStore, key: str, response: Any, about: dict[str, Any]) -> None:
+        add(self, key, response, {name: about[name] for name in about if name not in ("length", "cut_off")})
+
+    monkeypatch.setattr(AnswerStore, "add", without)
+    for _ in range(2):
+        lm = model(tiny_folder, responses=str(tmp_path / "s"))
+        lm.generate_until(asked("\x00"))
+        lm.answering.store.compact()
+        lm.close()
+    found = lm.answering.lengths["free"]
+    assert found["unknown"] == found["answers"] and found["cut_off"] is None and cut_off(found) == ""
+
+
+def test_parts_are_weighted_by_what_is_known() -> None:
+    parts = [
+        lengths([Ending(4, True), None, Ending(2, False)], 4),
+        lengths([Ending(8, True)], 8),
+        lengths([None], None),
+    ]
+    found = merged(parts)
+    assert found == {"answers": 5, "unknown": 2, "cut_off": 2 / 3, "mean_tokens": 14 / 3, "max_gen_toks": 8}
+    assert cut_off(found) == "67% of the answers were cut off at 8 tokens" and cut_off(lengths([], 3)) == ""
+
+
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_the_results_file_says_it(tiny_folder: Path, engine: str) -> None:
+    arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "engine": engine}
+    results = simple_evaluate(
+        "pruned-hf",
+        arguments,
+        tasks=["prune_tiny_words"],
+        gen_kwargs={"max_gen_toks": 6},
+        limit=3,
+        device="cpu",
+        task_manager=task_manager(),
+    )
+    expected = {"answers": 3, "unknown": 0, "cut_off": 1.0, "mean_tokens": 6, "max_gen_toks": 6}
+    assert results["config"]["pruning"]["answers"] == {"prune_tiny_words": expected}
+
+
+def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = sweep(tiny_folder, tmp_path / "s", heads="L0H1", limit=4, gen_kwargs={"max_gen_toks": 3})
+    assert found.cut_off == "100% of the answers were cut off at 3 tokens"
+    assert all(cell["cut_off"] and cell["length"] == 3 for cell in OutcomeStore(tmp_path / "s").cells())
+    assert found.rows([0]).cut_off == found.columns(["dense"]).cut_off == found.cut_off
+    assert main(["fit", "--outcomes", str(tmp_path / "s"), "--output", str(tmp_path / "r")]) == 2
+    said = "error: 100% of the answers were cut off at 3 tokens, sweep again with more max_gen_toks: no "
+    assert said in capsys.readouterr().err
+    command = [
+        "sweep",
+        "--model_args",
+        f"pretrained={tiny_folder},dtype=float64,device=cpu",
+        "--tasks",
+        "prune_tiny_words",
+    ]
+    command += ["--heads", "L0H1", "--limit", "4", "--gen_kwargs", "max_gen_toks=3", "--output", str(tmp_path / "s")]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "answers: 3 tokens on average, 100% cut off by max_gen_toks" in out and "sweep again" in out
+
+
+def test_a_grid_says_it(tiny_folder: Path, tmp_path: Path) -> None:
+    tasks = [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 4}}, "prune_tiny_choice"]
+    given = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=tasks)
+    run(Grid.of(given), str(tmp_path / "g"))
+    found = compare(tmp_path / "g")
+    row = found.rows["head", "prune_tiny_words"]
+    assert (row.cut_off, row.mean_tokens) == (1.0, 4) and found.rows["head", "prune_tiny_choice"].cut_off is None
+    assert "head on prune_tiny_words: 100% of the answers were cut off at 4 tokens" in found.notes
+    write(str(tmp_path / "g"))
+    report = (tmp_path / "g" / "compare" / "report.md").read_text()
+    assert report.count("cut off |") == 1  # of the task that generates
+    for path in (tmp_path / "g").glob("cells/*/results.json"):  # of an earlier build
+        results = json.loads(path.read_text())
+        results["config"]["pruning"].pop("answers", None)
+        path.write_text(json.dumps(results))
+    assert compare(tmp_path / "g").rows["head", "prune_tiny_words"].cut_off is None
+
+
+@pytest.mark.parametrize(
+    ("task", "template", "warns"), [("prune_tiny_words", False, True), ("prune_tiny_words", True, False)]
+)
+def test_a_chat_task_without_the_chat_template_is_said(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture, task: str, template: bool, warns: bool
+) -> None:
+    lm = model(tiny_folder)
+    evaluation = {"tasks": [task], "gen_kwargs": {"max_gen_toks": 2}, "limit": 2, "task_manager": task_manager()}
+    with caplog.at_level(logging.WARNING):
+        simple_evaluate(lm, apply_chat_template=template, **evaluation)
+        said = [one.getMessage() for one in caplog.records if "chat template" in one.getMessage()]
+        assert len(said) == warns and all(text.startswith(f"{task} expects a chat") for text in said)
+        caplog.clear()
+        lm.tokenizer.chat_template = None
+        lm.generate_until(asked("\x00"))
+        assert "chat template" not in caplog.text
+
+
+def test_progress_is_in_tokens_and_ends_at_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Bar:
+        disable, n = False, 0
+
+        def __init__(self, total: int, **_: Any) -> None:
+            self.total = total
+
+        def set_postfix_str(self, text: str, **_: Any) -> None:
+            self.text = text
+
+        def update(self, tokens: int) -> None:
+            self.n += tokens
+            seen.append((self.n, self.total))
+
+        def close(self) -> None:
+            assert self.text.startswith(f"{len(requests)} of {len(requests)} answers, about ")
+
+    monkeypatch.setattr(progress_module, "tqdm", Bar)
+    requests = [Request(tuple(row.tolist()), None, SamplingParams(20)) for row in tokens(4, 6)]
+    answers = list(Engine(tiny("llama"), progress=True).decode(requests))
+    total = sum(len(answer) for _, answer in answers)
+    assert seen[-1] == (total, total) and seen[0][1] == 80 and all(n <= most for n, most in seen)
+    assert len({n for n, _ in seen}) > len(requests)  # while answers are on their way, too

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
-from lmeval_prune import __version__
+from lmeval_prune import __version__, preflight
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.options import read, summary
 
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         function, rest = resolve_name(COMMANDS[name]), words[len(name.split()) :]
         plain = bool(inspect.getfullargspec(function).varargs)
         options = {} if plain else read(name, function, rest, COMMANDS)
+        preflight.check(options)
         if name in WITH_LM_EVAL:
             from lmeval_prune.plugin import registration
 

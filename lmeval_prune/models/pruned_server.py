@@ -37,6 +37,7 @@ from lmeval_prune.models.dispatch import Dispatcher, Job, Server
 from lmeval_prune.models.http_client import Failure, log_probability
 from lmeval_prune.models.identity import config_fingerprint, tokenizer_fingerprint
 from lmeval_prune.models.logs import as_lm_eval_does
+from lmeval_prune.models.once import GivenOnce
 from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
 from lmeval_prune.models.served_answering import NoText, ServedAnswering, seed_of
 from lmeval_prune.models.server_probe import Connection, Probe, model_name, reach
@@ -49,7 +50,7 @@ _NOTHING = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0
 Scored = tuple[float, bool]
 
 
-class PrunedServerLM(LocalCompletionsAPI):
+class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
     """Asks servers that have adapters which take heads away (`lmeval-prune export adapter`).
 
     Args:

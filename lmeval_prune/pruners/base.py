@@ -1,6 +1,6 @@
 """What a pruner is: it scores heads and feed-forward channels; the lowest go, as many as a schedule says.
 
-A pruner is a frozen dataclass in a file of its own and a line in `PRUNERS`. Its fields are its options. It writes
+A pruner is a frozen dataclass in a file of its own and a line in `table.py`. Its fields are its options. It writes
 `head_scores`, and where it can `channel_scores` and `compensation`; counting, units, schedules and plans are common to
 all (`selection.py`, `schedule.py`).
 """
@@ -20,19 +20,8 @@ from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.selection import Removed
+from lmeval_prune.pruners.table import PRUNERS, check_pruner
 from lmeval_prune.settings import typed, types_of
-
-PRUNERS = {
-    "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
-    "global_threshold": "lmeval_prune.pruners.norm_entropy:GlobalThreshold",
-    "magnitude": "lmeval_prune.pruners.magnitude:Magnitude",
-    "confidence": "lmeval_prune.pruners.confidence:Confidence",
-    "random": "lmeval_prune.pruners.random_scores:RandomScores",
-    "flap": "lmeval_prune.pruners.flap:Flap",
-    "wanda_sp": "lmeval_prune.pruners.wanda_sp:WandaSp",
-    "slimgpt": "lmeval_prune.pruners.slimgpt:SlimGpt",
-    "llm_pruner": "lmeval_prune.pruners.llm_pruner:LlmPruner",
-}
 
 _HEADS_ONLY = "{} scores heads only; leave out the channels, or give another ffn_method"
 
@@ -214,8 +203,7 @@ def pruner_class(name: str) -> Any:
     Raises:
         InputError: there is no such method.
     """
-    if name not in PRUNERS:
-        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{nearest(name, PRUNERS)}")
+    check_pruner(name)
     module, _, attribute = PRUNERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

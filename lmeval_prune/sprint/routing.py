@@ -75,8 +75,11 @@ class Routing(Tries):
             name = str(self.model.get("name", ""))
             known = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
             check_weights(list(filter(None, known)), name, "", model_map, made, fix)
-            if self.model.get("interventions", []) != interventions:
-                raise InputError(f"{made} {name or 'a model'} with other heads pruned or with other layers; {fix}")
+            before = self.model.get("interventions", [])
+            if before != interventions:
+                raise InputError(
+                    f"{made} {name or 'a model'} under {_named(before)}, not {_named(interventions)}; {fix}"
+                )
         if self._random:
             text, seed = self._random
             parts = text.split("+")
@@ -130,3 +133,10 @@ class Routing(Tries):
         note = {"note": self.policy.note} if self.policy.note else {}
         made = {**self.policy.identity, "question_field": self.question_field}
         return {"source": self.source, "decoding": "greedy", "pool": list(self.pool), **made, **note}
+
+
+def _named(interventions: list[Any]) -> str:
+    """Identities of interventions in words."""
+    every = [", ".join(f"{key}={value}" for key, value in one.items() if key != "method") for one in interventions]
+    named = [f"{one.get('method')} ({text[:60]})" for one, text in zip(interventions, every, strict=True)]
+    return " and ".join(named) or "no other pruning"

@@ -6,7 +6,7 @@ What only the model can tell is left to it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.table import check_pruner
 from lmeval_prune.settings import device_named
 
@@ -37,11 +38,13 @@ def check(options: Mapping[str, Any]) -> None:
     names = [model.get("pretrained"), model.get("teacher"), *(options.get("names") or ())]
     for name in filter(None, names):
         embedded.check_name(str(name))
-    given = [options.get("heads"), options.get("each")]
-    for heads in [one for value in given for one in ([value] if isinstance(value, str) else value or ())]:
+    for heads in _all(options, "heads", "each"):
         plain = not any("." in name for name in head_names(heads))  # without a stack
         if plain and model.get("pretrained") and (known := outline(str(model["pretrained"]), model.get("revision"))):
             Head.parse(heads, known)
+    for path in _all(options, "plan", "scores", "mask"):
+        if not Path(path).exists():
+            raise InputError(f"no such file: {path}")
     if options.get("device") is not None:
         device_named(options["device"])
 
@@ -65,6 +68,12 @@ def outline(name: str, revision: str | None = None) -> Any:
         return None
     attention = [SimpleNamespace(stack="", index=index, heads=heads) for index in range(layers)]
     return SimpleNamespace(stacks=("",), attention=attention, by_key={("", index): None for index in range(layers)})
+
+
+def _all(options: Mapping[str, Any], *names: str) -> Iterator[str]:
+    """Values of options, of which some may be given several times."""
+    for value in map(options.get, names):
+        yield from [value] if isinstance(value, str) else value or ()
 
 
 def _config_file(name: str, revision: str | None) -> Path | None:

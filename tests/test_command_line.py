@@ -181,6 +181,8 @@ def test_slips_are_refused_before_torch_is_imported(tiny_folder: Path, tmp_path:
         "layer 1 has 4 heads, 0 to 3": ["export", "adapter", *model, "--each", "L1H2-4", *out],
         "head 'L1X2' cannot be read": ["export", "adapter", *model, "--heads", "L0H0", "--heads", "L1X2", *out],
         "no attention in layer 7": ["sweep", "--model_args", swept, "--tasks", "x", "--heads", "L7H0", *out],
+        "no such file: /nowhere.json": ["cut", *model, "--plan", "/nowhere.json", *out],
+        "no such file: /nothing.json": ["prune", *model, "--scores", "/nothing.json", *out],
         "device=gpu is not for this": ["prune", *model, *out, "--device", "gpu"],
     }
     script = (

@@ -136,7 +136,12 @@ class Routing(Tries):
 
 
 def _named(interventions: list[Any]) -> str:
-    """Identities of interventions in words."""
-    every = [", ".join(f"{key}={value}" for key, value in one.items() if key != "method") for one in interventions]
-    named = [f"{one.get('method')} ({text[:60]})" for one, text in zip(interventions, every, strict=True)]
-    return " and ".join(named) or "no other pruning"
+    """Identities of interventions, and of the layers that they name, in words."""
+    words = []
+    for one in interventions:
+        if isinstance(one, dict):
+            fields = ", ".join(f"{name}={value}" for name, value in one.items() if name != "method")
+            words.append(f"{one.get('method')} ({fields[:60]})")
+        else:
+            words.append(f"layers {one[:8]}")
+    return " and ".join(words) or "no other pruning"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pkgutil import resolve_name
 
-from lmeval_prune import __version__
+from lmeval_prune import __version__, preflight
 from lmeval_prune.artefacts import alone
 from lmeval_prune.errors import InputError, disk_error, nearest
 from lmeval_prune.options import read, summary
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         function, rest = resolve_name(COMMANDS[name]), words[len(name.split()) :]
         plain = bool(inspect.getfullargspec(function).varargs)
         options = {} if plain else read(name, function, rest, COMMANDS)
+        preflight.check(options)
         if name in WITH_LM_EVAL:
             from lmeval_prune.plugin import registration
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
@@ -121,24 +122,32 @@ _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
 
 
 def device_named(name: str | None, strictly: bool = True) -> Any:
-    """A device of torch; without a name a GPU if there is one.
+    """Return a device of torch; without a name a GPU if there is one.
 
     Args:
         name: torch's, or None.
-        strictly: refuse a GPU where there is none; else (lm-eval's own default is a GPU) take the processor.
+        strictly: take `cpu` and `cuda` alone; else any that is there, and lm-eval's own default, `cuda:0`, as no name.
 
     Raises:
         InputError: torch knows none of that name, or it is not there.
     """
+    if strictly and name is not None and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)):
+        raise InputError(f"device={name} is not for this; use cpu or cuda")
     import torch
 
-    gpu = str(name).startswith("cuda")
-    if name is None or (gpu and not strictly and not torch.cuda.is_available()):
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = torch.cuda.device_count()
+    if name is None or (name == "cuda:0" and not strictly and not gpus):
+        return torch.device("cuda" if gpus else "cpu")
     try:
-        found = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"device={name} is none of torch's; use cpu or cuda") from error
-    if strictly and (found.type not in ("cpu", "cuda") or (gpu and (found.index or 0) >= torch.cuda.device_count())):
-        raise InputError(f"device={name} is not there, or not for this; use cpu, or cuda where there is a GPU")
-    return found
+        device = torch.device(name)
+        there = (
+            (device.index or 0) < gpus
+            if device.type == "cuda"
+            else torch.empty(0, device=device).device.type == device.type
+        )
+    except (AssertionError, RuntimeError, NotImplementedError, TypeError):
+        there = False
+    if not there:
+        has = f"{gpus} GPUs" if gpus else "no GPU that torch can use"
+        raise InputError(f"device={name} is not there (this machine has {has}); use cpu, or cuda where there is a GPU")
+    return device

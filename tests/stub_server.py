@@ -18,6 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import HeadMask
 
 Fault = Callable[[int, dict[str, Any]], str | None]
+NO_JSON = {
+    "garbage": b"<html>gateway</html>",
+    "deep": b"[" * 200_000 + b"]" * 200_000,
+    "digits": b'{"data": ' + b"1" * 5_000 + b"}",
+}
+MISBEHAVIOURS = ("drip", "huge", "endless", "cut", "type", *NO_JSON)
 _LOCK = threading.RLock()  # one model answers for all stubs
 _MODELS: dict[str, Any] = {}
 _KNOWN: dict[str, Any] = {}
@@ -63,6 +69,9 @@ class Stub:
         self.model, own = _MODELS[self.folder]
         self.tokenizer = tokenizer or own
         self.connections: set[socket.socket] = set()
+        self.misbehaving: dict[str, str] = {}  # paths, and how what is not a completion goes wrong there
+        self.sent = 0  # bytes of the last answer that is larger than it should be
+        self.spoil: Callable[[dict[str, Any]], None] = lambda body: None  # changes a completion's answer
         stub = self
 
         class Handler(_Handler):
@@ -211,17 +220,46 @@ class _Handler(BaseHTTPRequestHandler):
         if cut:
             self.connection.shutdown(socket.SHUT_RDWR)
 
+    def misbehave(self, how: str, body: Any) -> None:
+        """Answer as no server should: all of them but `type` are to be refused."""
+        content = json.dumps(body).encode()
+        if how == "type":
+            self.send(200, body, {"Content-Type": "text/html; charset=klingon"})
+        elif how == "cut":
+            self.send(200, body, cut=True)
+        elif how in ("huge", "endless", "drip"):
+            parts = [content, *[b" " * 2**16] * 2**10] if how != "drip" else [bytes([one]) for one in content]
+            self.send_response(200)
+            chunked = {"Transfer-Encoding": "chunked"}
+            length = {"Content-Length": str(sum(map(len, parts)))}
+            for name, value in (chunked if how == "endless" else length).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.of.sent = 0
+            for part in parts:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part) if how == "endless" else part)
+                self.of.sent += len(part)
+                time.sleep(0.05 if how == "drip" else 0)
+            self.wfile.write(b"0\r\n\r\n" if how == "endless" else b"")
+        else:
+            self.send(200, NO_JSON[how])
+
     def do_GET(self) -> None:
         found = {"/v1/models": self.of.models}
         if self.of.kind == "llamacpp":
             found["/lora-adapters"] = self.of.lora_adapters
+        if self.path in self.of.misbehaving:
+            self.misbehave(self.of.misbehaving[self.path], found[self.path]())
+            return
         self.send(200, found[self.path]()) if self.path in found else self.send(404, {"error": "not found"})
 
     def do_POST(self) -> None:
         payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
             text = payload["content"] if self.of.kind == "llamacpp" else payload["prompt"]
-            self.send(200, {"tokens": self.of.tokenizer.encode(text, add_special_tokens=False)})
+            body = {"tokens": self.of.tokenizer.encode(text, add_special_tokens=False)}
+            how = self.of.misbehaving.get(self.path)
+            self.misbehave(how, body) if how else self.send(200, body)
             return
         with _LOCK:
             number = len(self.of.asked)
@@ -257,7 +295,6 @@ class _Handler(BaseHTTPRequestHandler):
             body["choices"].append({**body["choices"][0], "text": "another text"})
         if fault == "abort":
             body["choices"][0] |= {"text": "half a te", "finish_reason": "abort"}
-        if fault == "garbage":
-            return self.send(200, b"<html>gateway</html>")
+        self.of.spoil(body)
         self.of.answered += 1
-        return self.send(200, body, cut=fault == "cut")
+        return self.misbehave(fault, body) if fault in MISBEHAVIOURS else self.send(200, body)

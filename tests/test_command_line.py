@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -11,7 +12,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from lmeval_prune import InputError, preflight
+from lmeval_prune.cli import main
+from lmeval_prune.models.athena import AthenaLM
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.settings import device_named
 from tests.conftest import ROOT
 
 
@@ -149,6 +157,80 @@ def test_mistakes_on_the_command_line_are_one_line(tiny_folder: Path, tmp_path: 
 
 def script(name: str) -> str:
     return str(Path(sys.executable).parent / name)
+
+
+def test_slips_are_refused_before_torch_is_imported(tiny_folder: Path, tmp_path: Path) -> None:
+    """In each command that takes what was misspelt."""
+    model, out = ["--pretrained", str(tiny_folder)], ["--output", str(tmp_path / "x.json")]
+    swept = f"pretrained={tiny_folder}"
+    slips = {
+        "no option 'pretrain'": ["heads", "--pretrain", "x"],
+        "ratio must be a number, not 'abc'": ["prune", *model, *out, "--ratio", "abc"],
+        "method='flapp' is not known": ["prune", *model, *out, "--method", "flapp"],
+        "method='magnitud' is not known": ["prune", *model, *out, "--ffn_method", "magnitud"],
+        "method='random_' is not known": ["importance", *model, *out, "--method", "random_"],
+        "method='confidenc' is not known": ["distill", *model, *out, "--method", "confidenc"],
+        "did you mean smollm2-135m": ["heads", "--pretrained", "smollm-135m"],
+        "pretrained=/nowhere: there is no such folder": ["cut", "--pretrained", "/nowhere", "--plan", "x", *out],
+        "cannot read the model nobody/nothing": ["mask", "--pretrained", "nobody/nothing", "--heads", "L0H0", *out],
+        "cannot read the model no one here: .* no name": ["filter-map", "--pretrained", "no one", "--text", "a", *out],
+        "cannot read the model nobody/x": ["profile", str(tiny_folder), "nobody/x"],
+        "cannot read the model nobody/y": ["export", "model", "--pretrained", "nobody/y", "--heads", "L0H0", *out],
+        "cannot read the model nobody/z": ["sweep", "--model_args", "pretrained=nobody/z", "--tasks", "x", *out],
+        "no attention in layer 9": ["mask", *model, "--heads", "L0H0+L9H1", *out],
+        "layer 1 has 4 heads, 0 to 3": ["export", "adapter", *model, "--each", "L1H2-4", *out],
+        "head 'L1X2' cannot be read": ["export", "adapter", *model, "--heads", "L0H0", "--heads", "L1X2", *out],
+        "no attention in layer 7": ["sweep", "--model_args", swept, "--tasks", "x", "--heads", "L7H0", *out],
+        "no such file: /nowhere.json": ["cut", *model, "--plan", "/nowhere.json", *out],
+        "no such file: /nothing.json": ["prune", *model, "--scores", "/nothing.json", *out],
+        "device=gpu is not for this": ["prune", *model, *out, "--device", "gpu"],
+    }
+    script = (
+        "import json, sys\nfrom lmeval_prune.cli import main\n"
+        "assert [main(words) for words in json.loads(sys.argv[1])] == [2] * len(json.loads(sys.argv[1]))\n"
+        "print({'torch', 'transformers', 'lm_eval.evaluator', 'scipy', 'pandas'} & set(sys.modules) or 'light')\n"
+    )
+    done = call("-c", script, json.dumps(list(slips.values())), cwd=tmp_path)
+    lines = done.stderr.splitlines()
+    assert done.stdout == "light\n" and len(lines) == len(slips), done.stderr
+    for message, line in zip(slips, lines, strict=True):
+        assert re.search(f"^lmeval-prune: error: .*{message}", line), line
+
+
+def test_heads_that_only_the_model_knows_are_left_to_it(tiny_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_folder / "config.json").read_text())
+    known = preflight.outline(str(tiny_folder))
+    assert len(known.attention) == config["num_hidden_layers"]
+    for change in ({"is_encoder_decoder": True}, {"text_config": {}}, {"pruned_modules": {}}, {"model_type": "new"},
+                   {"num_hidden_layers": None}, {"num_attention_heads": [4, 2]}):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        assert preflight.outline(str(tmp_path)) is None
+    for text in ("[1]", "{", "[" * 200_000):
+        (tmp_path / "config.json").write_text(text)
+        assert preflight.outline(str(tmp_path)) is None
+
+
+def test_devices_that_are_not_there_are_one_line(tiny_folder: Path, tmp_path: Path, capsys) -> None:
+    for device in ("cuda:99", "cuda:-1", "gpu", "xla"):
+        with pytest.raises(InputError, match=f"device={device} is not there"):
+            PrunedHFLM(str(tiny_folder), device=device)
+    for command in ("importance", "prune"):
+        words = ["--pretrained", str(tiny_folder), "--output", str(tmp_path / "x.json"), "--device", "cuda:99"]
+        assert main([command, *words]) == 2
+        assert re.fullmatch(r"lmeval-prune: error: device=cuda:99 is not there .*\n", capsys.readouterr().err)
+    if not torch.cuda.is_available():
+        assert str(device_named("cuda:0", strictly=False)) == "cpu"  # lm-eval's own default
+        with pytest.raises(InputError, match="device=cuda is not there"):
+            PrunedHFLM(str(tiny_folder), device="cuda")
+
+
+@pytest.mark.parametrize("kind", [PrunedHFLM, AthenaLM, PrunedServerLM])
+@pytest.mark.parametrize("name", ["device", "batch_size"])
+def test_what_lm_eval_gives_already_is_no_model_arg(kind, name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}= is lm-eval's own option: write --{name} 4, not model_args$"):
+        kind.create_from_arg_string(f"pretrained=x,{name}=4", {name: 1})
+    with pytest.raises(InputError, match=f"^{name}= is lm-eval's own option"):
+        kind.create_from_arg_obj({"pretrained": "x", name: 4}, {name: 1})
 
 
 def test_the_other_ways_to_start_lm_eval(tiny_folder: Path, tmp_path: Path) -> None:

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import lmeval_prune
+from lmeval_prune import decoding
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.cli import COMMANDS
+from lmeval_prune.interventions import attention_call, probe_pruning
 from lmeval_prune.models.arguments import our_names
+from lmeval_prune.pruners import base
 from tests.conftest import ROOT
 
 PAGES = [
@@ -72,8 +76,36 @@ def test_arguments_and_families_of_the_readme_are_those_of_the_code() -> None:
     assert set(re.findall(r"[a-z][\w-]*", families)) - {"encoders", "encoder-decoders"} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
-def test_python_can_be_read(page: Path) -> None:
+def trees(page: Path) -> Iterator[ast.Module]:
+    """A page's Python."""
     for text in blocks(page, "python"):
         is_entry = re.match(r'"\w+":', text)  # of a dictionary
-        ast.parse(f"{{{text}}}" if is_entry else text)
+        yield ast.parse(f"{{{text}}}" if is_entry else text)
+
+
+def public() -> set[str]:
+    """Names that a reader of the pages may import."""
+    own = {
+        name
+        for module in (attention_call, base, probe_pruning)
+        for name, one in vars(module).items()
+        if name[0] != "_" and getattr(one, "__module__", "") == module.__name__
+    }
+    return own | set(lmeval_prune.__all__) | set(decoding.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_python_is_shown_with_its_imports(page: Path) -> None:
+    nodes = [node for tree in trees(page) for node in ast.walk(tree)]
+    imports: list[ast.stmt] = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported: dict[str, object] = {}
+    exec(compile(ast.Module(imports, []), str(page), "exec"), imported)
+    defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    shown = {node.id for node in nodes if isinstance(node, ast.Name)}
+    named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\(|`|\.)", prose(page)))
+    assert not ((shown | named) & public()) - set(imported) - defined
+
+
+def test_the_public_names_can_be_seen() -> None:
+    assert {"HeadMask", "Plan", "TokenFilter", "cut", "load_pretrained"} <= set(dir(lmeval_prune))
+    assert all(hasattr(lmeval_prune, name) for name in dir(lmeval_prune))

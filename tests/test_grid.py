@@ -41,6 +41,7 @@ from lmeval_prune.pruners.magnitude import Magnitude
 from tests.conftest import ROOT, task_manager
 from tests.kills import killing_after
 
+MANY = ("router_seed", "router_size", "engine_rows", "seed")
 RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
 
 
@@ -613,6 +614,10 @@ def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
         ({"variants": {"v": {"head": "L0H1"}}}, "unknown axis or setting 'head'; did you mean 'heads'"),
         ({"variants": {"v": {"colour": {"each": [1, 2]}}}}, "unknown axis or setting 'colour'"),
         ({"variants": {"v": {"heads": {"each": []}}}}, "a list that is not empty"),
+        (
+            {"variants": {"v": {key: {"each": list(range(1000))} for key in MANY}}},
+            "stands for 1,000,000,000,000 variants",
+        ),
         ({"variants": {"v {x}": {"heads": {"each": ["L0H1"]}}}}, "has no axis 'x'"),
         ({"variants": {"v": {"heads": "L9H0"}}}, "variant 'v': .*no attention in layer 9"),
         ({"variants": {"v": {}, "w": {"seed": 5}}}, "two cells are the same: 'v' and 'w' on prune_tiny_words"),

@@ -128,7 +128,8 @@ def test_from_importance_to_profile(
                "--cut", tmp_path / "next") == 0  # fmt: skip
     words = ("profile", tiny_folder, folder, "--output", tmp_path / "profile", "--prompt", 8, "--new", 2, "--rounds", 1)
     assert run(*words) == 0
-    shown = capsys.readouterr().out
+    shown, progress = capsys.readouterr()
+    assert "\r" not in shown and "memory:" not in shown and f"memory: {folder}" in progress
     assert "parameters (millions)" in shown and "decode, batch 8" in shown
     rows = json.loads((tmp_path / "profile" / "profile.json").read_text())["models"]
     assert rows[str(folder)]["parameters"] == parameters(loaded)[0] < rows[str(tiny_folder)]["parameters"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -21,16 +22,17 @@ from lm_eval.models.api_models import JsonChatStr
 
 from lmeval_prune import InputError
 from lmeval_prune.errors import first_few
+from lmeval_prune.models import http_client
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
-from lmeval_prune.models.served import DENSE, Served
+from lmeval_prune.models.served import DENSE, KINDS, Served
 from lmeval_prune.models.served_answering import seed_of
-from lmeval_prune.models.server_probe import Probe
+from lmeval_prune.models.server_probe import Connection, Probe
 from tests.conftest import task_manager
 from tests.kills import killing_after
-from tests.stub_server import Stub
+from tests.stub_server import MISBEHAVIOURS, Stub
 from tests.test_pruned_hf import request, requests
 
 HEADS = ("L0H0", "L0H1", "L0H2", "L0H3", "L1H2")
@@ -389,6 +391,121 @@ def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None
             served(tiny_folder, stub)
 
 
+# ---------------------------------------------------------------------- answers without bounds, numbers that are none
+
+UNUSABLE = [one for one in MISBEHAVIOURS if one != "type"]
+
+
+@pytest.fixture
+def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MOST_BYTES", 2**20)
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+@pytest.mark.parametrize("path", ["/v1/models", "/lora-adapters"])
+def test_what_a_server_lists_is_read_within_bounds(tiny_folder: Path, bounds: None, path: str, how: str) -> None:
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        stub.misbehaving = {path: how}
+        with pytest.raises(InputError, match=f"^{stub.url}{path} [^\n]*$"):
+            served(tiny_folder, stub, timeout=1.0)
+        assert stub.sent < 2**25  # what lies in sockets, too
+        stub.misbehaving = {path: "type"}
+        served(tiny_folder, stub, probe=False)
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+def test_tokens_and_completions_are_read_within_bounds(tiny_folder: Path, bounds: None, how: str) -> None:
+    asked = [text("a b"), text("a c", 1)]
+    expected = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(asked)
+    with Stub(tiny_folder) as stub:
+        stub.misbehaving = {"/tokenize": how}
+        lm = served(tiny_folder, stub, timeout=1.0, num_concurrent=1)  # its tokens are not compared
+        first = len(stub.asked)
+        stub.fault = lambda number, payload: how if number == first else "type"
+        assert lm.generate_until(asked) == expected and len(stub.asked) == first + 3
+        assert stub.sent < 2**25
+
+
+NUMBERS = [math.nan, math.inf, -math.inf, 10**400, 0.5, None, "-1.5", True, [-1.5]]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+def test_log_probabilities_are_numbers_up_to_zero(value: Any) -> None:
+    with pytest.raises(http_client.Rejection, match="log-probability"):
+        http_client.log_probability(value)
+    assert [http_client.log_probability(each) for each in (0, -9999.0, 1e-6)] == [0.0, -9999.0, 1e-6]
+
+
+@pytest.mark.parametrize("value", [math.nan, None])
+def test_log_probabilities_that_are_none_are_refused_by_the_probe(tiny_folder: Path, value: Any) -> None:
+    for kind in ("vllm", "llamacpp"):
+        with Stub(tiny_folder, HEADS, kind) as stub:
+
+            def spoil(body: dict) -> None:
+                every = body["choices"][0]["logprobs"]
+                if "content" in every:
+                    every["content"][3]["logprob"] = value
+                else:
+                    every["token_logprobs"][3] = value
+
+            stub.spoil = spoil
+            message = rf"^4 of 4 requests [^\n]*the first [^\n]* under dense: {stub.url}: [^\n]*log-probability[^\n]*$"
+            with pytest.raises(InputError, match=message):
+                served(tiny_folder, stub, heads="L0H1")
+            assert len(stub.asked) == 4  # it would answer the same again
+
+
+@pytest.mark.parametrize("value", [math.nan, None])
+@pytest.mark.parametrize("where", ["token_logprobs", "top_logprobs"])
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
+def test_log_probabilities_that_are_none_are_no_answers(
+    tiny_folder: Path, tmp_path: Path, kind: str, where: str, value: Any
+) -> None:
+    asked = [request(kind, ("a b", " yes") if kind == "loglikelihood" else ("a b yes",), n) for n in range(2)]
+    asked[1] = request(kind, ("a b", " nope") if kind == "loglikelihood" else ("a b nope",), 1)
+    with Stub(tiny_folder, HEADS) as stub:
+        lm = served(tiny_folder, stub, heads="L0H1", probe=False, responses=str(tmp_path), num_concurrent=1)
+
+        def spoil(body: dict) -> None:
+            if len(stub.asked) == 2:
+                every = body["choices"][0]["logprobs"][where]
+                every[-2] = value if where == "token_logprobs" else {**every[-2], "token_id:1": value}
+
+        stub.spoil = spoil
+        message = rf"^1 of 2 requests [^\n]*the first [^\n]*(nope'|document 1) under L0H1: {stub.url}: [^\n]*log-probability[^\n]*$"
+        with pytest.raises(InputError, match=message):
+            getattr(lm, kind)(asked)
+        assert len(stub.asked) == 2 and len(lm.answering.store.known) == 1
+        lm.close()
+
+
+@pytest.mark.parametrize("drop", ["token_logprobs", "top_logprobs"])
+def test_lists_of_log_probabilities_that_are_too_short_are_no_answers(tiny_folder: Path, drop: str) -> None:
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, max_retries=1)
+        stub.spoil = lambda body: body["choices"][0]["logprobs"][drop].pop()
+        with pytest.raises(InputError, match="scores 6 tokens of a text that has 7"):
+            lm.loglikelihood([request("loglikelihood", ("a b", " yes"), 0)])
+
+
+@pytest.mark.parametrize("value", [math.nan, "512", 0, True, [512]], ids=str)
+def test_lengths_and_numbers_that_are_none_are_refused(tiny_folder: Path, value: Any) -> None:
+    with Stub(tiny_folder, HEADS) as stub:
+        stub.length = value
+        with pytest.raises(InputError, match=f"{stub.url} does not list its models as a server of `server=vllm`"):
+            served(tiny_folder, stub)
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        if value not in (0, "512"):
+            listed = [{**one, "id": value} for one in stub.lora_adapters()[:1]]
+            stub.lora_adapters = lambda: listed  # type: ignore[method-assign]
+            with pytest.raises(InputError, match=f"{stub.url} does not list its models as a server of `server=llama"):
+                served(tiny_folder, stub)
+    with Stub(tiny_folder) as stub:
+        stub.tokenizer = type("Odd", (), {"encode": lambda self, *_, **__: [value]})()
+        tokens = Connection({}, True, 5.0).tokens(KINDS["vllm"], stub.url, "tiny", "a")
+        assert tokens == ([0] if value == 0 else None)
+
+
 def test_a_line_names_a_few_of_many() -> None:
     assert (first_few([]), first_few([], "no model"), first_few("ab")) == ("none", "no model", "a, b")
     assert first_few(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
@@ -643,4 +760,4 @@ def test_own_certificates_reach_both_clients(tiny_folder: Path, tmp_path: Path) 
         )
         if path.read_text():
             lm = served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
-            assert isinstance(lm.dispatcher.verify, ssl.SSLContext) and lm.connection.verify == str(path)
+            assert isinstance(lm.dispatcher.verify, ssl.SSLContext) and lm.connection.verify is lm.dispatcher.verify

@@ -182,6 +182,8 @@ def test_the_whole_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, cap
     assert names == pictures | {"report.md", "report.json", "accuracy.csv", "pass_at_n.csv"}
     assert all((tmp_path / "out" / name).stat().st_size > 3000 for name in pictures)
     found = json.loads((tmp_path / "out/report.json").read_text())
+    drawn = (tmp_path / "out/head_map.svg").read_text()
+    assert "change in accuracy, points" in drawn
     assert set(found["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best heads of training"}
     assert len(found["router_minus"]["sampling"]) == 4
     orders = Router.load(tmp_path / "router").order(test.texts)

@@ -165,8 +165,12 @@ def test_a_router_fits_its_model_in_a_smaller_type_too(tiny_folder: Path, router
     for arguments in ({"router": str(router)}, {"router": "best", "router_store": str(store)}):
         for dtype in ("float32", "bfloat16", "float16"):
             PrunedHFLM(str(tiny_folder), dtype=dtype, device="cpu", **arguments)
-        with pytest.raises(InputError, match="with other heads pruned"):
-            PrunedHFLM(str(tiny_folder), dtype="bfloat16", device="cpu", heads="L1H0", **arguments)
+        for other, named in (
+            ({"heads": "L1H0"}, r"heads \(heads=.*L1H0"),
+            ({"token_filter": 0.3}, r"token_filter \(ratio=0.3"),
+        ):
+            with pytest.raises(InputError, match=f"was made for .* under no other pruning, not {named}"):
+                PrunedHFLM(str(tiny_folder), dtype="bfloat16", device="cpu", **other, **arguments)
 
 
 def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from lmeval_prune.architectures.table import Family
+
+if TYPE_CHECKING:  # heads are named and counted without torch, too
+    from torch import nn
 
 
 def label_of(stack: str, layer: int) -> str:
@@ -132,7 +133,7 @@ def find_in(module: nn.Module, path: str) -> tuple[str, nn.Module] | None:
     """Find the first of the alternatives in `path` (separated by `|`) that is a submodule: its name and itself."""
     for choice in path.split("|"):
         found = attribute_of(module, choice)
-        if isinstance(found, nn.Module):
+        if hasattr(found, "named_parameters"):
             return choice, found
     return None
 
@@ -169,7 +170,6 @@ def out_features(module: nn.Module) -> int:
 def _features(module: nn.Module, attribute: str, axis: int) -> int:
     size = getattr(module, attribute, None)
     if size is None:
-        weight = module.weight
-        assert isinstance(weight, Tensor)
+        weight: Any = module.weight
         size = weight.shape[axis if is_transposed(module) else 1 - axis]
     return int(size)

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lmeval_prune.artefacts import alone, new_folder
-from lmeval_prune.errors import InputError, closest
+from lmeval_prune.errors import InputError, closest, first_line
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,26 @@ def check_name(name: str) -> None:
         raise InputError(f"pretrained={name} is not known; did you mean {meant}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise InputError(f"pretrained={name}: there is no such folder")
+    _check_on_hub(name)
+
+
+def _check_on_hub(name: str) -> None:
+    """Refuse a name that neither the model hub's cache nor the hub has. (transformers asks for half a minute.)"""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.file_download import repo_folder_name
+
+    try:
+        kept = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+        why = "" if kept.is_dir() or HfApi().repo_exists(name) else "the model hub has none of this name"
+    except HfHubHTTPError:
+        return  # of a key, or busy: transformers says which
+    except HFValidationError:
+        why = "this is no name on the model hub"
+    except Exception as error:  # of the hub's HTTP client, which is another in each of its versions
+        why = f"the model hub cannot be asked ({first_line(error, 80)})"
+    if why:
+        raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}")
 
 
 def resolve(name: str) -> str:

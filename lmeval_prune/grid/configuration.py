@@ -21,7 +21,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -34,6 +36,7 @@ from lmeval_prune.models.served import API_OPTIONS, SERVERS_OWN
 from lmeval_prune.settings import typed, types_of
 
 SEED = 1234
+MOST_VARIANTS = 10_000  # of one entry of `variants:`
 _OWN = ("prepare", "seed", "selected_on")  # settings of a variant that are no model_args
 _LOADING = {"attn_implementation", "variant", "use_safetensors"}  # model_args that only `from_pretrained` knows
 
@@ -144,7 +147,7 @@ class Grid:
         listed = content["tasks"] if isinstance(content["tasks"], list) else [content["tasks"]]
         tasks = [_asked(one, defaults) for one in listed]
         for what, names in (("variants", [one.name for one in variants]), ("tasks", [one.name for one in tasks])):
-            twice = next((name for name in names if names.count(name) > 1), None)
+            twice = next((name for name, count in Counter(names).items() if count > 1), None)
             if twice:
                 raise InputError(f"two {what} are called {twice!r}; give each a name of its own")
         own = {one.name for one in fields(cls)} - {"variants", "tasks"}
@@ -230,6 +233,12 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
     for key in block:
         _check_known(name, str(key), API_OPTIONS if "base_url" in block else set())
     axes = list(_axes(block, ()))
+    count = math.prod(len(_at(block, path)["each"]) for path in axes)
+    if count > MOST_VARIANTS:
+        raise InputError(
+            f"variant {name!r} stands for {count:,} variants, the product of its `each:` lists, and at most "
+            f"{MOST_VARIANTS:,} are taken: shorten the lists, or share them out among several grids"
+        )
     labels = _labels(axes)
     for values in itertools.product(*(_at(block, path)["each"] for path in axes)):
         chosen = block

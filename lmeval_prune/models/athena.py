@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-from lm_eval.api.model import LM
-
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.data import question_key
@@ -20,13 +18,14 @@ from lmeval_prune.errors import InputError, nearest, reported
 from lmeval_prune.models.arguments import Arguments, our_names, unknown
 from lmeval_prune.models.identity import applied
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
+from lmeval_prune.models.once import GivenOnce
 from lmeval_prune.settings import device_named, typed
 
 eval_logger = logging.getLogger(__name__)
 _FOR_TEXTS = ("router", "engine", "responses")  # what only a language model has use for
 
 
-class AthenaLM(LM):
+class AthenaLM(GivenOnce):
     r"""Answers the bare question of a document, whatever the prompt, with `\boxed{expression}`.
 
     Args:

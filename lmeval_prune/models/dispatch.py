@@ -10,20 +10,20 @@ reported.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-import aiohttp
 from tqdm import tqdm
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
+from lmeval_prune.models.http_client import Failure, Rejection, Response, read, read_json, send, session
 from lmeval_prune.models.served import Listing, Served, ServerKind
 
 logger = logging.getLogger(__name__)
@@ -36,33 +36,6 @@ class Gone(InputError):  # noqa: N818
     """No server answers any more."""
 
 
-class Failure(Exception):  # noqa: N818 - it may pass
-    """A request failed in a way that may pass.
-
-    Args:
-        message: what happened.
-        wait: seconds that the server asks for.
-        innocent: nothing can have been wrong with the request: the server was not reached, or is busy.
-        busy: the server is well, and has too much to do.
-        refused: the server is there, and could not answer this request.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        wait: float | None = None,
-        innocent: bool = False,
-        busy: bool = False,
-        refused: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.wait, self.innocent, self.busy, self.refused = wait, innocent, busy, refused
-
-
-class Rejection(Exception):  # noqa: N818 - nothing is wrong here
-    """The server will not answer this request."""
-
-
 @dataclass
 class Job:
     """One request.
@@ -71,7 +44,8 @@ class Job:
         path: of the API.
         payload: makes it when it is sent, without what names the variant.
         variant: under which it is answered.
-        read: takes what is wanted out of the server's answer; raises `Failure` if it is not there.
+        read: takes what is wanted out of the server's answer; raises `Failure` if it is not there, `Rejection` if it
+            would not be there the next time.
         name: of the request, for messages.
         made: the response, of what was read.
     """
@@ -199,9 +173,7 @@ class _Run:
             server.answers()
             server.tried = False
         count = min(self.of.concurrent, len(self.jobs))
-        limits = aiohttp.ClientTimeout(total=self.of.timeout, sock_connect=min(30.0, self.of.timeout))
-        connector = aiohttp.TCPConnector(limit=0, ssl=self.of.verify)
-        async with aiohttp.ClientSession(connector=connector, timeout=limits, headers=self.of.headers) as self.session:
+        async with session(self.of.headers, self.of.verify, self.of.timeout) as self.session:
             workers = [asyncio.create_task(self._work(each)) for each in self.of.servers for _ in range(count)]
             try:
                 await self.ended
@@ -211,9 +183,10 @@ class _Run:
                 await asyncio.gather(*workers, return_exceptions=True)
         if self.lost:
             job, why = self.lost[0]
+            rest = "; the others have been answered" if len(self.lost) < len(self.jobs) else ""
             raise InputError(
-                f"{len(self.lost)} of {len(self.jobs)} requests are not answered, the first {job.name or 'one'} under "
-                f"{job.variant}: {why}; the others have been answered"
+                f"{len(self.lost)} of {len(self.jobs)} requests are not answered, the first is {job.name or 'one'} "
+                f"under {job.variant}: {why}{rest}"
             )
 
     async def _work(self, server: Server) -> None:
@@ -256,7 +229,7 @@ class _Run:
             response = await self._ask(server, job)
         except Rejection as error:
             server.answers()
-            self._lose(job, str(error))
+            self._lose(job, f"{server.url}: {error}")
         except Failure as error:
             logger.info("%s: %s", server.url, error)
             job.failures += not error.innocent
@@ -343,27 +316,11 @@ class _Run:
     async def _listing(self, server: Server) -> Listing:
         kind, found = self.of.kind, []
         for path in ("/v1/models", *([kind.lists] if kind.lists else [])):
-            status, text, _ = await self._sent("GET", f"{server.url}{path}")
-            if status != 200:
-                raise Failure(f"status {status} of {path}, {_said(text)}", innocent=True)
-            found.append(_read(json.loads, text))
-        return _read(lambda pair: kind.listing(*pair), [*found, None][:2])
-
-    async def _sent(self, method: str, url: str, content: Any = None) -> tuple[int, str, str | None]:
-        """Status and text of an answer, and what it says of waiting.
-
-        Raises:
-            Failure: there is none.
-        """
-        try:
-            async with self.session.request(method, url, json=content) as answer:
-                return answer.status, await answer.text(), answer.headers.get("Retry-After")
-        except TimeoutError:
-            raise Failure(f"no answer within {self.of.timeout:g} seconds") from None
-        except aiohttp.ClientConnectorError as error:
-            raise Failure(f"not reached ({first_line(error.os_error)})", innocent=True) from None
-        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
-            raise Failure(f"the connection broke ({first_line(error)})") from None
+            response = await send(self.session, "GET", f"{server.url}{path}")
+            if response.status != 200:
+                raise Failure(f"status {response.status} of {path}, {_said(response)}", innocent=True)
+            found.append(read_json(response.body))
+        return read(lambda pair: kind.listing(*pair), [*found, None][:2])
 
     async def _ask(self, server: Server, job: Job) -> Any:
         """A job's response.
@@ -375,42 +332,30 @@ class _Run:
         """
         kind, listing = self.of.kind, server.listing
         named = kind.fields(self.of.model, job.variant, listing)
-        status, text, wait = await self._sent("POST", f"{server.url}{job.path}", {**job.payload(), **named})
+        response = await send(self.session, "POST", f"{server.url}{job.path}", {**job.payload(), **named})
+        status = response.status
         if status in (408, 429) or status >= 500:
             busy = status == 429
-            raise Failure(f"status {status}, {_said(text)}", _seconds(wait), busy, busy, refused=status == 500)
+            wait = _seconds(response.retry_after)
+            raise Failure(f"status {status}, {_said(response)}", wait, busy, busy, refused=status == 500)
         if status in FATAL:
             hint = FATAL[status] or (
                 f"it has no adapter {job.variant}, or no {job.path}; `lmeval-prune export adapter` writes adapters and "
                 f"says how the server is started with them"
             )
-            raise InputError(f"{server.url} answers {status}: {hint} ({_said(text)})")
+            raise InputError(f"{server.url} answers {status}: {hint} ({_said(response)})")
         if status != 200:
-            raise Rejection(f"{server.url} answers {status}: {_said(text)}")
-        body = _read(json.loads, text)
-        if kind.echoes and _read(lambda found: found.get("model"), body) != named["model"]:
-            raise Failure(f"it answered under {body.get('model')!r}, not {named['model']!r}")
-        found = _read(job.read, body)
+            raise Rejection(f"it answers {status}: {_said(response)}")
+        body = read_json(response.body)
+        if kind.echoes and (model := read(lambda found: str(found.get("model")), body)) != named["model"]:
+            raise Failure(f"it answered under {model[:100]!r}, not {named['model']!r}")
+        found = read(job.read, body)
         if kind.lists:  # an answer does not name its adapters: were the numbers still those when it was made?
             now = await self._listing(server)
             if now.numbers != listing.numbers:
                 server.listing = now
                 raise Failure("it was started again with its adapters in another order", innocent=True)
         return job.made(found)
-
-
-def _read(reader: Callable[[Any], Any], what: Any) -> Any:
-    """What a reader finds in a server's answer.
-
-    Raises:
-        Failure: it cannot be read.
-    """
-    try:
-        return reader(what)
-    except InputError:
-        raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise Failure(f"its answer cannot be read ({first_line(error)})") from None
 
 
 def _seconds(header: str | None) -> float | None:
@@ -423,16 +368,15 @@ def _seconds(header: str | None) -> float | None:
         pass
     try:
         return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
-def _said(text: str) -> str:
+def _said(response: Response) -> str:
     """The message in an error's body."""
-    try:
-        body = json.loads(text)
+    text = response.body.decode(errors="replace")
+    with suppress(Failure):
+        body = read_json(response.body)
         error = body.get("error", body) if isinstance(body, dict) else body
         text = error.get("message") or error.get("detail") or text if isinstance(error, dict) else str(error)
-    except ValueError:
-        pass
     return " ".join(str(text).split())[:200] or "without a word"

@@ -44,15 +44,17 @@ from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import applied, identity_of, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
+from lmeval_prune.models.once import GivenOnce
 from lmeval_prune.models.tries import InTurn
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 from lmeval_prune.profiling.costs import cost_columns
+from lmeval_prune.settings import device_named
 
 eval_logger = logging.getLogger(__name__)
 _HF_ARGUMENTS = set(inspect.signature(HFLM.__init__).parameters)
 
 
-class PrunedHFLM(HFLM):
+class PrunedHFLM(GivenOnce, HFLM):
     """lm-eval's `hf`, run with interventions applied and answers kept. Everything that `hf` accepts is accepted.
 
     Args:
@@ -77,6 +79,8 @@ class PrunedHFLM(HFLM):
             self.given.refuse_misspelt(_HF_ARGUMENTS, None)
             self.manifest = manifest_of(pretrained)
         else:
+            if self.given.others.get("device") is not None:
+                device_named(self.given.others["device"], strictly=False)
             pretrained = embedded.resolve(str(pretrained))
             self.given.check_names(pretrained)
             self.manifest = manifest_in(pretrained)

@@ -34,10 +34,12 @@ from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
 from lmeval_prune.models.arguments import Arguments, EngineOptions, our_names, read_fields
-from lmeval_prune.models.dispatch import Dispatcher, Failure, Job, Server
+from lmeval_prune.models.dispatch import Dispatcher, Job, Server
+from lmeval_prune.models.http_client import Failure, log_probability
 from lmeval_prune.models.identity import config_fingerprint, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.logs import as_lm_eval_does
+from lmeval_prune.models.once import GivenOnce
 from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
 from lmeval_prune.models.served_answering import NoText, ServedAnswering, Text, seed_of
 from lmeval_prune.models.server_probe import Connection, Probe, model_name, reach
@@ -50,7 +52,7 @@ _NOTHING = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0
 Scored = tuple[float, bool]
 
 
-class PrunedServerLM(LocalCompletionsAPI):
+class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
     """Asks servers that have adapters which take heads away (`lmeval-prune export adapter`).
 
     Args:
@@ -81,7 +83,7 @@ class PrunedServerLM(LocalCompletionsAPI):
         path, self.config, self.model_map = self._local()
         self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
         self.checkpoint, self.dtype = self._base(path), self._dtype()
-        self.connection = Connection(self.header, self._verification, self.options.timeout)
+        self.connection = Connection(self.header, self._certificates, self.options.timeout)
         servers = reach(self.kind, self.options.urls, self.connection)
         name = model_name(self.kind, servers, self.options.model)
         self._load(path, name, servers)
@@ -205,17 +207,12 @@ class PrunedServerLM(LocalCompletionsAPI):
         key = self.api.auth_token or self.api_key
         return dict(self.api.header) if self.api.header else ({"Authorization": f"Bearer {key}"} if key else {})
 
-    @property
-    def _verification(self) -> bool | str:
-        """As requests' `verify`."""
-        return self.api.verify_certificate and (self.api.ca_cert_path or True)
-
-    @property
+    @cached_property
     def _certificates(self) -> Any:
         """As aiohttp's `ssl`."""
-        path = self.api.ca_cert_path
+        path, verify = self.api.ca_cert_path, self.api.verify_certificate
         try:
-            return ssl.create_default_context(cafile=path) if path and self._verification else bool(self._verification)
+            return ssl.create_default_context(cafile=path) if path and verify else verify
         except (OSError, ssl.SSLError) as error:
             raise InputError(f"ca_cert_path={path} holds no certificates ({first_line(error)})") from None
 
@@ -439,7 +436,7 @@ class PrunedServerLM(LocalCompletionsAPI):
     def _job(self, request: Any, repeat: int, place: int) -> Job:
         """One request for a text."""
         context, settings = request.args[:2]
-        where = f"task {request.task_name}, document {request.doc_id}"
+        where = _name(request)
         if len(request.args) > 2:
             raise InputError(f"{where}: it has more than a text; pruned-server sends texts only")
         sampled = generation.samples(settings) and not self.given.tries
@@ -500,7 +497,7 @@ class PrunedServerLM(LocalCompletionsAPI):
 
     def _prompt(self, request: Any, context: Any, length: int) -> Callable[[], dict[str, Any]]:
         if not context:
-            raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
+            raise InputError(f"{_name(request)}: the prompt is empty")
         room = self.max_length - length
         if room <= 0:
             raise InputError(f"max_gen_toks={length} leaves no room for a prompt in max_length={self.max_length}")
@@ -539,10 +536,13 @@ class PrunedServerLM(LocalCompletionsAPI):
             if requests[place][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[place][0], response)
 
-        jobs = [self._scoring(context, more, place) for place, (_, context, more) in enumerate(requests)]
+        jobs = [
+            self._scoring(f"the text that ends in {''.join(texts)[-60:]!r}", context, more, place)
+            for place, (texts, context, more) in enumerate(requests)
+        ]
         return self._asked(jobs, done, not disable_tqdm)
 
-    def _scoring(self, context: list[int], continuation: list[int], place: int) -> Job:
+    def _scoring(self, name: str, context: list[int], continuation: list[int], place: int) -> Job:
         """One request for a log-likelihood."""
         tokens = [*context, *continuation][-(self.max_length - 1) :]  # a token more is generated
         length = len(tokens) - len(continuation)
@@ -553,15 +553,18 @@ class PrunedServerLM(LocalCompletionsAPI):
 
         def read(body: dict[str, Any]) -> Scored:
             (choice,) = body["choices"]
-            count = len(choice["logprobs"]["token_logprobs"])
-            if count != len(tokens) + 1:
-                raise Failure(f"it scores {count - 1} tokens of a text that has {len(tokens)}")
+            own, best = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+            for count in (len(own), len(best)):
+                if count != len(tokens) + 1:
+                    raise Failure(f"it scores {count - 1} tokens of a text that has {len(tokens)}")
+            for value in [*own[1:], *(value for top in best[1:] for value in top.values())]:  # the first has none
+                log_probability(value)
             ((value, greedy),) = self.parse_logprobs(body, ctxlens=[length])
             return float(value), bool(greedy)
 
         payload = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
         payload |= {"return_tokens_as_token_ids": True}  # texts of two tokens can be the same
-        return Job("/v1/completions", lambda: payload, self.answering.variant(), read, "a text to score", tag=place)
+        return Job("/v1/completions", lambda: payload, self.answering.variant(), read, name, tag=place)
 
     def scored_whole(self, requests: Sequence[Any], disable_tqdm: bool) -> list[float]:
         """Log-likelihoods of whole texts, window by window; each is reported when its last window is there."""
@@ -578,8 +581,10 @@ class PrunedServerLM(LocalCompletionsAPI):
             if not left[number]:
                 self.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, sums[number])
 
+        names = [_name(requests[number]) for number in owner]
         every = [each for own in windows for each in own]
-        self._asked([self._scoring(*each, place) for place, each in enumerate(every)], done, not disable_tqdm)
+        jobs = [self._scoring(name, *each, place) for place, (name, each) in enumerate(zip(names, every, strict=True))]
+        self._asked(jobs, done, not disable_tqdm)
         return sums
 
     def _windows(self, text: str) -> Any:
@@ -629,6 +634,10 @@ class PrunedServerChatLM(PrunedServerLM):
             "messages": json.loads(context.prompt),
             **({"chat_template_kwargs": told} if told else {}),
         }
+
+
+def _name(request: Any) -> str:
+    return f"task {request.task_name}, document {request.doc_id}"
 
 
 def _no_template(error: Exception | None) -> str:

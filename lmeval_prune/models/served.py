@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lmeval_prune.errors import InputError, first_few, nearest
+from lmeval_prune.models.http_client import whole_number
 from lmeval_prune.settings import typed, types_of
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -33,7 +34,7 @@ class ServerOptions:
         dtype: the type that the servers compute in, as they were started; needed where answers are kept.
         num_concurrent: requests that a server has at once.
         max_retries: so many failures of a server, or of a request, in a row are borne.
-        timeout: seconds that a request may take.
+        timeout: seconds that a request and its answer may take.
         seed: sampled try i is drawn with a seed that is made of `seed` and i.
         probe: ask the servers at the start whether they serve what they are asked for.
     """
@@ -255,7 +256,8 @@ class ServerKind(ABC):
             else:
                 found.models.append(str(card["id"]))
                 found.roots[str(card["id"])] = card.get("root")
-                found.length = card.get("max_model_len") or found.length
+                if card.get("max_model_len") is not None:
+                    found.length = whole_number(card["max_model_len"], 1)
         return found
 
     @abstractmethod
@@ -315,7 +317,7 @@ class LlamaCpp(ServerKind):
             name = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
             if name in found.numbers:
                 raise InputError(f"the server has two adapters {name}; start it with one of them")
-            found.numbers[name] = int(one["id"])
+            found.numbers[name] = whole_number(one["id"])
         return found
 
     def tokenize(self, model: str, text: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ request without an adapter may be answered under the last one's, another model h
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,18 @@ from itertools import combinations
 from operator import itemgetter
 from typing import Any
 
-import requests
-
-from lmeval_prune.errors import InputError, first_few, first_line
-from lmeval_prune.models.dispatch import Dispatcher, Failure, Gone, Job, Server
+from lmeval_prune.errors import InputError, first_few
+from lmeval_prune.models.dispatch import Dispatcher, Gone, Job, Server
+from lmeval_prune.models.http_client import (
+    Failure,
+    Response,
+    log_probability,
+    read,
+    read_json,
+    send,
+    session,
+    whole_number,
+)
 from lmeval_prune.models.served import DENSE, Served, ServerKind
 
 logger = logging.getLogger(__name__)
@@ -28,6 +37,7 @@ LENGTH = 64  # tokens of it
 GENERATED = 12  # tokens, where a server does not score the prompt
 TOGETHER = 32  # adapters that are asked for at once
 SAME = 1e-5  # difference of log-probabilities below which two answers are one
+_THIS = "is it the server that `server=` says?"
 Signature = list[tuple[str, float]]  # tokens and their log-probabilities
 
 
@@ -36,8 +46,8 @@ class Connection:
 
     Args:
         headers: of each request.
-        verify: as requests'.
-        timeout: seconds for a request.
+        verify: as aiohttp's `ssl`.
+        timeout: seconds for a request and its answer.
     """
 
     def __init__(self, headers: dict[str, str], verify: Any, timeout: float) -> None:
@@ -50,33 +60,39 @@ class Connection:
             InputError: nothing is, or it cannot be read.
         """
         try:
-            answer = requests.get(url, headers=self.headers, verify=self.verify, timeout=self.timeout)
-        except requests.RequestException as error:
-            why = _reason(error)
-            raise InputError(f"no server answers at {url} ({why}); start it, or give another base_url") from None
-        if answer.status_code in (401, 403):
-            raise InputError(f"{url} answers {answer.status_code}: give its key in OPENAI_API_KEY")
-        if answer.status_code != 200:
-            raise InputError(f"{url} answers {answer.status_code}; is it the server that `server=` says?")
+            answer = self._ask("GET", url)
+        except Failure as error:
+            if not error.innocent:
+                raise InputError(f"{url} gives no whole answer ({error}); {_THIS}") from None
+            raise InputError(f"no server answers at {url} ({error}); start it, or give another base_url") from None
+        if answer.status in (401, 403):
+            raise InputError(f"{url} answers {answer.status}: give its key in OPENAI_API_KEY")
+        if answer.status != 200:
+            raise InputError(f"{url} answers {answer.status}; {_THIS}")
         try:
-            return answer.json()
-        except ValueError:
-            raise InputError(f"{url} does not answer with JSON; is it the server that `server=` says?") from None
+            return read_json(answer.body)
+        except Failure as error:
+            raise InputError(f"{url} does not answer with JSON, or {error}; {_THIS}") from None
 
     def tokens(self, kind: ServerKind, url: str, model: str, text: str) -> list[int] | None:
         """A text's tokens, without special ones, as the server makes them; None if it does not tell."""
+
+        def numbers(body: Any) -> list[int]:
+            return [whole_number(one["id"] if isinstance(one, dict) else one) for one in body["tokens"]]
+
         try:
-            answer = requests.post(
-                f"{url}/tokenize",
-                json=kind.tokenize(model, text),
-                headers=self.headers,
-                verify=self.verify,
-                timeout=self.timeout,
-            )
-            found = answer.json()["tokens"] if answer.status_code == 200 else None
-        except (requests.RequestException, ValueError, KeyError, TypeError):
+            answer = self._ask("POST", f"{url}/tokenize", kind.tokenize(model, text))
+            found: list[int] | None = read(numbers, read_json(answer.body)) if answer.status == 200 else None
+        except Failure:
             return None
-        return [int(one["id"] if isinstance(one, dict) else one) for one in found] if found is not None else None
+        return found
+
+    def _ask(self, method: str, url: str, content: Any = None) -> Response:
+        async def ask() -> Response:
+            async with session(self.headers, self.verify, self.timeout) as client:
+                return await send(client, method, url, content)
+
+        return asyncio.run(ask())
 
 
 def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
@@ -95,10 +111,8 @@ def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list
             continue
         adapters = connection.get(f"{url}{kind.lists}") if kind.lists else None
         try:
-            found.append(Server(url, kind.listing(models, adapters)))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
+            found.append(Server(url, read(lambda pair: kind.listing(*pair), (models, adapters))))
+        except Failure:
             raise InputError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
     if not found:
         raise missing[0]
@@ -246,7 +260,7 @@ class Probe:
             pairs = list(zip(map(str, given["tokens"]), given["token_logprobs"], strict=True))
         if self.dispatcher.kind.scores:
             pairs = pairs[1:-1]  # the first has none, the last is generated
-        found = [(token, float(value)) for token, value in pairs if value is not None]
+        found = [(token, log_probability(value)) for token, value in pairs]
         if not found:
             raise Failure("it gives no log-probabilities")
         return found
@@ -274,11 +288,3 @@ def distance(one: Signature, other: Signature) -> float:
             break
         squares.append((value - theirs) ** 2)
     return math.sqrt(sum(squares) / len(squares))
-
-
-def _reason(error: requests.RequestException) -> str:
-    """Why there is no connection, in some words."""
-    if isinstance(error, requests.Timeout):
-        return "it does not answer in time"
-    refused = "refused" in str(error)
-    return "the connection is refused" if refused else first_line(error, 100)

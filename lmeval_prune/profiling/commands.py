@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from lmeval_prune.errors import InputError
+
+
+def say(line: str) -> None:
+    """Show a line of progress in the place of the last one."""
+    print(f"\r{line:70}\r", end="", file=sys.stderr, flush=True)
 
 
 def profile(
@@ -57,16 +63,16 @@ def profile(
     rows: dict[str, dict[str, Any]] = {}
     memory = {}
     for name in names:  # first, while this process, with which the one that is measured begins, is small
-        print(f"\r{f'memory: {name}':70}", end="", flush=True)
+        say(f"memory: {name}")
         memory[name] = round(peak_memory(name, work), 1)
     models = {name: load_pretrained(name) for name in names}
     for name, model in models.items():
         found = costs(model, prompt)
         rows[name] = {**vars(found), "flops_counted": counted_flops(model, prompt)}
-    speeds = measure(models, work, lambda line: print(f"\r{line:70}", end="", flush=True))
+    speeds = measure(models, work, say)
     for name in names:
         rows[name] |= {**speeds[name], "peak_memory_mib": memory[name]}
-    print("\r" + " " * 70 + "\r", end="")
+    say("")
     text = table(rows)
     about = {"created_by": CREATED_BY, "workload": vars(work), "threads": threads, "dtype": "as in each checkpoint"}
     write_text(folder / "profile.json", json.dumps({**about, "models": rows}, indent=1) + "\n")

@@ -20,7 +20,7 @@ from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.selection import Removed
-from lmeval_prune.pruners.table import PRUNERS
+from lmeval_prune.pruners.table import PRUNERS, check_pruner
 from lmeval_prune.settings import typed, types_of
 
 _HEADS_ONLY = "{} scores heads only; leave out the channels, or give another ffn_method"
@@ -216,8 +216,7 @@ def pruner_class(name: str) -> Any:
     Raises:
         InputError: there is no such method.
     """
-    if name not in PRUNERS:
-        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{nearest(name, PRUNERS)}")
+    check_pruner(name)
     module, _, attribute = PRUNERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -1,5 +1,7 @@
 """The pruners by their names. A line a pruner; nothing is imported before it is asked for."""
 
+from lmeval_prune.errors import InputError, nearest
+
 PRUNERS = {
     "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
     "global_threshold": "lmeval_prune.pruners.norm_entropy:GlobalThreshold",
@@ -11,3 +13,13 @@ PRUNERS = {
     "slimgpt": "lmeval_prune.pruners.slimgpt:SlimGpt",
     "llm_pruner": "lmeval_prune.pruners.llm_pruner:LlmPruner",
 }
+
+
+def check_pruner(name: str) -> None:
+    """Refuse a name that is no pruner's.
+
+    Raises:
+        InputError: it is none.
+    """
+    if name not in PRUNERS:
+        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{nearest(name, PRUNERS)}")

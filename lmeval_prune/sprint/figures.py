@@ -68,8 +68,10 @@ def violins(measured: dict[str, list[float]], lucky: dict[str, list[float]], ste
     axes.set_xticks(range(len(layers)), layers)
     axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
     names = ("measured", "outcomes shuffled among heads: luck alone")
-    axes.legend(
+    made.legend(  # beside the axes: wherever it lay on them, a violin could be
         handles=[Patch(color=c, alpha=0.5, label=n) for c, n in zip((COLOURS[0], COLOURS[6]), names, strict=True)],
+        loc="outside lower center",
+        ncols=2,
         frameon=False,
         fontsize=9,
     )
@@ -96,11 +98,11 @@ def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Pa
     """Layer × head: the change in accuracy."""
     layers = list(table.layers)
     count = 1 + max(head for numbers in table.layers.values() for head in numbers)
-    grid = np.full((len(layers), count), np.nan)
+    grid = np.full((len(layers), count), np.nan)  # in points, as all that is drawn
     for column, (change, _) in changes.items():
         head = Head.named(column)
-        grid[layers.index(head.layer_label), head.head] = change
-    title = "Change in accuracy with one head pruned (points)"
+        grid[layers.index(head.layer_label), head.head] = 100 * change
+    title = "Change in accuracy with one head pruned"
     made, axes = figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4), title)
     limit = max(float(np.nanmax(np.abs(grid))), 1e-9)
     image = axes.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
@@ -112,6 +114,6 @@ def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Pa
         for (i, j), value in np.ndenumerate(grid):
             if not np.isnan(value):
                 shade = "white" if abs(value) > 0.6 * limit else "0.15"
-                axes.text(j, i, f"{100 * value:+.1f}", ha="center", va="center", fontsize=7, color=shade)
-    made.colorbar(image, ax=axes, label="change in accuracy")
+                axes.text(j, i, f"{value:+.1f}", ha="center", va="center", fontsize=7, color=shade)
+    made.colorbar(image, ax=axes, label="change in accuracy, points")
     save(made, stem)

@@ -75,8 +75,11 @@ class Routing(Tries):
             name = str(self.model.get("name", ""))
             known = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
             check_weights(list(filter(None, known)), name, "", model_map, made, fix)
-            if self.model.get("interventions", []) != interventions:
-                raise InputError(f"{made} {name or 'a model'} with other heads pruned or with other layers; {fix}")
+            before = self.model.get("interventions", [])
+            if before != interventions:
+                raise InputError(
+                    f"{made} {name or 'a model'} under {_named(before)}, not {_named(interventions)}; {fix}"
+                )
         if self._random:
             text, seed = self._random
             parts = text.split("+")
@@ -130,3 +133,15 @@ class Routing(Tries):
         note = {"note": self.policy.note} if self.policy.note else {}
         made = {**self.policy.identity, "question_field": self.question_field}
         return {"source": self.source, "decoding": "greedy", "pool": list(self.pool), **made, **note}
+
+
+def _named(interventions: list[Any]) -> str:
+    """Identities of interventions, and of the layers that they name, in words."""
+    words = []
+    for one in interventions:
+        if isinstance(one, dict):
+            fields = ", ".join(f"{name}={value}" for name, value in one.items() if name != "method")
+            words.append(f"{one.get('method')} ({fields[:60]})")
+        else:
+            words.append(f"layers {one[:8]}")
+    return " and ".join(words) or "no other pruning"

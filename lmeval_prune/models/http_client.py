@@ -1,0 +1,146 @@
+"""Asks a server over HTTP: its answer is bounded in time and size, and what is read out of it is checked.
+
+Nothing else talks to servers, so that no server can hold a run for ever, fill its memory or end it in a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from lmeval_prune.errors import InputError, first_line
+
+MOST_BYTES = 32 * 2**20  # of an answer: twice the log-probabilities of a prompt of 128,000 tokens
+ROUNDING = 0.01  # by which a log-probability may be above 0
+
+
+class Failure(Exception):  # noqa: N818 - it may pass
+    """A request failed in a way that may pass.
+
+    Args:
+        message: what happened.
+        wait: seconds that the server asks for.
+        innocent: nothing can have been wrong with the request: the server was not reached, or is busy.
+        busy: the server is well, and has too much to do.
+        refused: the server is there, and could not answer this request.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        wait: float | None = None,
+        innocent: bool = False,
+        busy: bool = False,
+        refused: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.wait, self.innocent, self.busy, self.refused = wait, innocent, busy, refused
+
+
+class Rejection(Exception):  # noqa: N818 - nothing is wrong here
+    """The server will not answer this request, or not with anything of use."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a server answers.
+
+    Attributes:
+        status: of HTTP.
+        body: as it was sent.
+        retry_after: what it says of waiting.
+    """
+
+    status: int
+    body: bytes
+    retry_after: str | None
+
+
+def session(headers: dict[str, str], verify: Any, timeout: float) -> aiohttp.ClientSession:
+    """Return a session of requests.
+
+    Args:
+        headers: of each request.
+        verify: as aiohttp's `ssl`.
+        timeout: seconds for a request and its whole answer.
+    """
+    limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(30.0, timeout))
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=verify), timeout=limits, headers=headers)
+
+
+async def send(client: aiohttp.ClientSession, method: str, url: str, content: Any = None) -> Response:
+    """Send a request and return its whole answer, within the session's time and `MOST_BYTES`.
+
+    Raises:
+        Failure: there is none.
+    """
+    body = bytearray()
+    try:
+        async with client.request(method, url, json=content) as answer:
+            async for part in answer.content.iter_chunked(2**16):
+                body += part
+                if len(body) > MOST_BYTES:
+                    answer.close()
+                    raise Failure(f"its answer is larger than {MOST_BYTES >> 20} MiB")
+            return Response(answer.status, bytes(body), answer.headers.get("Retry-After"))
+    except TimeoutError:
+        raise Failure(f"no answer within {client.timeout.total:g} seconds") from None
+    except aiohttp.ClientConnectorError as error:
+        refused = isinstance(error.os_error, ConnectionRefusedError)
+        why = "the connection is refused" if refused else f"not reached ({first_line(error.os_error)})"
+        raise Failure(why, innocent=True) from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise Failure(f"the connection broke ({first_line(error)})") from None
+
+
+def read(reader: Callable[[Any], Any], what: Any) -> Any:
+    """Return what a reader makes of a server's answer, which may be anything.
+
+    Raises:
+        Failure: it cannot be read.
+    """
+    try:
+        return reader(what)
+    except InputError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise Failure(f"its answer cannot be read ({first_line(error)})") from None
+
+
+def read_json(body: bytes) -> Any:
+    """Return the value of an answer in JSON.
+
+    Raises:
+        Failure: it is none.
+    """
+    return read(json.loads, body)
+
+
+def whole_number(value: Any, least: int = 0) -> int:
+    """Return a whole number of an answer.
+
+    Raises:
+        ValueError: it is none, or less than the least.
+    """
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r} is not a whole number from {least}")
+    return value
+
+
+def log_probability(value: Any) -> float:
+    """Return a log-probability of an answer.
+
+    Raises:
+        Rejection: it is none.
+    """
+    if type(value) not in (int, float) or not -sys.float_info.max <= value <= ROUNDING:
+        shown = repr(value) if isinstance(value, float | str | None) else f"of type {type(value).__name__}"
+        raise Rejection(
+            f"a log-probability is {shown[:40]}, not a number up to 0; does the model overflow in its type (dtype)?"
+        )
+    return float(value)

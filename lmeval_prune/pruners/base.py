@@ -34,7 +34,7 @@ PRUNERS = {
     "llm_pruner": "lmeval_prune.pruners.llm_pruner:LlmPruner",
 }
 
-_HEADS_ONLY = "{} scores heads only; leave out the channels, or give another ffn_method"
+_HEADS_ONLY = "{} scores heads only; give --parts heads, or --ffn_method (of --budget heads, leave out --ffn_ratio)"
 
 Scores = dict[str, Tensor]  # by layer, `L0`: (heads,) or (channels,); of columns of heads (heads, columns)
 
@@ -58,11 +58,10 @@ class Pruner(ABC):
     """A way to score what may be removed; the lowest scores go.
 
     Attributes:
-        budget, allocation, compensates: (of the class) what `budget`, `allocation` and `compensation` of the options
-            are, if they are left open.
+        allocation, compensates: (of the class) what `allocation` and `compensation` of the options are, if they are
+            left open.
     """
 
-    budget: ClassVar[str] = "heads"
     allocation: ClassVar[str] = "global"
     compensates: ClassVar[str] = "none"
 
@@ -114,11 +113,6 @@ class Pruner(ABC):
             self.head_scores(model_map, text, removed[0]) if heads else {},
             self.channel_scores(model_map, text, removed[1]) if channels else {},
         )
-
-    @property
-    def costs(self) -> tuple[float, float] | None:
-        """What a query head and a channel count in a budget of parameters; None for what they have."""
-        return None
 
     def check_model(self, model_map: ModelMap) -> None:  # noqa: B027 - most methods suit every model
         """Refuse a model whose scores cannot be had; of one without weights, too.

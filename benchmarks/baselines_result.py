@@ -90,22 +90,17 @@ class Row:
         return f"{self.name}, {self.ratio:.0%}, {self.text}"
 
 
-SETTINGS: list[
-    tuple[str, str, str]
-] = [  # a row of an author's setting, the one with all others' setting, and how they differ
-    ("llm_pruner, authors' layers", "llm_pruner", "the first 4 and the last 2 layers spared"),
-    ("llm_pruner, authors' setting", "llm_pruner", "the same, and 10 windows of 64 tokens (their text: BookCorpus)"),
-    ("flap, reference", "flap", "its code's variance, scores and allocation"),
-    ("flap, 1,024 windows", "flap", "1,024 windows instead of 128 (their text: WikiText-2)"),
-    ("wanda_sp, first 3 layers spared", "wanda_sp", "of Probe Pruning's authors: the first 3 layers spared"),
-    ("slimgpt, authors' 50%", "slimgpt", "0.24 of the share from the first layer on, instead of 0.31"),
-    ("slimgpt, 2,048 tokens", "slimgpt", "windows of 2,048 tokens: 8 of them instead of 128 of 128"),
-    (
-        "probe pruning, authors' setting",
-        "probe pruning",
-        "one choice for 16 texts by one of them, with what was read before",
-    ),
-]
+ALONE = "heads alone, "  # what the names of these rows begin with
+SETTINGS = {  # rows in their authors' settings: the row of the same budget in everybody's setting, and how they differ
+    "flap, reference": ("flap", "its code's variance, scores and allocation"),
+    "flap, 1,024 windows": ("flap", "1,024 windows instead of 128"),
+    "llm_pruner, authors' layers": ("llm_pruner", "the first four and the last two layers spared"),
+    "llm_pruner, authors' setting": ("llm_pruner", "the same, and 10 windows of 64 tokens"),
+    "wanda_sp, first 3 layers spared": ("wanda_sp", "the first three layers spared (Probe Pruning's authors)"),
+    "slimgpt, authors' 50%": ("slimgpt", "the first layer loses 0.24 of the share instead of 0.31"),
+    "slimgpt, 2,048 tokens": ("slimgpt", "8 windows of 2,048 tokens instead of 128 of 128"),
+    "probe pruning, authors' setting": ("probe pruning", "one choice for 16 texts, by one of them and those before"),
+}
 
 
 def rows() -> Iterator[Row]:
@@ -115,16 +110,16 @@ def rows() -> Iterator[Row]:
     ends = {"skip_first": 4, "skip_last": 2}
     for ratio in HEAD_RATIOS:
         for name in ("norm_entropy", "magnitude", "global_threshold", "confidence"):
-            yield Row(f"heads alone, {name}", name, ratio, options=heads)
+            yield Row(f"{ALONE}{name}", name, ratio, options=heads)
         for seed in range(SEEDS):
-            yield Row(f"heads alone, random, seed {seed}", "random", ratio, given={"seed": seed}, options=heads)
+            yield Row(f"{ALONE}random, seed {seed}", "random", ratio, given={"seed": seed}, options=heads)
         if ratio == 0.2:
             yield from _settings(ends)
         for name in ("flap", "llm_pruner"):
-            yield Row(f"heads alone, {name}", name, ratio, options=heads)
+            yield Row(f"{ALONE}{name}", name, ratio, options=heads)
         if ratio == 0.2:
             for name in ("slimgpt", "wanda_sp"):
-                yield Row(f"heads alone, {name}", name, ratio, options=heads)
+                yield Row(f"{ALONE}{name}", name, ratio, options=heads)
     for ratio in RATIOS:
         yield from (Row(name, name, ratio) for name in ("flap", "slimgpt", "wanda_sp", "llm_pruner", "magnitude"))
         yield Row("random, seed 0", "random", ratio, given={"seed": 0})
@@ -412,37 +407,31 @@ def expectations(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
-    """Write the table and the picture."""
-    dense = results["dense"]
-    lines = [
-        "| pruned by | asked | realised | calibrated on | GSM8K | MATH-500 | parameters | FLOPs |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        f"| nothing | | | | {_shown(dense['perplexity'])} | {dense['parameters'] / 1e6:.1f} M | "
-        f"{dense['flops'] / 1e9:.2f} G |",
-    ]
-    refused = list[str]()
-    for row in sorted(rows(), key=lambda row: row.ratio):
-        one = results.get(row.key)
-        if one is None:
-            continue
-        text = row.text if row.method and make_pruner(row.method, row.given).needs_text(True, True) else ""
-        text = row.text if row.options.get("compensation") == "least_squares" else text
-        if "refused" in one:
-            lines.append(f"| {row.name} | {row.ratio:.0%} | | {text} | — | — | | |")
-            refused.append(f"{row.name} at {row.ratio:.0%}: {one['refused']}.")
-            continue
-        shares = " | ".join(f"−{1 - one[name] / dense[name]:.1%}" for name in ("parameters", "flops"))
-        share = realised(one, dense)
-        real = f"{share:.1%}" if share is not None else ""
-        lines.append(f"| {row.name} | {row.ratio:.0%} | {real} | {text} | {_shown(one['perplexity'])} | {shares} |")
+    """Write the tables and the picture."""
+    every = sorted(rows(), key=lambda row: row.ratio)
+    lines = [*_table(results, [row for row in every if not row.name.startswith(ALONE)], "heads and channels")]
     lines += [
         "",
-        "Asked and realised are shares of the parameters of heads and channels; realised ones are counted on what is",
-        "left, biases that were added taken off. Probe Pruning masks and Token Filtering skips: all parameters stay,",
-        "and Probe Pruning's share is what its masks leave out: heads without keys and values, and channels. A probe",
-        "looks at the whole window, the predicted tokens included.",
-        *refused,
+        "Asked and realised are shares of the parameters of heads and channels of the whole model, layers that a",
+        "setting spares included; realised ones are counted on what is left, biases that were added taken off. Probe",
+        "Pruning masks and Token Filtering skips: all parameters stay, and Probe Pruning's share is what its masks",
+        "leave out: heads without keys and values, and channels. A probe looks at the whole window, the predicted",
+        "tokens included.",
+        *(f"{row.key}: {one['refused']}." for row in every if "refused" in (one := results.get(row.key, {}))),
+        "",
+        *_table(results, [row for row in every if row.name.startswith(ALONE)], "heads"),
+        "",
+        "Here they are shares of the parameters of heads alone, a key-value head with its query heads at a time.",
+        "",
+        "| authors' setting | differs in | asked | GSM8K: theirs | everybody's | MATH-500: theirs | everybody's |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    for name, (other, differs) in SETTINGS.items():
+        for ratio in sorted(RATIOS):
+            pair = [results.get(Row(one, "", ratio).key, {}).get("perplexity") for one in (name, other)]
+            if all(pair):
+                figures = " | ".join(_number(one[read]) for read in TEXTS for one in pair)
+                lines.append(f"| {name} | {differs} | {ratio:.0%} | {figures} |")
     lines += ["", "| expected | asked | read | so? | figures |", "| --- | --- | --- | --- | --- |"]
     for one in checked:
         if one["so"] is not None:
@@ -453,8 +442,35 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
     draw(results)
 
 
+def _table(results: dict[str, Any], every: list[Row], kinds: str) -> Iterator[str]:
+    """Lines of a table of rows whose shares are of the parameters of these kinds."""
+    dense = results["dense"]
+    yield f"| pruned by | asked, of {kinds} | realised | calibrated on | GSM8K | MATH-500 | parameters | FLOPs |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    counts = f"{dense['parameters'] / 1e6:.1f} M | {dense['flops'] / 1e9:.2f} G"
+    yield f"| nothing | | | | {_shown(dense['perplexity'])} | {counts} |"
+    for row in every:
+        one = results.get(row.key)
+        if one is None:
+            continue
+        text = row.text if row.method and make_pruner(row.method, row.given).needs_text(True, True) else ""
+        text = row.text if row.options.get("compensation") == "least_squares" else text
+        name = row.name.removeprefix(ALONE)
+        if "refused" in one:
+            yield f"| {name} | {row.ratio:.0%} | | {text} | — | — | | |"
+            continue
+        shares = " | ".join(f"−{1 - one[name] / dense[name]:.1%}" for name in ("parameters", "flops"))
+        share = realised(one, dense)
+        real = f"{share:.1%}" if share is not None else ""
+        yield f"| {name} | {row.ratio:.0%} | {real} | {text} | {_shown(one['perplexity'])} | {shares} |"
+
+
 def _shown(quality: dict[str, float]) -> str:
-    return " | ".join(f"{quality[name]:,.2f}" if quality[name] < 1e5 else f"{quality[name]:.1e}" for name in TEXTS)
+    return " | ".join(_number(quality[name]) for name in TEXTS)
+
+
+def _number(perplexity: float) -> str:
+    return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
 def draw(results: dict[str, Any]) -> None:

@@ -170,7 +170,7 @@ def counts_of(
         return _by_layer(pots, _shares(pots, ratio, allocation, log_start), ratio, allow_empty)
     if allocation == REFERENCE:
         return _below_threshold(pots, ratio, allow_empty)
-    kinds = [{HEADS, CHANNELS}] if allocation in COMPARED else [{HEADS}, {CHANNELS}]
+    kinds = [{HEADS, CHANNELS}] if allocation == "standardised" else [{HEADS}, {CHANNELS}]
     counts = [0] * len(pots)
     for kind in kinds:
         pooled = [place for place, pot in enumerate(pots) if pot.kind in kind]
@@ -245,7 +245,7 @@ def _lowest(pots: Sequence[Pot], ratio: float, allow_empty: bool) -> list[int]:
 
 
 def _below_threshold(pots: Sequence[Pot], ratio: float, allow_empty: bool) -> list[int]:
-    """How many units each pot loses by FLAP's released code.
+    """Return how many units each pot loses by FLAP's released code.
 
     Units are kept from the highest score on until their costs are nearest to what is to stay; the score of the last of
     these is the threshold, and what is not above it goes.

@@ -106,20 +106,12 @@ SETTINGS = {  # rows in their authors' settings: the row of the same budget in e
 def rows() -> Iterator[Row]:
     """All rows, what matters most first."""
     alone = {"compensation": "none"}
-    heads = {"parts": "heads"}
-    ends = {"skip_first": 4, "skip_last": 2}
-    for ratio in HEAD_RATIOS:
-        for name in ("norm_entropy", "magnitude", "global_threshold", "confidence"):
-            yield Row(f"{ALONE}{name}", name, ratio, options=heads)
-        for seed in range(SEEDS):
-            yield Row(f"{ALONE}random, seed {seed}", "random", ratio, given={"seed": seed}, options=heads)
-        if ratio == 0.2:
-            yield from _settings(ends)
-        for name in ("flap", "llm_pruner"):
-            yield Row(f"{ALONE}{name}", name, ratio, options=heads)
-        if ratio == 0.2:
-            for name in ("slimgpt", "wanda_sp"):
-                yield Row(f"{ALONE}{name}", name, ratio, options=heads)
+    yield from _heads(HEAD_RATIOS[0])
+    yield from _settings({"skip_first": 4, "skip_last": 2})
+    for ratio in HEAD_RATIOS[1:]:
+        yield from _heads(ratio)
+    for ratio in RATIOS:
+        yield from _long(ratio)
     for ratio in RATIOS:
         yield from (Row(name, name, ratio) for name in ("flap", "slimgpt", "wanda_sp", "llm_pruner", "magnitude"))
         yield Row("random, seed 0", "random", ratio, given={"seed": 0})
@@ -136,24 +128,42 @@ def rows() -> Iterator[Row]:
         yield Row("norm_entropy, channels by an extension of ours", "norm_entropy", ratio)
 
 
+def _heads(ratio: float) -> Iterator[Row]:
+    """Rows on heads alone."""
+    heads = {"parts": "heads"}
+    for name in ("norm_entropy", "magnitude", "global_threshold", "confidence"):
+        yield Row(f"{ALONE}{name}", name, ratio, options=heads)
+    for seed in range(SEEDS):
+        yield Row(f"{ALONE}random, seed {seed}", "random", ratio, given={"seed": seed}, options=heads)
+    for name in ("flap", "llm_pruner"):
+        yield Row(f"{ALONE}{name}", name, ratio, options=heads)
+
+
 def _settings(ends: dict[str, Any]) -> Iterator[Row]:
     """Rows in the settings of methods' authors, and of Probe Pruning."""
     for ratio in RATIOS:
         yield Row("flap, reference", "flap", ratio, given={"reference": True})
     for ratio in RATIOS:
         yield Row("llm_pruner, authors' layers", "llm_pruner", ratio, options=ends)
+        yield Row("probe pruning", "", ratio)
+    for ratio in RATIOS:
+        yield Row("probe pruning, authors' setting", "", ratio, given={"state": "run"})
         yield Row("llm_pruner, authors' setting", "llm_pruner", ratio, options=ends, reads=(10, 64, 0))
     for seed in (1, 2):
         name = f"llm_pruner, authors' setting, seed {seed}"
         yield Row(name, "llm_pruner", 0.2, options=ends, reads=(10, 64, seed))
-    for ratio in RATIOS:
-        yield Row("probe pruning", "", ratio)
-        yield Row("probe pruning, authors' setting", "", ratio, given={"state": "run"})
-    for ratio in RATIOS:
-        yield Row("wanda_sp, first 3 layers spared", "wanda_sp", ratio, options={"skip_first": 3})
-    yield Row("slimgpt, authors' 50%", "slimgpt", 0.5, options={"log_start": 0.242})
-    yield Row("slimgpt, 2,048 tokens", "slimgpt", 0.2, reads=(8, 2048, 0))
-    yield Row("flap, 1,024 windows", "flap", 0.2, reads=(1024, WINDOW, 0))
+
+
+def _long(ratio: float) -> Iterator[Row]:
+    """Rows that take long."""
+    yield Row("wanda_sp, first 3 layers spared", "wanda_sp", ratio, options={"skip_first": 3})
+    if ratio == 0.5:
+        yield Row("slimgpt, authors' 50%", "slimgpt", ratio, options={"log_start": 0.242})
+    if ratio == 0.2:
+        yield Row("slimgpt, 2,048 tokens", "slimgpt", ratio, reads=(8, 2048, 0))
+        yield Row("flap, 1,024 windows", "flap", ratio, reads=(1024, WINDOW, 0))
+        for name in ("slimgpt", "wanda_sp"):
+            yield Row(f"{ALONE}{name}", name, ratio, options={"parts": "heads"})
 
 
 Figure = Callable[[str, float], float | None]  # of a name and a ratio, calibrated on GSM8K, read on one text
@@ -195,9 +205,8 @@ def main() -> None:
     texts = Texts(tokenizer)
     path = Path(options.work) / f"{options.tokens}.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    said = {name: texts.of(name).about() for name in CALIBRATED}
     if options.report:
-        finish(about, options.tokens, said, known)
+        finish(about, options.tokens, texts, known)
         return
     model: Any = load_pretrained(folder, dtype=torch.float32)
     model.to(options.device)
@@ -222,7 +231,7 @@ def main() -> None:
         write_text(path, json.dumps(known))
         shown = known[row.key].get("perplexity") or known[row.key]["refused"]
         print(f"{place + 1} of {len(waiting)}, {time.perf_counter() - began:.0f} s: {row.key}: {shown}", flush=True)
-    finish(about, options.tokens, said, known)
+    finish(about, options.tokens, texts, known)
 
 
 @dataclass
@@ -374,8 +383,9 @@ def realised(one: dict[str, Any], dense: dict[str, Any]) -> float | None:
     return one["masked"] / one["removable"] if "masked" in one else None
 
 
-def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
+def finish(about: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]) -> None:
     """Write what is known."""
+    calibration = {name: texts.of(name).about() for name in CALIBRATED}
     environments: list[dict[str, Any]] = []
     results = {}
     for key in ("dense", *(row.key for row in rows() if row.key in known)):

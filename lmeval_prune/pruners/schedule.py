@@ -163,14 +163,13 @@ def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> Prune
         InputError: they do not suit either.
     """
     budget, sequential = options.budget, isinstance(pruner, SequentialPruner)
+    both = budget == "parameters" and options.parts == "both"
     options = replace(
         options,
         unit=options.unit or _usual_unit(model_map, budget),
         allocation=options.allocation or (pruner.allocation if budget == "parameters" else None),
         compensation=options.compensation or pruner.compensates,
-        parts="heads"
-        if budget == "parameters" and options.parts == "both" and not model_map.channels()
-        else options.parts,
+        parts="heads" if both and not model_map.channels() else options.parts,
     )
     name = pruner_name(pruner)
     if budget == "heads":

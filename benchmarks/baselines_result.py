@@ -6,11 +6,14 @@
 Calibrated on 128 windows of 128 tokens of GSM8K's training text, and of MATH's; perplexity by token on GSM8K's test
 text and on MATH-500, windows of 128 tokens, at 10, 20 and 50 per cent of the parameters of heads and channels, with
 the share that each row has really lost; random over five seeds. Methods run as they are, without their compensation,
-and SlimGPT by other schedules. Token Filtering stands beside them at as many multiplications as a plan leaves, where it
-can save so many. What is expected is written down in `EXPECTED`, and held against what was measured on either text.
+in their authors' settings, and SlimGPT by other schedules; on heads alone at 10, 20 and 30 per cent of the heads'
+parameters. Where a setting spares layers, the others lose more, so that all rows of a share lose the same of the whole
+model. Token Filtering stands beside them at as many multiplications as a plan leaves, where it can save so many. What
+is expected is written down in `EXPECTED`, and held against what was measured on either text.
 
 What was measured is kept under --work, row by row, what matters most first, and not measured again; each row says in
-which environment. Writes `results/baselines.json`, and a table and a picture under `docs/results/baselines/`.
+which environment. At the end, or with --report, writes `results/baselines.json`, and a table and a picture under
+`docs/results/baselines/`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,10 +45,11 @@ from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.probe_pruning import ProbePruning
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.profiling.costs import formula_flops, parameters
-from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.calibration import read_calibration
+from lmeval_prune.pruners.base import ReadingPruner, Scores, make_pruner
+from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.reporting.plot_style import COLOURS, save
 from lmeval_prune.tasks import data
 
@@ -52,6 +57,7 @@ WINDOW = 128
 BATCH = 16  # windows a forward pass
 SEEDS = 5  # of random
 RATIOS = (0.2, 0.5, 0.1)
+HEAD_RATIOS = (0.2, 0.1, 0.3)  # of rows on heads alone
 TEXTS = {"GSM8K": ("gsm8k", "answer"), "MATH": ("math500", "solution")}
 CALIBRATED = {"GSM8K": "prune_gsm8k", "MATH": "prune_math500"}
 OUTPUT = RESULTS.parent.parent / "docs/results/baselines"
@@ -64,9 +70,10 @@ class Row:
     Attributes:
         name: as tables call it.
         method, given: a pruner and its options; none of Token Filtering and Probe Pruning, which prune while they run.
-        ratio: share of the parameters.
+        ratio: share of the parameters of all heads and channels, or with `parts` of those.
         text: what it is calibrated on.
         options: further ones of the plan.
+        reads: windows, tokens and seed of the calibration text.
     """
 
     name: str
@@ -75,6 +82,7 @@ class Row:
     text: str = "GSM8K"
     given: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    reads: tuple[int, int, int] = (128, WINDOW, 0)
 
     @property
     def key(self) -> str:
@@ -82,9 +90,28 @@ class Row:
         return f"{self.name}, {self.ratio:.0%}, {self.text}"
 
 
+ALONE = "heads alone, "  # what the names of these rows begin with
+SETTINGS = {  # rows in their authors' settings: the row of the same budget in everybody's setting, and how they differ
+    "flap, reference": ("flap", "its code's variance, scores and allocation"),
+    "flap, 1,024 windows": ("flap", "1,024 windows instead of 128"),
+    "llm_pruner, authors' layers": ("llm_pruner", "the first four and the last two layers spared"),
+    "llm_pruner, authors' setting": ("llm_pruner", "the same, and 10 windows of 64 tokens"),
+    "wanda_sp, first 3 layers spared": ("wanda_sp", "the first three layers spared (Probe Pruning's authors)"),
+    "slimgpt, authors' 50%": ("slimgpt", "the first layer loses 0.24 of the share instead of 0.31"),
+    "slimgpt, 2,048 tokens": ("slimgpt", "8 windows of 2,048 tokens instead of 128 of 128"),
+    "probe pruning, authors' setting": ("probe pruning", "one choice for 16 texts, by one of them and those before"),
+}
+
+
 def rows() -> Iterator[Row]:
     """All rows, what matters most first."""
     alone = {"compensation": "none"}
+    yield from _heads(HEAD_RATIOS[0])
+    yield from _settings({"skip_first": 4, "skip_last": 2})
+    for ratio in HEAD_RATIOS[1:]:
+        yield from _heads(ratio)
+    for ratio in RATIOS:
+        yield from _long(ratio)
     for ratio in RATIOS:
         yield from (Row(name, name, ratio) for name in ("flap", "slimgpt", "wanda_sp", "llm_pruner", "magnitude"))
         yield Row("random, seed 0", "random", ratio, given={"seed": 0})
@@ -94,13 +121,49 @@ def rows() -> Iterator[Row]:
         yield Row("slimgpt, uniform", "slimgpt", ratio, options={"allocation": "uniform"})
         yield from (Row(f"random, seed {seed}", "random", ratio, given={"seed": seed}) for seed in range(1, SEEDS))
         yield from (Row(name, name, ratio, "MATH") for name in ("llm_pruner", "wanda_sp"))
-        yield Row("probe pruning", "", ratio)
     for ratio in RATIOS:
         yield Row("token filter", "", ratio)
         yield Row("random with least squares, seed 0", "random", ratio, options={"compensation": "least_squares"})
-        yield Row("flap, reference", "flap", ratio, given={"reference": True})
         yield Row("slimgpt, diagonal error", "slimgpt", ratio, given={"error": "diagonal"})
-        yield Row("norm_entropy", "norm_entropy", ratio)
+        yield Row("norm_entropy, channels by an extension of ours", "norm_entropy", ratio)
+
+
+def _heads(ratio: float) -> Iterator[Row]:
+    """Rows on heads alone."""
+    heads = {"parts": "heads"}
+    for name in ("norm_entropy", "magnitude", "global_threshold", "confidence"):
+        yield Row(f"{ALONE}{name}", name, ratio, options=heads)
+    for seed in range(SEEDS):
+        yield Row(f"{ALONE}random, seed {seed}", "random", ratio, given={"seed": seed}, options=heads)
+    for name in ("flap", "llm_pruner"):
+        yield Row(f"{ALONE}{name}", name, ratio, options=heads)
+
+
+def _settings(ends: dict[str, Any]) -> Iterator[Row]:
+    """Rows in the settings of methods' authors, and of Probe Pruning."""
+    for ratio in RATIOS:
+        yield Row("flap, reference", "flap", ratio, given={"reference": True})
+    for ratio in RATIOS:
+        yield Row("llm_pruner, authors' layers", "llm_pruner", ratio, options=ends)
+        yield Row("probe pruning", "", ratio)
+    for ratio in RATIOS:
+        yield Row("probe pruning, authors' setting", "", ratio, given={"state": "run"})
+        yield Row("llm_pruner, authors' setting", "llm_pruner", ratio, options=ends, reads=(10, 64, 0))
+    for seed in (1, 2):
+        name = f"llm_pruner, authors' setting, seed {seed}"
+        yield Row(name, "llm_pruner", 0.2, options=ends, reads=(10, 64, seed))
+
+
+def _long(ratio: float) -> Iterator[Row]:
+    """Rows that take long."""
+    yield Row("wanda_sp, first 3 layers spared", "wanda_sp", ratio, options={"skip_first": 3})
+    if ratio == 0.5:
+        yield Row("slimgpt, authors' 50%", "slimgpt", ratio, options={"log_start": 0.242})
+    if ratio == 0.2:
+        yield Row("slimgpt, 2,048 tokens", "slimgpt", ratio, reads=(8, 2048, 0))
+        yield Row("flap, 1,024 windows", "flap", ratio, reads=(1024, WINDOW, 0))
+        for name in ("slimgpt", "wanda_sp"):
+            yield Row(f"{ALONE}{name}", name, ratio, options={"parts": "heads"})
 
 
 Figure = Callable[[str, float], float | None]  # of a name and a ratio, calibrated on GSM8K, read on one text
@@ -139,15 +202,11 @@ def main() -> None:
     about = environment()
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    calibrated = {
-        name: read_calibration(tokenizer, None, task, windows=128, tokens=WINDOW, batch=BATCH)
-        for name, task in CALIBRATED.items()
-    }
+    texts = Texts(tokenizer)
     path = Path(options.work) / f"{options.tokens}.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    said = {name: text.about() for name, text in calibrated.items()}
     if options.report:
-        finish(about, options.tokens, said, known)
+        finish(about, options.tokens, texts, known)
         return
     model: Any = load_pretrained(folder, dtype=torch.float32)
     model.to(options.device)
@@ -161,17 +220,55 @@ def main() -> None:
     wanted = [row for row in rows() if re.search(options.match, row.key)]
     waiting = [row for row in wanted if row.key not in known][: options.rows]
     for place, row in enumerate(waiting):
+        began = time.perf_counter()
         try:
             known[row.key] = {
-                **measured(row, model_map, calibrated[row.text], windows, options.work),
+                **measured(row, model_map, texts, windows, options.work),
                 "environment": about,
             }
         except ValueError as error:  # a share that would empty a layer
             known[row.key] = {"refused": str(error), "environment": about}
         write_text(path, json.dumps(known))
         shown = known[row.key].get("perplexity") or known[row.key]["refused"]
-        print(f"{place + 1} of {len(waiting)}: {row.key}: {shown}", flush=True)
-        finish(about, options.tokens, said, known)
+        print(f"{place + 1} of {len(waiting)}, {time.perf_counter() - began:.0f} s: {row.key}: {shown}", flush=True)
+    finish(about, options.tokens, texts, known)
+
+
+@dataclass
+class Texts:
+    """Calibration texts, and scores that were measured on them, which serve every share.
+
+    Attributes:
+        tokenizer: of the model.
+        read, scored: what is known.
+    """
+
+    tokenizer: Any
+    read: dict[Any, CalibrationText] = field(default_factory=dict)
+    scored: dict[Any, tuple[Scores, Scores]] = field(default_factory=dict)
+
+    def of(self, name: str, reads: tuple[int, int, int] = (128, WINDOW, 0)) -> CalibrationText:
+        """Return a text of so many windows, of so many tokens, drawn by a seed."""
+        windows, tokens, seed = reads
+        if (name, reads) not in self.read:
+            batch = max(1, BATCH * WINDOW // tokens)
+            self.read[name, reads] = read_calibration(
+                self.tokenizer, None, CALIBRATED[name], windows=windows, tokens=tokens, batch=batch, seed=seed
+            )
+        return self.read[name, reads]
+
+    def scores(self, row: Row, model_map: Any) -> tuple[Scores, Scores]:
+        """Return scores of a row; none of those that need more than one look at the model."""
+        pruner = make_pruner(row.method, row.given)
+        if isinstance(pruner, SequentialPruner) or row.options.get("compensation", pruner.compensates) != "none":
+            return {}, {}
+        heads, channels = True, isinstance(pruner, ReadingPruner) or row.options.get("parts") != "heads"
+        key = (row.method, str(row.given), row.text, row.reads, channels)
+        if key not in self.scored:
+            found = pruner.scores(model_map, self.of(row.text, row.reads), heads, channels)
+            self.scored[key] = found.heads, found.channels
+        of_heads, of_channels = self.scored[key]
+        return of_heads, of_channels if row.options.get("parts") != "heads" else {}
 
 
 def windows_of(tokenizer: Any, name: str, tokens: int) -> torch.Tensor:
@@ -200,41 +297,57 @@ def perplexities(model: Any, windows: dict[str, torch.Tensor]) -> dict[str, floa
     return found
 
 
-def measured(row: Row, model_map: Any, text: Any, windows: dict[str, torch.Tensor], work: str) -> dict[str, Any]:
+def measured(row: Row, model_map: Any, texts: Texts, windows: dict[str, torch.Tensor], work: str) -> dict[str, Any]:
     """Make a plan and read the texts under it."""
-    if row.name == "probe pruning":
+    if row.name.startswith("probe pruning"):
         return probed(row, model_map, windows)
     if not row.method:
         return filtered(row, model_map, windows)
-    wanted = PruneOptions(row.ratio, budget="parameters", **row.options)
+    layers = len(model_map.attention)
+    in_play = layers - row.options.get("skip_first", 0) - row.options.get("skip_last", 0)
+    wanted = PruneOptions(row.ratio * layers / in_play, **row.options)
+    text = texts.of(row.text, row.reads)
     pruner = make_pruner(row.method, row.given)
     stem = Path(work) / row.key.replace(", ", "-").replace(" ", "_").replace("%", "")
-    made = partial(stages, pruner, model_map, wanted, text, work=stem.with_suffix(".layers"))
-    (plan,) = made()
+    scores = texts.scores(row, model_map)
+    (plan,) = stages(pruner, model_map, wanted, text, scores=scores, work=stem.with_suffix(".layers"))
     with plan.applied_to(model_map.model, model_map):
         quality = perplexities(model_map.model, windows)
     rmtree(stem.with_suffix(".layers"), ignore_errors=True)
     added = sum(one.numel() for name, one in plan.compensation.items() if name.endswith(".bias"))
     left = expected(model_map, plan)
     left = {**left, "parameters": left["parameters"] + added}
-    return {"perplexity": quality, **left, "planned": plan.made["parameters"]}
+    about = {"removes": plan.made["removes"], "calibration": text.about()}
+    removable = round(plan.made["parameters"]["removable"] * layers / in_play)  # all layers are alike
+    return {"perplexity": quality, **left, "planned": plan.made["parameters"], "removable": removable, **about}
 
 
 def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Probe Pruning by each window itself: parameters and arithmetic stay, since it masks; `masked` is what it leaves
-    out, in parameters."""
-    with ProbePruning(row.ratio, skip_first=0).applied_to(model_map.model, model_map):
-        quality = perplexities(model_map.model, windows)
-        (applied,) = interventions_on(model_map.model)
-        left_out = applied.report(model_map)["probe_pruning_left_out"]
+    """Probe Pruning: parameters and arithmetic stay, since it masks; `masked` is what it leaves out, in parameters.
+
+    The first three layers are whole. Each window by itself, and so many heads and channels that the share of all is the
+    row's; or as its authors do: their rounded share of the layers in play, and a choice for a batch as a whole.
+    """
     hidden, layers = model_map.model.config.hidden_size, model_map.attention
     costs = {"heads": 2 * hidden * layers[0].head_dim, "channels": 3 * hidden}  # queries and outputs; keys, values stay
     counts = {"heads": model_map.total_heads, "channels": sum(model_map.channels().values())}
+    of_all = row.ratio * len(layers) / (len(layers) - 3)
+    if row.given:
+        method = ProbePruning(round(of_all, 2), **row.given)
+    else:
+        method = ProbePruning(of_all * _removable(model_map) / sum(counts[kind] * costs[kind] for kind in costs))
+    quality = {}
+    for name, every in windows.items():  # what is remembered begins anew with each text
+        with method.applied_to(model_map.model, model_map):
+            quality |= perplexities(model_map.model, {name: every})
+            (applied,) = interventions_on(model_map.model)
+            left_out = applied.report(model_map)["probe_pruning_left_out"]
     masked = round(sum(left_out[kind] * counts[kind] * costs[kind] for kind in costs))
     all_, without = parameters(model_map.model)
     flops = formula_flops(model_map, WINDOW)
     found = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
-    return {"perplexity": quality, **found, "masked": masked, "removable": _removable(model_map)}
+    about = {"ratio": method.ratio, "state": method.state, "skip_first": method.skip_first}
+    return {"perplexity": quality, **found, "masked": masked, "removable": _removable(model_map), **about}
 
 
 def filtered(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -265,13 +378,14 @@ def _removable(model_map: Any) -> int:
 
 def realised(one: dict[str, Any], dense: dict[str, Any]) -> float | None:
     """The share of the parameters of heads and channels that a row has really lost, biases that it got taken off."""
-    if "planned" in one:
-        return (dense["parameters"] - one["parameters"]) / one["planned"]["removable"]
+    if "planned" in one:  # of layers that are spared, too
+        return (dense["parameters"] - one["parameters"]) / one.get("removable", one["planned"]["removable"])
     return one["masked"] / one["removable"] if "masked" in one else None
 
 
-def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:
+def finish(about: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]) -> None:
     """Write what is known."""
+    calibration = {name: texts.of(name).about() for name in CALIBRATED}
     environments: list[dict[str, Any]] = []
     results = {}
     for key in ("dense", *(row.key for row in rows() if row.key in known)):
@@ -303,37 +417,31 @@ def expectations(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
-    """Write the table and the picture."""
-    dense = results["dense"]
-    lines = [
-        "| pruned by | asked | realised | calibrated on | GSM8K | MATH-500 | parameters | FLOPs |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        f"| nothing | | | | {_shown(dense['perplexity'])} | {dense['parameters'] / 1e6:.1f} M | "
-        f"{dense['flops'] / 1e9:.2f} G |",
-    ]
-    refused = list[str]()
-    for row in sorted(rows(), key=lambda row: row.ratio):
-        one = results.get(row.key)
-        if one is None:
-            continue
-        text = row.text if row.method and make_pruner(row.method, row.given).needs_text(True, True) else ""
-        text = row.text if row.options.get("compensation") == "least_squares" else text
-        if "refused" in one:
-            lines.append(f"| {row.name} | {row.ratio:.0%} | | {text} | — | — | | |")
-            refused.append(f"{row.name} at {row.ratio:.0%}: {one['refused']}.")
-            continue
-        shares = " | ".join(f"−{1 - one[name] / dense[name]:.1%}" for name in ("parameters", "flops"))
-        share = realised(one, dense)
-        real = f"{share:.1%}" if share is not None else ""
-        lines.append(f"| {row.name} | {row.ratio:.0%} | {real} | {text} | {_shown(one['perplexity'])} | {shares} |")
+    """Write the tables and the picture."""
+    every = sorted(rows(), key=lambda row: row.ratio)
+    lines = [*_table(results, [row for row in every if not row.name.startswith(ALONE)], "heads and channels")]
     lines += [
         "",
-        "Asked and realised are shares of the parameters of heads and channels; realised ones are counted on what is",
-        "left, biases that were added taken off. Probe Pruning masks and Token Filtering skips: all parameters stay,",
-        "and Probe Pruning's share is what its masks leave out: heads without keys and values, and channels. A probe",
-        "looks at the whole window, the predicted tokens included.",
-        *refused,
+        "Asked and realised are shares of the parameters of heads and channels of the whole model, layers that a",
+        "setting spares included; realised ones are counted on what is left, biases that were added taken off. Probe",
+        "Pruning masks and Token Filtering skips: all parameters stay, and Probe Pruning's share is what its masks",
+        "leave out: heads without keys and values, and channels. A probe looks at the whole window, the predicted",
+        "tokens included.",
+        *(f"{row.key}: {one['refused']}." for row in every if "refused" in (one := results.get(row.key, {}))),
+        "",
+        *_table(results, [row for row in every if row.name.startswith(ALONE)], "heads"),
+        "",
+        "Here they are shares of the parameters of heads alone, a key-value head with its query heads at a time.",
+        "",
+        "| authors' setting | differs in | asked | GSM8K: theirs | everybody's | MATH-500: theirs | everybody's |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    for name, (other, differs) in SETTINGS.items():
+        for ratio in sorted(RATIOS):
+            pair = [results.get(Row(one, "", ratio).key, {}).get("perplexity") for one in (name, other)]
+            if all(pair):
+                figures = " | ".join(_number(one[read]) for read in TEXTS for one in pair)
+                lines.append(f"| {name} | {differs} | {ratio:.0%} | {figures} |")
     lines += ["", "| expected | asked | read | so? | figures |", "| --- | --- | --- | --- | --- |"]
     for one in checked:
         if one["so"] is not None:
@@ -344,8 +452,35 @@ def report(results: dict[str, Any], checked: list[dict[str, Any]]) -> None:
     draw(results)
 
 
+def _table(results: dict[str, Any], every: list[Row], kinds: str) -> Iterator[str]:
+    """Lines of a table of rows whose shares are of the parameters of these kinds."""
+    dense = results["dense"]
+    yield f"| pruned by | asked, of {kinds} | realised | calibrated on | GSM8K | MATH-500 | parameters | FLOPs |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    counts = f"{dense['parameters'] / 1e6:.1f} M | {dense['flops'] / 1e9:.2f} G"
+    yield f"| nothing | | | | {_shown(dense['perplexity'])} | {counts} |"
+    for row in every:
+        one = results.get(row.key)
+        if one is None:
+            continue
+        text = row.text if row.method and make_pruner(row.method, row.given).needs_text(True, True) else ""
+        text = row.text if row.options.get("compensation") == "least_squares" else text
+        name = row.name.removeprefix(ALONE)
+        if "refused" in one:
+            yield f"| {name} | {row.ratio:.0%} | | {text} | — | — | | |"
+            continue
+        shares = " | ".join(f"−{1 - one[name] / dense[name]:.1%}" for name in ("parameters", "flops"))
+        share = realised(one, dense)
+        real = f"{share:.1%}" if share is not None else ""
+        yield f"| {name} | {row.ratio:.0%} | {real} | {text} | {_shown(one['perplexity'])} | {shares} |"
+
+
 def _shown(quality: dict[str, float]) -> str:
-    return " | ".join(f"{quality[name]:,.2f}" if quality[name] < 1e5 else f"{quality[name]:.1e}" for name in TEXTS)
+    return " | ".join(_number(quality[name]) for name in TEXTS)
+
+
+def _number(perplexity: float) -> str:
+    return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
 def draw(results: dict[str, Any]) -> None:

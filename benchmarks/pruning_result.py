@@ -111,7 +111,7 @@ def main() -> None:
         if (method, channels) not in scores:
             heads = scores.get((method, False), ({},))[0] or pruner.head_scores(model_map, text)
             scores[method, channels] = (heads, pruner.channel_scores(model_map, text) if channels else {})
-        wanted = PruneOptions(ratio, unit, ffn_ratio=ratio if channels else 0.0, allocation="global")
+        wanted = PruneOptions(ratio, unit, budget="heads", ffn_ratio=ratio if channels else 0.0, allocation="global")
         (plan,) = stages(pruner, model_map, wanted, text, scores=scores[method, channels])
         with plan.applied_to(model, model_map):
             quality = perplexity(model, windows)

@@ -145,7 +145,7 @@ def test_flap_scores_are_variance_times_squared_norms() -> None:
             torch.testing.assert_close(found, expected)
 
 
-def test_flap_as_its_reference_computes_it() -> None:
+def test_flap_reference_scores_as_its_code_does() -> None:
     """1/(N−1) · Σ k/(k+1) · Σ_t (x − m_k)², m_k the mean of windows 0 … k; attention's scores squared."""
     model_map, text = map_model(tiny("llama")), whole(batch=4)
     x = inputs_of(model_map, text)["L0.o_proj"].view(6, 11, -1)
@@ -156,9 +156,43 @@ def test_flap_as_its_reference_computes_it() -> None:
     expected = (fluctuation * weight.square().sum(0)).square()
     found = Flap(reference=True).scores(model_map, text, True, True)
     torch.testing.assert_close(found.heads["L0"].flatten(), expected)
-    plan = plan_by("flap", model_map, text, {"reference": True})
-    counted = plan.made["parameters"]
-    assert plan.heads and plan.channels and 0 < counted["removed"] < counted["removable"]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("ratio", [0.3, 0.5])
+def test_flap_reference_removes_what_its_code_removes(ratio: float, kv_heads: int) -> None:
+    """Its allocation written out with its own calls; with grouped queries a unit is a group, which counts 170, too.
+
+    Deviations are those of a sample, and what has the threshold itself goes.
+    """
+    changes = {"hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 700, "num_hidden_layers": 4}
+    model_map, text = map_model(tiny("llama", num_key_value_heads=2 * kv_heads, **changes)), whole(rows=8, length=20)
+    scored = Flap(reference=True).scores(model_map, text, True, True)
+    attention = torch.stack([one.flatten() for one in scored.heads.values()])
+    mlp = torch.stack([*scored.channels.values()])
+    attention, mlp = ((x - x.mean(1, keepdim=True)) / torch.std(x, 1, keepdim=True) for x in (attention, mlp))
+    attention = attention.reshape(4, 2 * kv_heads, -1).mean(2)
+    ranked, indices = torch.sort(torch.cat([attention.flatten(), mlp.flatten()]), descending=True)
+    weights = torch.ones_like(indices)
+    weights[indices < attention.numel()] = int(512.0 / 3)
+    threshold = ranked[torch.argmin(torch.abs(weights.cumsum(0) - weights.sum() * (1 - ratio)))]
+    plan = plan_by("flap", model_map, text, {"reference": True}, ratio=ratio, allow_empty_layer=True)
+    share = 8 // (2 * kv_heads)
+    gone = (attention <= threshold).nonzero().tolist()
+    assert {*plan.heads} == {f"L{row}H{share * unit + n}" for row, unit in gone for n in range(share)} != set()
+    for row, one in enumerate(mlp):
+        assert plan.channel_numbers(f"L{row}") == (one <= threshold).nonzero().flatten().tolist()
+
+
+def test_flap_reference_leaves_the_last_unit_of_a_layer() -> None:
+    model_map, text = map_model(tiny("llama")), whole()
+    plan = plan_by("flap", model_map, text, {"reference": True}, ratio=0.9)
+    assert [len(heads) for _, heads in plan.heads_by_layer(model_map)] == [2, 2]
+    assert plan.made["options"]["allocation"] == "flap_reference"
+    assert (
+        plan_by("flap", model_map, text, {"reference": True}, allocation="standardised").made["options"]
+        == (plan_by("flap", model_map, text).made["options"])
+    )
 
 
 def test_wanda_sp_sees_layers_that_are_pruned_already() -> None:
@@ -840,6 +874,7 @@ def masked() -> Any:
         (lambda m: plan_by("flap", m, text_of(), ffn_ratio=0.2), "leave out ffn_ratio and ffn_multiple"),
         (lambda m: plan_by("flap", m, text_of(), skip_first=1, skip_last=1), "no layer is left: skip_first=1"),
         (lambda m: plan_by("random", m, None, budget="heads", skip_first=1), "skip_first is for --budget parameters"),
+        (lambda m: plan_by("random", m, None, budget="heads", allocation="flap_reference"), "is not known; use global"),
         (lambda m: plan_by("random", m, None, budget="heads", allocation="log"), "'log' is not known; use global or"),
         (lambda m: plan_by("confidence", m, text_of()), "scores heads only"),
         (lambda m: plan_by("flap", _Quantised(), text_of()), "flap reads weights, which a quantised model lacks"),

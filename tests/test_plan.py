@@ -105,9 +105,12 @@ def test_a_method_for_channels_scores_them_whatever_the_scores_have(
 ) -> None:
     path = tmp_path / "plan.json"
     assert prune(prunable, path, "--ffn_ratio", 0.25, "--ffn_method", "random", "--ffn_options", "seed=3",
-                 "--ratio", 0.25, "--scores", scores) == 0  # fmt: skip
+                 "--ratio", 0.25, "--budget", "heads", "--scores", scores) == 0  # fmt: skip
     plan = Plan.load(path)
-    assert prune(prunable, path, "--ffn_ratio", 0.25, "--method", "random", "--options", "seed=3") == 0
+    assert (
+        prune(prunable, path, "--budget", "heads", "--ffn_ratio", 0.25, "--method", "random", "--options", "seed=3")
+        == 0
+    )
     assert plan.channels == Plan.load(path).channels
     assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
     assert plan.made["method"] == "norm_entropy" and plan.made["calibration"]["tokens"] == 32
@@ -115,7 +118,7 @@ def test_a_method_for_channels_scores_them_whatever_the_scores_have(
 
 
 def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path: Path) -> None:
-    words = ("--ffn_ratio", 0.25, "--ffn_method", "norm_entropy", "--ratio", 0.25, "--scores", "heads.json")
+    words = ("--ffn_method", "norm_entropy", "--ratio", 0.25, "--scores", "heads.json")
     assert prune(prunable, tmp_path / "a.json", *words) == 2
     assert prune(prunable, tmp_path / "a.json", *words, "--text", "text.txt", "--windows", 2, "--tokens", 8) == 0
     made = Plan.load(tmp_path / "a.json").made
@@ -125,14 +128,15 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--ratio", 0.25, "--ffn_ratio", 0.25, "--scores", "heads.json"), "has no scores of channels"),
+        (("--ratio", 0.25, "--scores", "heads.json"), "has no scores of channels; give --parts heads, --ffn_method"),
+        (("--ratio", 0.25, "--ffn_ratio", 0.25, "--method", "random"), "or give --budget heads, by which ratio counts"),
         (("--ratio", 0.25, "--steps", 2, "--scores", "both.json"), "serves a single step"),
         (("--ratio", 0.25, "--ffn_options", "seed=1", "--method", "random"), "give --ffn_method, too"),
-        (("--method", "random"), "nothing is to be removed; give --ratio (heads), --ffn_ratio (channels) or both"),
+        (("--method", "random"), "nothing is to be removed; give --ratio (of the parameters), or --budget heads"),
         (("--method", "random", "--ratio", 0.25, "--cut", "."), "write it elsewhere"),
-        (("--method", "confidence", "--ffn_ratio", 0.25), "confidence scores heads only"),
-        (("--method", "confidence", "--ratio", 0.2, "--ffn_ratio", 0.25, "--text", "text.txt"), "scores heads only"),
-        (("--method", "confidence", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
+        (("--method", "confidence", "--budget", "heads", "--ffn_ratio", 0.25), "confidence scores heads only"),
+        (("--method", "confidence", "--ratio", 0.2, "--text", "text.txt"), "scores heads only; give --parts heads"),
+        (("--method", "flap", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
         (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu is none of torch's; use cpu or cuda"),
         (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 is not there"),
         (("--method", "random", "--ratio", 0.25, "--device", "meta"), "device=meta is not there, or not for this"),

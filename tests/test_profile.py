@@ -112,7 +112,8 @@ def test_from_importance_to_profile(
     drawn = ("--text", text, "--windows", 4, "--tokens", 32)
     assert run("importance", "--pretrained", tiny_folder, "--output", scores, "--channels", *drawn) == 0
     assert scores.with_suffix(".png").stat().st_size > 5000
-    shared = ("--pretrained", tiny_folder, "--output", plan, "--ratio", 0.25, "--unit", "group", "--ffn_ratio", 0.25)
+    shared = ("--pretrained", tiny_folder, "--output", plan, "--budget", "heads", "--ratio", 0.25, "--unit", "group",
+              "--ffn_ratio", 0.25)  # fmt: skip
     assert run("prune", *shared, *drawn, "--cut", folder) == 0
     first = json.loads(plan.read_text())
     assert run("prune", *shared, "--scores", scores) == 0
@@ -146,7 +147,7 @@ def test_encoders_and_encoder_decoders_go_the_same_way(
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "model")
     drawn = ("--text", text, "--windows", 2, "--tokens", 16)
     assert run("prune", "--pretrained", tmp_path / "model", "--output", tmp_path / "plan.json", *drawn, "--ratio", 0.3,
-               "--ffn_ratio", 0.2, "--cut", tmp_path / "cut") == 0  # fmt: skip
+               "--budget", "heads", "--ffn_ratio", 0.2, "--cut", tmp_path / "cut") == 0  # fmt: skip
     smaller, plan = load_pretrained(tmp_path / "cut"), Plan.load(tmp_path / "plan.json")
     assert type(smaller).__name__ == f"Pruned{type(model).__name__}"
     with plan.applied_to(model):
@@ -185,14 +186,14 @@ def test_what_cannot_be_profiled_is_one_line(
         (("--ratio", "0.2", "--steps", "0"), "at least 1 step, not 0"),
         (("--ratio", "0.2", "--unit", "layer"), "use head, group, balanced"),
         (("--ratio", "0.2"), "give --task NAME"),
-        (("--ratio", "0.2", "--method", "magnitude"), "nothing would be removed"),
+        (("--ratio", "0.001", "--method", "magnitude"), "nothing would be removed"),
         (("--ratio", "0.2", "--text", "EMPTY"), "is empty; give another"),
         (("--ratio", "0.2", "--text", "nowhere.txt"), "no such file"),
         (("--ratio", "0.2", "--text", "EMPTY", "--task", "prune_gsm8k"), "not both"),
         (("--ratio", "0.2", "--method", "flop"), "method='flop' is not known"),
         (("--ratio", "0.2", "--method", "random", "--cut", "MINE"), "has files that are no checkpoint"),
         (("--ratio", "0.2", "--method", "random", "--output", "plan"), "must end in .json"),
-        (("--ratio", "0.2", "--scores", "OTHER"), "other weights"),
+        (("--ratio", "0.4", "--parts", "heads", "--scores", "OTHER"), "other weights"),
     ],
 )
 def test_bad_input_is_one_line(

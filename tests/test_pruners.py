@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.cli import main
+from lmeval_prune.pruners.allocation import head_cost
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
@@ -32,6 +34,9 @@ EVERYDAY = {
     *("deepseek_v3", "falcon", "bloom", "bert", "bart", "t5"),
 }
 FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
+
+
+by_heads = partial(PruneOptions, budget="heads")
 
 
 def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationText:
@@ -331,7 +336,7 @@ def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
         model = tiny("llama", seed=seed, num_hidden_layers=6, hidden_size=64, num_attention_heads=8,
                      num_key_value_heads=8)  # fmt: skip
         model_map = map_model(model)
-        first, second = stages(pruner, model_map, PruneOptions(0.5, ffn_ratio=0.5, steps=2), text)
+        first, second = stages(pruner, model_map, by_heads(0.5, ffn_ratio=0.5, steps=2), text)
         smaller = map_model(cut(model, first).model)
         assert (model_map.total_heads, smaller.total_heads) == (48, 36)
         lost = select_heads(smaller, pruner.head_scores(smaller, text), 12 / 36)
@@ -349,7 +354,7 @@ def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
 def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     model = tiny("llama", num_hidden_layers=3)
     model_map, text = map_model(model), text_of()
-    options = PruneOptions(0.5, p_min=0.1, steps=3, growth=1.5, ffn_ratio=0.25)
+    options = by_heads(0.5, p_min=0.1, steps=3, growth=1.5, ffn_ratio=0.25)
     plans = list(stages(NormEntropy(0.5), model_map, options, text))
     removed = [{*plan.heads} for plan in plans]
     assert [len(one) for one in removed] == [share_of(0.1 + 0.4 * (t / 3) ** 1.5, 12) for t in (1, 2, 3)]
@@ -377,7 +382,7 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     ],
 )
 def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(wanted: Any, shares: Any) -> None:
-    options = PruneOptions(**wanted, p_min=0.4, steps=4)
+    options = by_heads(**wanted, p_min=0.4, steps=4)
     heads, channels = options.schedules()
     for step, (of_heads, of_channels) in enumerate(shares):
         assert (heads.at(step), channels.at(step)) == (pytest.approx(of_heads), pytest.approx(of_channels))
@@ -408,43 +413,60 @@ def test_what_a_pruner_compensates_goes_with_the_plan_and_counts_in_the_next_ste
             seen.append(float(model_map.attention[0].o_proj(zeros).detach()[0, 0, 0]))  # the bias alone
             return super().head_scores(model_map, text, removed)
 
-    plans = list(stages(Watched(), model_map, PruneOptions(0.5, steps=2)))
+    plans = list(stages(Watched(), model_map, by_heads(0.5, steps=2)))
     assert [len(plan.heads) for plan in plans] == [2, 4] and seen == [0.0, 2.0]
     assert [float(plan.compensation["L0.o_proj.bias"][0]) for plan in plans] == [2.0, 4.0]
 
 
 def test_made_says_how_channels_were_scored() -> None:
     model_map = map_model(tiny("llama"))
-    (plan,) = stages(NormEntropy(1.0), model_map, PruneOptions(0.25, ffn_ratio=0.25), None, RandomScores(3))
+    (plan,) = stages(NormEntropy(1.0), model_map, by_heads(0.25, ffn_ratio=0.25), None, RandomScores(3))
     assert plan.made["method"] == "norm_entropy" and plan.made["alpha"] == 1.0
     assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
     assert plan.made["stages"] == [{"step": 1, "ratio": 0.25, "ffn_ratio": 0.25, "heads": 2, "channels": 24}]
-    assert "ffn_method" not in next(stages(RandomScores(), model_map, PruneOptions(0.25))).made
+    assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).made
 
 
 def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
     model_map = map_model(tiny("llama"))
     heads = {label: torch.tensor([0.0, 3, 2, 1]) for label in ("L0", "L1")}
-    (plan,) = stages(NormEntropy(), model_map, PruneOptions(0.25, ffn_ratio=0.25), None, RandomScores(3), (heads, {}))
+    (plan,) = stages(NormEntropy(), model_map, by_heads(0.25, ffn_ratio=0.25), None, RandomScores(3), (heads, {}))
     assert plan.heads == ("L0H0", "L1H0")
-    expected = next(stages(RandomScores(3), model_map, PruneOptions(ffn_ratio=0.25)))
+    expected = next(stages(RandomScores(3), model_map, by_heads(ffn_ratio=0.25)))
     assert plan.channels == expected.channels
     with pytest.raises(InputError, match="measured on a text"):  # a second step scores anew
-        list(stages(NormEntropy(), model_map, PruneOptions(0.5, steps=2), None, scores=(heads, {})))
+        list(stages(NormEntropy(), model_map, by_heads(0.5, steps=2), None, scores=(heads, {})))
 
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
-    model_map, text = map_model(tiny("llama")), text_of()
+    """Of the same ratio all remove the same share of the parameters in play; a plan says in words which."""
+    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
     pruner = make_pruner(name, {})
-    by_heads = pruner.budget == "heads"
-    options = PruneOptions(0.25, ffn_ratio=0.25 if by_heads and pruner.scores_channels else 0.0)
-    first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
-    assert (
-        first == second
-        and (len(first.heads) == 2 or not by_heads)
-        and first.identity(model_map) == second.identity(model_map)
+    for parts, said in (("heads", "heads"), ("both", "heads and channels")):
+        options = PruneOptions(0.25, parts=parts)
+        if parts == "both" and type(pruner).channel_scores is Pruner.channel_scores:
+            with pytest.raises(InputError, match="scores heads only; give --parts heads"):
+                list(stages(pruner, model_map, options, text))
+            continue
+        first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
+        assert first == second and first.identity(model_map) == second.identity(model_map)
+        counted, unit = first.made["parameters"], head_cost(model_map.attention[0], "group")
+        assert abs(counted["removed"] - 0.25 * counted["removable"]) <= unit
+        assert first.made["removes"] == f"25% of the parameters of {said}"
+
+
+def test_what_a_plan_removes_in_words() -> None:
+    assert str(PruneOptions(0.516, skip_first=4, skip_last=2)) == (
+        "51.6% of the parameters of heads and channels in all layers but the first 4 and the last 2"
     )
+    assert str(PruneOptions(0.2, parts="channels", skip_last=1)) == (
+        "20% of the parameters of channels in all layers but the last 1"
+    )
+    assert str(by_heads(0.3, ffn_ratio=0.25)) == "30% of the query heads and 25% of the channels"
+    assert str(by_heads(ffn_ratio=0.25)) == "25% of the channels"
+    (plan,) = stages(RandomScores(), map_model(tiny("mixtral")), PruneOptions(0.5))
+    assert plan.made["removes"] == "50% of the parameters of heads"  # experts are none of the channels
 
 
 @pytest.mark.parametrize("command", ["prune", "importance"])
@@ -458,7 +480,7 @@ def test_help_names_every_pruner(command: str, capsys: pytest.CaptureFixture, mo
 
 def test_seeds_are_different_draws() -> None:
     model_map = map_model(tiny("llama"))
-    draws = [list(stages(make_pruner("random", {"seed": n}), model_map, PruneOptions(0.5)))[-1].heads for n in range(4)]
+    draws = [list(stages(make_pruner("random", {"seed": n}), model_map, by_heads(0.5)))[-1].heads for n in range(4)]
     assert len(set(draws)) > 1
 
 
@@ -470,14 +492,14 @@ def test_seeds_are_different_draws() -> None:
         (lambda m: PruneOptions(0.2, p_min=0.3), "p_min must be from 0 to the ratio 0.2, not 0.3"),
         (lambda m: PruneOptions(0.2, steps=0), "at least 1 step, not 0"),
         (lambda m: PruneOptions(0.2, growth=0), "growth must be above 0"),
-        (lambda m: list(stages(RandomScores(), m, PruneOptions(0.2, allocation="log"))), "use global or uniform"),
+        (lambda m: list(stages(RandomScores(), m, by_heads(0.2, allocation="log"))), "use global or uniform"),
         (lambda m: NormEntropy(1.5), "alpha must be from 0 to 1"),
         (lambda m: make_pruner("norm_entropi", {}), "did you mean 'norm_entropy'"),
         (lambda m: make_pruner("norm_entropy", {"alfa": 1}), "no option 'alfa'.*did you mean 'alpha'"),
         (lambda m: PruneOptions(0.2, steps=2, growth=float("nan")), "growth must be above 0"),
         (lambda m: PruneOptions(ffn_ratio=0.3, p_min=0.9, steps=3), "p_min must be from 0 to the ratio 0.3, not 0.9"),
         (lambda m: PruneOptions(p_min=0.1), "p_min must be from 0 to the ratio 0.0, not 0.1"),
-        (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "give --ratio .heads., --ffn_ratio"),
+        (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "give --ratio .of the parameters.*--ffn_ratio"),
         (lambda m: make_pruner("global_threshold", {"alpha": 0.0}), "no option 'alpha'; it has none"),
         (lambda m: NormEntropy(0.0).head_scores(m, None), "norm_entropy is measured on a text"),
         (lambda m: NormEntropy(0.0).channel_scores(m, None), "norm_entropy is measured on a text"),
@@ -491,8 +513,8 @@ def test_seeds_are_different_draws() -> None:
         (lambda m: select_heads(map_model(tiny("gpt_bigcode")), {}, 0.2, "group"), "head or balanced"),
         (lambda m: select_heads(map_model(tiny("bloom")), {}, 0.2, "group"), "position biases.*use head"),
         (lambda m: select_channels(map_model(tiny("mixtral")), {}, 0.2), "no dense feed-forward blocks"),
-        (lambda m: list(stages(NormEntropy(), m, PruneOptions(0.2))), "measured on a text"),
-        (lambda m: list(stages(Confidence(), m, PruneOptions(0.2, ffn_ratio=0.2), text_of())), "scores heads only"),
+        (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "measured on a text"),
+        (lambda m: list(stages(Confidence(), m, by_heads(0.2, ffn_ratio=0.2), text_of())), "scores heads only"),
     ],
 )
 def test_mistakes_are_one_line(action: Any, message: str) -> None:
@@ -522,7 +544,7 @@ def test_windows_are_as_long_as_the_model_has_positions_and_no_longer(family: st
 
 def test_a_plan_with_scores_survives_its_file(tmp_path: Path) -> None:
     model_map = map_model(tiny("llama"))
-    plan = list(stages(NormEntropy(), model_map, PruneOptions(0.25, ffn_ratio=0.1), text_of()))[-1]
+    plan = list(stages(NormEntropy(), model_map, by_heads(0.25, ffn_ratio=0.1), text_of()))[-1]
     plan.save(tmp_path / "plan.json", model_map)
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.made["options"]["ratio"] == 0.25

@@ -20,6 +20,9 @@ from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.selection import Removed, units_in
 
 HEADS, CHANNELS = "heads", "channels"
+REFERENCE = "flap_reference"
+REFERENCE_COSTS = {HEADS: int(512 / 3), CHANNELS: 1}  # of a head of 128 columns, in channels, as FLAP's code rounds it
+COMPARED = ("standardised", REFERENCE)  # heads of all layers with all channels
 _HALF = 0.5 + 1e-9  # of a unit: what rounding may leave
 
 
@@ -96,7 +99,6 @@ def pots_of(
     channel_scores: Mapping[str, Tensor] | None,
     heads: Mapping[str, Collection[int]] | None = None,
     channels: Mapping[str, Collection[int]] | None = None,
-    costs: tuple[float, float] | None = None,
 ) -> list[Pot]:
     """The pots of the layers in play, layer by layer, heads before channels.
 
@@ -106,7 +108,6 @@ def pots_of(
         head_scores: of heads, (heads,) or (heads, columns) by layer; None if they stay.
         channel_scores: of channels; None if they stay.
         heads, channels: what is removed already.
-        costs: of a query head and of a channel, in place of their parameters.
 
     Raises:
         InputError: no layer is in play.
@@ -126,15 +127,13 @@ def pots_of(
             gone = (heads or {}).get(layer.label, ())
             units = units_in(layer, head_scores[layer.label], unit, gone)
             members = {"head": 1, "balanced": layer.kv_heads}.get(unit, layer.heads // layer.kv_heads)
-            cost = costs[0] * members if costs else head_cost(layer, unit)
             scores = torch.tensor([one.score for one in units], dtype=torch.float64)
-            add(layer.label, HEADS, [one.heads for one in units], scores, cost, len(gone) // members)
+            add(layer.label, HEADS, [one.heads for one in units], scores, head_cost(layer, unit), len(gone) // members)
         if channel_scores is not None and (block := blocks.pop(layer.label, None)):
             gone = (channels or {}).get(block.label, ())
             values = channel_scores[block.label].double()
             order = [place for place in values.argsort(stable=True).tolist() if place not in gone]
-            cost = costs[1] if costs else channel_cost(block)
-            add(block.label, CHANNELS, [(place,) for place in order], values[order], cost, len(gone))
+            add(block.label, CHANNELS, [(place,) for place in order], values[order], channel_cost(block), len(gone))
     if not found:
         raise InputError(f"no layer is left: skip_first={options.skip_first} and skip_last={options.skip_last}")
     return found
@@ -159,7 +158,8 @@ def counts_of(
         ratio: share of all that is in them.
         allocation: `uniform` and `log`: each layer a share of its own, what rounding leaves is carried to the next one;
             `global`: heads of all layers are compared, and channels of all layers; `standardised`: all are compared
-            (scores are then to be `standardised_by_layer`).
+            (scores are then to be `standardised_by_layer`); `flap_reference`: the same, with that code's costs and
+            threshold. It may miss the budget.
         log_start: as of the options.
         allow_empty: a pot may lose all.
 
@@ -168,6 +168,8 @@ def counts_of(
     """
     if allocation in ("uniform", "log"):
         return _by_layer(pots, _shares(pots, ratio, allocation, log_start), ratio, allow_empty)
+    if allocation == REFERENCE:
+        return _below_threshold(pots, ratio, allow_empty)
     kinds = [{HEADS, CHANNELS}] if allocation == "standardised" else [{HEADS}, {CHANNELS}]
     counts = [0] * len(pots)
     for kind in kinds:
@@ -242,6 +244,25 @@ def _lowest(pots: Sequence[Pot], ratio: float, allow_empty: bool) -> list[int]:
     return [pot.removed + count for pot, count in zip(pots, lost, strict=True)]
 
 
+def _below_threshold(pots: Sequence[Pot], ratio: float, allow_empty: bool) -> list[int]:
+    """Return how many units each pot loses by FLAP's released code.
+
+    Units are kept from the highest score on until their costs are nearest to what is to stay; the score of the last of
+    these is the threshold, and what is not above it goes.
+    """
+    costs = torch.tensor([float(REFERENCE_COSTS[pot.kind]) for pot in pots], dtype=torch.float64)
+    scores = torch.cat([pot.scores for pot in pots])
+    ranked, order = scores.sort(descending=True, stable=True)
+    kept = costs.repeat_interleave(torch.tensor([len(pot.units) for pot in pots]))[order].cumsum(0)
+    total = float((costs * torch.tensor([pot.size for pot in pots])).sum())
+    threshold = ranked[(kept - (1 - ratio) * total).abs().argmin()]
+    found = []
+    for pot in pots:
+        most = len(pot.units) if allow_empty else max(0, len(pot.units) - 1)
+        found.append(pot.removed + min(most, int((pot.scores <= threshold).sum())))
+    return found
+
+
 def _emptied(ratio: float, kind: str) -> InputError:
     return InputError(
         f"a ratio of {ratio} would take all {kind} of a layer; give a smaller ratio, --parts, or --allow_empty_layer"
@@ -249,14 +270,20 @@ def _emptied(ratio: float, kind: str) -> InputError:
 
 
 def standardised_by_layer(
-    scores: Mapping[str, Tensor], removed: Mapping[str, Iterable[int]] | None = None
+    scores: Mapping[str, Tensor], removed: Mapping[str, Iterable[int]] | None = None, correction: int = 0
 ) -> dict[str, Tensor]:
-    """Scores with mean 0 and deviation 1 over what is still there of each layer, columns counted one by one."""
+    """Return scores with mean 0 and deviation 1 over what is still there of each layer, columns counted one by one.
+
+    Args:
+        scores: by layer.
+        removed: what is not there any more.
+        correction: of the deviation, as of `torch.std`.
+    """
     found = {}
     for label, one in scores.items():
         gone = set((removed or {}).get(label, ()))
         alive = one[[place for place in range(len(one)) if place not in gone]].double()
-        deviation = alive.std(correction=0) if alive.numel() else torch.zeros(())
+        deviation = alive.std(correction=correction) if alive.numel() > correction else torch.zeros(())
         mean = alive.mean() if alive.numel() else 0.0
         found[label] = (one.double() - mean) / (deviation if deviation > 0 else 1.0)
     return found

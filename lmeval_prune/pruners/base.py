@@ -23,7 +23,7 @@ from lmeval_prune.pruners.selection import Removed
 from lmeval_prune.pruners.table import PRUNERS, check_pruner
 from lmeval_prune.settings import typed, types_of
 
-_HEADS_ONLY = "{} scores heads only; leave out the channels, or give another ffn_method"
+_HEADS_ONLY = "{} scores heads only; give --parts heads, or --ffn_method (of --budget heads, leave out --ffn_ratio)"
 
 Scores = dict[str, Tensor]  # by layer, `L0`: (heads,) or (channels,); of columns of heads (heads, columns)
 
@@ -49,12 +49,11 @@ class Pruner(ABC):
     Attributes:
         version: (of the class) raised whenever scores or compensation are computed otherwise than before, so that what
             was made by the earlier arithmetic is not taken for the result of this one.
-        budget, allocation, compensates: (of the class) what `budget`, `allocation` and `compensation` of the options
-            are, if they are left open.
+        allocation, compensates: (of the class) what `allocation` and `compensation` of the options are, if they are
+            left open.
     """
 
     version: ClassVar[int] = 1
-    budget: ClassVar[str] = "heads"
     allocation: ClassVar[str] = "global"
     compensates: ClassVar[str] = "none"
 
@@ -116,11 +115,6 @@ class Pruner(ABC):
     def scores_channels(self) -> bool:
         """Whether the method scores channels, too."""
         return type(self).channel_scores is not Pruner.channel_scores
-
-    @property
-    def costs(self) -> tuple[float, float] | None:
-        """What a query head and a channel count in a budget of parameters; None for what they have."""
-        return None
 
     def check_model(self, model_map: ModelMap) -> None:  # noqa: B027 - most methods suit every model
         """Refuse a model whose scores cannot be had; of one without weights, too.

@@ -29,12 +29,10 @@ class Flap(ReadingPruner):
     Attributes:
         metric: `wifv`: variance · ‖W_j‖²; `ifv`: the variance alone; `wifn`: mean |W_j| · root of the
             input's mean square.
-        reference: compute as the method's reference code does: a mean that runs over windows, squared scores of
-            attention columns, and a head that counts as much as 170 channels.
+        reference: score as the method's reference code does: a mean that runs over windows, and squared scores of
+            attention columns; its budget is `--allocation flap_reference` then, unless another one is named.
     """
 
-    budget: ClassVar[str] = "parameters"
-    allocation: ClassVar[str] = "standardised"
     compensates: ClassVar[str] = "bias"
     metric: str = "wifv"
     reference: bool = False
@@ -44,9 +42,9 @@ class Flap(ReadingPruner):
             raise InputError(f"metric={self.metric!r} is not known; use {', '.join(METRICS)}")
 
     @property
-    def costs(self) -> tuple[float, float] | None:
-        """Those of the reference, a third of 512 rounded down; see the base class."""
-        return (170.0, 1.0) if self.reference else None
+    def allocation(self) -> str:  # type: ignore[override]
+        """Return the method's own, or its reference code's; see the base class."""
+        return "flap_reference" if self.reference else "standardised"
 
     def check_model(self, model_map: ModelMap) -> None:
         """Refuse quantised ones; see the base class."""

@@ -36,7 +36,6 @@ class LlmPruner(ReadingPruner):
             Σ|S − ½·W²·Ĥ|; `vectorize`: the sum over rows and columns of |ΣS| of each.
     """
 
-    budget: ClassVar[str] = "parameters"
     allocation: ClassVar[str] = "uniform"
     importance: str = "first"
 

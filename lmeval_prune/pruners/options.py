@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from lmeval_prune.errors import InputError
 
 BUDGETS = ("heads", "parameters")
-ALLOCATIONS = {"heads": ("global", "uniform"), "parameters": ("global", "uniform", "standardised", "log")}
+ALLOCATIONS = {
+    "heads": ("global", "uniform"),
+    "parameters": ("global", "uniform", "standardised", "log", "flap_reference"),
+}
 COMPENSATIONS = ("none", "bias", "least_squares")
 PARTS = ("both", "heads", "channels")
 
@@ -49,22 +52,23 @@ class PruneOptions:
     """What is removed, beside by which scores.
 
     Attributes:
-        ratio: share that is removed of what the budget counts
+        ratio: share that is removed: of the parameters of heads and channels in play; of --budget heads, of all query
+            heads
         unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group);
-            default: head, and of a budget of parameters group, where the model has them
-        ffn_ratio: share of all feed-forward channels that is removed
+            default: group, where the model has them; of --budget heads, head
+        ffn_ratio: of --budget heads, share of all feed-forward channels that is removed
         ffn_multiple: as many channels stay in each block as make a multiple of this
         allocation: global (scores of all layers are compared) or uniform (each layer loses its share: layers stay
             alike, which a plain checkpoint needs); of a budget of parameters also standardised (heads and channels of
-            all layers are compared, by how far they are from their layer's mean) and log (later layers lose more);
-            default: the method's
+            all layers are compared, by how far they are from their layer's mean), flap_reference (the same as FLAP's
+            released code counts) and log (later layers lose more); default: the method's
         p_min: share that the first of several steps starts from, of the larger of ratio and ffn_ratio; the other one
             starts from as large a part of its own
         steps: stages, each scored anew with what is removed so far masked
         growth: exponent of the schedule between them
         allow_empty_layer: let a layer lose all its heads
-        budget: heads: ratio is a share of all query heads, ffn_ratio of all channels; parameters: ratio is one share
-            of the parameters of heads and channels that can be removed; default: the method's
+        budget: what ratio counts: parameters (one share of those of heads and channels that can be removed) or heads
+            (ratio is a share of all query heads, ffn_ratio of all channels)
         parts: of a budget of parameters, what goes: both, heads or channels
         skip_first: of a budget of parameters, so many first layers are spared, and do not count in the ratio
         skip_last: the same of the last layers
@@ -83,7 +87,7 @@ class PruneOptions:
     steps: int = 1
     growth: float = 1.0
     allow_empty_layer: bool = False
-    budget: str | None = None
+    budget: str = "parameters"
     parts: str = "both"
     skip_first: int = 0
     skip_last: int = 0
@@ -107,6 +111,17 @@ class PruneOptions:
         if not 0 <= self.damping < math.inf:
             raise InputError(f"damping must be at least 0, not {self.damping}")
         self.schedules()
+
+    def __str__(self) -> str:
+        """Return in words what is to be removed."""
+        if self.budget == "heads":
+            shares = ((self.ratio, "query heads"), (self.ffn_ratio, "channels"))
+            return " and ".join(f"{share:.4g}% of the {kind}" for ratio, kind in shares if (share := 100 * ratio))
+        kinds = "heads and channels" if self.parts == "both" else self.parts
+        ends = ((self.skip_first, "first"), (self.skip_last, "last"))
+        spared = " and ".join(f"the {end} {count}" for count, end in ends if count)
+        where = f" in all layers but {spared}" if spared else ""
+        return f"{100 * self.ratio:.4g}% of the parameters of {kinds}{where}"
 
     def schedules(self) -> tuple[Schedule, Schedule]:
         """Of heads and of channels. The larger ratio starts at p_min, the other one as far on its way."""

@@ -13,7 +13,15 @@ from torch import Tensor
 from lmeval_prune.architectures import ModelMap, check_unit, uncuttable, units_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan, ranges_of
-from lmeval_prune.pruners.allocation import Pot, counts_of, pots_of, removed_by, standardised_by_layer
+from lmeval_prune.pruners.allocation import (
+    COMPARED,
+    REFERENCE,
+    Pot,
+    counts_of,
+    pots_of,
+    removed_by,
+    standardised_by_layer,
+)
 from lmeval_prune.pruners.base import Pruner, Scored, Scores, by_member, needed, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.compensation import bias_for
@@ -61,7 +69,7 @@ def stages(
     channel_pruner = channel_pruner or pruner
     options = settled(options, pruner, model_map)
     check_methods(pruner, channel_pruner, model_map, options, text is not None, scores)
-    made = {**pruner.identity, "options": asdict(options)}
+    made = {**pruner.identity, "removes": str(options), "options": asdict(options)}
     if options.ffn_ratio or channel_pruner is not pruner:
         made |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
     made |= {"calibration": text.about()} if text is not None else {}
@@ -77,7 +85,7 @@ def stages(
         so_far = _plan(heads, channels, options.allow_empty_layer, compensation=compensation)
         with so_far.applied_to(model_map.model, model_map):
             at_hand = scores if step == 1 else ({}, {})
-            asked = (wants_heads(options) and not at_hand[0], wants_channels(options, model_map) and not at_hand[1])
+            asked = (wants_heads(options) and not at_hand[0], wants_channels(options) and not at_hand[1])
             for what in (name for name, wanted in zip(("heads", "channels"), asked, strict=True) if wanted):
                 progress(f"step {step} of {options.steps}: scoring {what}")
             scored = _scored(pruner, channel_pruner, model_map, text, asked, (heads, channels))
@@ -86,7 +94,7 @@ def stages(
         if options.budget == "parameters":
             ratio = of_heads.at(step)
             heads, channels, counted = _by_parameters(
-                pruner, model_map, options, ratio, (head_scores, channel_scores), (heads, channels)
+                model_map, options, ratio, (head_scores, channel_scores), (heads, channels)
             )
         elif options.ratio:
             allocation = options.allocation or pruner.allocation
@@ -152,14 +160,14 @@ def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> Prune
     Raises:
         InputError: they do not suit either.
     """
-    budget = options.budget or pruner.budget
-    sequential = isinstance(pruner, SequentialPruner)
+    budget, sequential = options.budget, isinstance(pruner, SequentialPruner)
+    both = budget == "parameters" and options.parts == "both"
     options = replace(
         options,
-        budget=budget,
         unit=options.unit or _usual_unit(model_map, budget),
         allocation=options.allocation or (pruner.allocation if budget == "parameters" else None),
         compensation=options.compensation or pruner.compensates,
+        parts="heads" if both and not model_map.channels() else options.parts,
     )
     name = pruner_name(pruner)
     if budget == "heads":
@@ -171,8 +179,8 @@ def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> Prune
             raise InputError(f"{name} counts parameters; give --budget parameters, or leave it out")
     elif options.ffn_ratio or options.ffn_multiple != 1:
         raise InputError(
-            "a budget of parameters is one --ratio for heads and channels together; leave out ffn_ratio and "
-            "ffn_multiple, or give --budget heads"
+            "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and "
+            "ffn_multiple, or give --budget heads, by which ratio counts heads and ffn_ratio channels"
         )
     elif options.unit == "head" and options.parts != "channels" and _has_groups(model_map):
         raise InputError(
@@ -199,9 +207,12 @@ _OF_PARAMETERS = ("parts", "skip_first", "skip_last")
 
 
 def _usual_unit(model_map: ModelMap, budget: str) -> str:
-    """`head`; where parameters count, what can be cut as it is."""
-    fits = all("group" in units_of(layer) for layer in model_map.attention) and not uncuttable(model_map)
-    return "group" if budget == "parameters" and fits else "head"
+    """Return `head`; where parameters count, what can be cut as it is."""
+    if budget == "heads" or uncuttable(model_map):
+        return "head"
+    if all("group" in units_of(layer) for layer in model_map.attention):
+        return "group"
+    return "balanced" if _has_groups(model_map) else "head"  # of a cut model, some layers may have one group left
 
 
 def _has_groups(model_map: ModelMap) -> bool:
@@ -214,10 +225,10 @@ def wants_heads(options: PruneOptions) -> bool:
     return options.parts != "channels" if options.budget == "parameters" else bool(options.ratio)
 
 
-def wants_channels(options: PruneOptions, model_map: ModelMap) -> bool:
+def wants_channels(options: PruneOptions) -> bool:
     """Whether channels are to go; of options that are settled."""
     if options.budget == "parameters":
-        return options.parts != "heads" and bool(model_map.channels())
+        return options.parts != "heads"
     return bool(options.ffn_ratio)
 
 
@@ -243,7 +254,7 @@ def check_methods(
     """
     later = options.steps > 1
     for_heads = wants_heads(options) and (later or not scores[0])
-    for_channels = wants_channels(options, model_map) and (later or not scores[1])
+    for_channels = wants_channels(options) and (later or not scores[1])
     if channel_pruner is not pruner and any(isinstance(one, SequentialPruner) for one in (pruner, channel_pruner)):
         raise InputError("a method that goes layer by layer takes heads and channels itself; leave out ffn_method")
     if isinstance(pruner, SequentialPruner) and any(scores):
@@ -273,8 +284,7 @@ def _check_shares(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, o
     if options.budget == "parameters":
         alike = _alike(model_map, options)
         pots = [
-            replace(pot, scores=torch.full_like(pot.scores, pot.cost))
-            for pot in pots_of(model_map, options, *alike, costs=pruner.costs)
+            replace(pot, scores=torch.full_like(pot.scores, pot.cost)) for pot in pots_of(model_map, options, *alike)
         ]
         allocation, empty = options.allocation or pruner.allocation, options.allow_empty_layer
         something = any(counts_of(pots, options.ratio, allocation, options.log_start, empty))
@@ -299,7 +309,7 @@ def _alike(model_map: ModelMap, options: PruneOptions) -> tuple[Scores | None, S
     """Return equal scores of the heads and of the channels that may go; None of what stays."""
     heads = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
     channels = {label: torch.zeros(width) for label, width in model_map.channels().items()}
-    return heads if wants_heads(options) else None, channels if wants_channels(options, model_map) else None
+    return heads if wants_heads(options) else None, channels if wants_channels(options) else None
 
 
 def _by_layer(pruner: Pruner, channel_pruner: Pruner, options: PruneOptions) -> bool:
@@ -310,11 +320,10 @@ def _by_layer(pruner: Pruner, channel_pruner: Pruner, options: PruneOptions) -> 
 
 def _compared(scores: Scores, removed: Removed, allocation: str) -> Scores:
     """Scores as an allocation compares them."""
-    return standardised_by_layer(scores, removed) if allocation == "standardised" else scores
+    return standardised_by_layer(scores, removed, int(allocation == REFERENCE)) if allocation in COMPARED else scores
 
 
 def _by_parameters(
-    pruner: Pruner,
     model_map: ModelMap,
     options: PruneOptions,
     ratio: float,
@@ -324,12 +333,10 @@ def _by_parameters(
     """What goes in all, and what a plan says of the budget."""
     allocation, empty = options.allocation or "global", options.allow_empty_layer
     compared = [_compared(one, gone, allocation) for one, gone in zip(scores, before, strict=True)]
-    given = (compared[0] if wants_heads(options) else None, compared[1] if wants_channels(options, model_map) else None)
-    pots = pots_of(model_map, options, *given, *before, pruner.costs)
+    given = (compared[0] if wants_heads(options) else None, compared[1] if wants_channels(options) else None)
+    pots = pots_of(model_map, options, *given, *before)
     counts = counts_of(pots, ratio, allocation, options.log_start, empty)
-    heads, channels = removed_by(pots, counts, before)
-    own = pots if pruner.costs is None else pots_of(model_map, options, *given, *before)
-    return heads, channels, {"parameters": _spent(own, counts)}
+    return *removed_by(pots, counts, before), {"parameters": _spent(pots, counts)}
 
 
 def _spent(pots: Sequence[Pot], counts: Sequence[int]) -> dict[str, int]:
@@ -425,7 +432,10 @@ def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
         InputError: nothing is asked for, or the model has no such unit, or no channels.
     """
     if not options.ratio and not options.ffn_ratio:
-        raise InputError("nothing is to be removed; give --ratio (heads), --ffn_ratio (channels) or both, e.g. 0.25")
+        raise InputError(
+            "nothing is to be removed; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
+            "--ffn_ratio (channels) or both, e.g. 0.25"
+        )
     if options.ratio and options.parts != "channels":
         check_unit(model_map, options.unit or "head")
     if options.ffn_ratio or options.parts == "channels":

@@ -45,7 +45,6 @@ class SequentialPruner(ReadingPruner):
         afresh: (of the class) what the down projection reads is looked at again when the layer's heads have gone.
     """
 
-    budget: ClassVar[str] = "parameters"
     allocation: ClassVar[str] = "uniform"
     pairs: ClassVar[bool] = False
     afresh: ClassVar[bool] = False

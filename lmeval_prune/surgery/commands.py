@@ -178,11 +178,11 @@ def prune(
     _check_json(output)
     bare = map_model(skeleton_of(pretrained, revision))
     asked = settled(asked, pruner, bare)
-    wanted_parts = wants_heads(asked), wants_channels(asked, bare)
+    wanted_parts = wants_heads(asked), wants_channels(asked)
     if known and wanted_parts[1] and not at_hand[1] and not ffn_method:
         raise InputError(
-            f"{scores} has no scores of channels; make it with `lmeval-prune importance --channels`, or give "
-            f"--ffn_method, which then scores them"
+            f"{scores} has no scores of channels; give --parts heads, --ffn_method, which then scores them, or those "
+            f"of `lmeval-prune importance --channels`"
         )
     check_methods(pruner, of_channels, bare, asked, bool(task or text), at_hand)
     if cut:
@@ -446,7 +446,7 @@ def _said(plan: Any, model_map: Any) -> str:
         parts.append(f"{found['channels_pruned']} of {found['channels_total']} channels")
     counted = plan.made.get("parameters")
     share = f", {counted['removed'] / counted['removable']:.2%} of what can be removed" if counted else ""
-    return f"{', '.join(parts)} of {model_map.name} go{share}"
+    return f"{', '.join(parts)} of {model_map.name} go{share}; asked for: {plan.made['removes']}"
 
 
 def _short_of(plan: Any, model_map: Any, asked: PruneOptions) -> list[str]:

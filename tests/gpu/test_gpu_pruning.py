@@ -45,8 +45,7 @@ CASES += [(name, family) for name in ("norm_entropy", "confidence", "slimgpt", "
 def plan_of(name: str, model: nn.Module, text: CalibrationText, work: Path | None = None) -> Plan:
     method, options, more = OPTIONS[name]
     pruner, channels = make_pruner(method, options), make_pruner("magnitude", {}) if method == HEADS_ONLY else None
-    wanted: dict[str, Any] = {"ratio": 0.5} if pruner.budget == "parameters" else {"ratio": 0.3, "ffn_ratio": 0.3}
-    *_, plan = stages(pruner, map_model(model), PruneOptions(**wanted, **more), text, channels, work=work)
+    *_, plan = stages(pruner, map_model(model), PruneOptions(0.5, **more), text, channels, work=work)
     return plan
 
 

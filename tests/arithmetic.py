@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmeval_prune import InputError, map_model
+from lmeval_prune import map_model
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import ANSWERING
@@ -49,18 +49,15 @@ def figures(name: str) -> dict[str, Any]:
 
 
 def _of_pruner(name: str) -> dict[str, Any]:
-    """Figures of a plan that removes a quarter of what the pruner counts."""
-    model_map = map_model(tiny("llama"))
+    """Return figures of a plan that removes a quarter of the parameters that the pruner scores."""
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
     pruner = make_pruner(name, {"alpha": 0.5} if name == "norm_entropy" else {})
     text = CalibrationText.of("test", tokens(8, 16), 2)
-    *_, plan = stages(pruner, model_map, PruneOptions(0.25), text)
-    try:
-        channels = {} if pruner.budget == "parameters" else pruner.channel_scores(model_map, text)
-    except InputError:  # it has none
-        channels = {}
+    options = PruneOptions(0.25, parts="both" if pruner.scores_channels else "heads")
+    *_, plan = stages(pruner, model_map, options, text)
     removed = {"heads": list(plan.heads), "channels": dict(plan.channels)}
-    tensors = {**plan.scores, **plan.compensation, **channels}
-    return {"version": pruner.version, "removed": removed, "figures": _summary(tensors)}
+    figures = _summary({**plan.scores, **plan.compensation})
+    return {"version": pruner.version, "removed": removed, "figures": figures}
 
 
 def _summary(tensors: Mapping[str, Tensor]) -> list[float]:

@@ -28,7 +28,6 @@ from tests.conftest import task_manager
 from tests.kills import killing_after
 from tests.test_command_line import call
 
-pytestmark = pytest.mark.usefixtures("one_task_manager")
 POOL = ["dense", "L0H0", "L0H1", "L0H2", "L0H3", "L1H2"]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.tasks.named import load_task
+from lmeval_prune.tasks.named import load_task, task_manager
 
 logger = logging.getLogger(__name__)
 
@@ -188,9 +188,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
 
 def _problems(name: str) -> Iterator[str]:
     """Problems of a task's training split with their answers."""
-    from lm_eval.tasks import TaskManager
-
-    task = load_task(TaskManager(metadata={"data_split": "train"}), name)
+    task = load_task(task_manager([name], {"data_split": "train"}), name)
     try:
         docs = _training_docs(name, task)
         first = next(docs, None)

@@ -50,7 +50,7 @@ def run(model, *names: str, limit: int | None = 6, cache: str | None = None, **m
     return simple_evaluate(
         model=model,
         tasks=list(names),
-        task_manager=task_manager(metadata),
+        task_manager=named.task_manager(names, metadata),
         limit=limit,
         bootstrap_iters=0,
         use_cache=cache,

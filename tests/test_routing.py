@@ -26,7 +26,7 @@ TASK = "prune_tiny_words_pass4"
 
 
 @pytest.fixture(scope="module")
-def store(tiny_folder: Path, one_task_manager: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Outcomes of six questions under the unpruned model and all heads of one layer."""
     folder = tmp_path_factory.mktemp("routing") / "store"
     arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}

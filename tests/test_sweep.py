@@ -42,7 +42,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_folder: Path, one_task_manager: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweeps") / "whole"
     sweep(tiny_folder, folder)
     return folder

@@ -36,17 +36,16 @@ def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -
         raise InputError(f"limit must be at least 1, not {limit}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: threads that wait leave the processor to others
-    from lm_eval.tasks import TaskManager
-
     from lmeval_prune.interventions import HeadMask
     from lmeval_prune.models.pruned_hf import PrunedHFLM
     from lmeval_prune.models.tries import DENSE, InTurn
     from lmeval_prune.plugin import registration
+    from lmeval_prune.tasks.named import task_manager
 
     mask, results = HeadMask(heads), Path(output) / "demo.json"
     check_writable(results)
     registration.register()
-    manager = TaskManager()
+    manager = task_manager(["prune_tiny", "prune_gsm8k"])
     dense = PrunedHFLM(MODEL, batch_size=16)
     with mask.applied_to(dense.model, dense.model_map):
         pruned = _choices(dense, manager)

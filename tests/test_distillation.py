@@ -58,24 +58,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
     return options
 
 
-@pytest.fixture(scope="module")
-def own_tasks() -> Iterator[None]:
-    """Tasks are looked up among ours alone, which takes no time."""
-    from lm_eval.tasks import TaskManager
-
-    from lmeval_prune.plugin import registration
-
-    registration.register()
-
-    def found(name: str, data_dir: str | None) -> Any:
-        manager = TaskManager(include_path=str(ROOT / "tasks"), include_defaults=False, metadata={"data_dir": data_dir})
-        return manager.load([name])["tasks"][name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(language_host, "task_named", found)
-        yield
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_pictures() -> Iterator[None]:
     """They take as long as the rest; one test draws them."""
@@ -101,7 +83,7 @@ def athena(dense: TrainOptions, tmp_path: Path) -> DistillOptions:
 
 
 @pytest.fixture
-def language(dense: TrainOptions, tiny_folder: Path, tmp_path: Path, own_tasks: None) -> DistillOptions:
+def language(dense: TrainOptions, tiny_folder: Path, tmp_path: Path) -> DistillOptions:
     """The same of a language model with grouped queries, and without validation."""
     return DistillOptions(
         pretrained=str(tiny_folder),

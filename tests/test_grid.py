@@ -46,10 +46,8 @@ RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _shared_manager() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells_module, "TaskManager", task_manager)
-        yield
+def _release_model() -> Any:
+    yield
     Loaded.release()
 
 

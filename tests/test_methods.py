@@ -26,6 +26,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.settings import types_of
 from tests import arithmetic
+from tests.conftest import task_manager
 from tests.methods import ROWS, Row
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import output, tiny, tokens
@@ -289,7 +290,9 @@ def test_stores_of_answers_keep_it_apart(row: Row, tiny_folder: Path, tmp_path: 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
 def test_the_results_file_names_it(row: Row, tiny_folder: Path) -> None:
     arguments = {"pretrained": str(tiny_folder), "dtype": "float32", row.name: row.value}
-    results = simple_evaluate("pruned-hf", arguments, tasks=["prune_tiny_choice"], limit=2, device="cpu")
+    results = simple_evaluate(
+        "pruned-hf", arguments, tasks=["prune_tiny_choice"], limit=2, device="cpu", task_manager=task_manager()
+    )
     pruning = results["config"]["pruning"]
     assert pruning[row.name]
     json.dumps(pruning)

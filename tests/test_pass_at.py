@@ -1,7 +1,6 @@
 """Results of our tasks with a fake model, and pass@N: exactly N responses, none collapsed, every document once."""
 
 import copy
-import functools
 import json
 import math
 import re
@@ -19,7 +18,8 @@ from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality, mathematics
 from lmeval_prune.scoring.verifier import Verifier
-from lmeval_prune.tasks import data, results, windows
+from lmeval_prune.tasks import data, named, results, windows
+from tests.conftest import task_manager
 
 
 class Scripted(LM):
@@ -46,18 +46,11 @@ class Scripted(LM):
         raise NotImplementedError
 
 
-@functools.cache
-def manager(**metadata) -> TaskManager:
-    """Reading all of lm-eval's YAMLs takes seconds."""
-    registration.register()
-    return TaskManager(metadata=metadata)
-
-
 def run(model, *names: str, limit: int | None = 6, cache: str | None = None, **metadata):
     return simple_evaluate(
         model=model,
         tasks=list(names),
-        task_manager=manager(**metadata),
+        task_manager=named.task_manager(names, metadata),
         limit=limit,
         bootstrap_iters=0,
         use_cache=cache,
@@ -103,7 +96,7 @@ def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypa
     # the first answer is a pair, and no polynomial is compared with one; the second is p - q
     assert [sample["timeouts"] for sample in out["samples"]["prune_math500_pass8"]] == [0, 0.5]
     assert figures(out, "prune_math500_pass8")["timeouts"] == 0.25
-    task = manager(data_dir=str(shared_data)).load(["prune_math500_pass8"])["tasks"]["prune_math500_pass8"]
+    task = task_manager({"data_dir": str(shared_data)}).load(["prune_math500_pass8"])["tasks"]["prune_math500_pass8"]
     metrics = {name for name in task.aggregation() if not name.endswith("_stderr")}  # `figures` leaves these out
     assert metrics == set(got) and set(task.higher_is_better()) == set(task.aggregation())
 
@@ -127,7 +120,7 @@ def test_pass_at_n_of_each_part(shared_data: Path) -> None:
 
 
 def test_every_generative_task_has_its_pass_variants(shared_data: Path) -> None:
-    known = manager(data_dir=str(shared_data))
+    known = task_manager({"data_dir": str(shared_data)})
     greedy = ["gsm8k", "gsm8k_5shot", "gsm8k_8shot", "math500", "math500_4shot", "math23k", "math23k_equation"]
     greedy += ["asdiv_a", "asdiv_a_equation", "asdiv"]
     assert {f"prune_{name}_pass{n}" for name in greedy for n in (8, 16)} <= set(known.all_tasks)
@@ -144,7 +137,7 @@ def test_expressions_vote_by_value_and_words_by_spelling() -> None:
 
 def test_copies_that_pad_short_ranks_are_dropped() -> None:
     """lm-eval pads a short rank with copies of its last request, which then has more than N responses."""
-    tasks = manager().load(["prune_tiny_words_pass4"])
+    tasks = task_manager().load(["prune_tiny_words_pass4"])
     task = tasks["tasks"]["prune_tiny_words_pass4"]
     task.build_all_requests(limit=2)
     for instance in task.instances:
@@ -169,14 +162,14 @@ def test_a_cache_collapses_nothing(tmp_path: Path) -> None:
 
 
 def test_the_default_filter_would_have_kept_one_response_and_ours_keeps_all() -> None:
-    names = [n for n in manager().all_subtasks if re.fullmatch(r"prune_.*_pass\d+", n)]
+    names = [n for n in task_manager().all_subtasks if re.fullmatch(r"prune_.*_pass\d+", n)]
     assert {n.rpartition("_pass")[0] for n in names} >= {
         "prune_gsm8k",
         "prune_asdiv_a",
         "prune_math23k",
         "prune_math500",
     }
-    task = manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
+    task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
     task.build_all_requests(limit=1)
     task.instances[0].resps = list("abcd")
     task.apply_filters()
@@ -191,7 +184,7 @@ def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_dat
     )
     path = folder / "tiny" / "prune_tiny_words_pass4.yaml"
     (tmp_path / "mine.yaml").write_text(f"include: {path}\ntask: mine_pass3\nrepeats: 3\n")
-    mine = TaskManager(include_path=str(tmp_path), metadata={"data_dir": str(shared_data)})
+    mine = TaskManager(include_path=[folder, tmp_path], include_defaults=False, metadata={"data_dir": str(shared_data)})
     twelve = mine.load(["prune_gsm8k_pass12"])["tasks"]["prune_gsm8k_pass12"]
     twelve.build_all_requests(limit=1)
     assert twelve.ks == [1, 2, 4, 8, 12] and twelve.instances[0].repeats == 12
@@ -201,7 +194,7 @@ def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_dat
     assert task.ks == [1, 2, 3] and "maj@3" in task.aggregation()
     (tmp_path / "mine.yaml").write_text(f"include: {path}\ntask: mine_pass3\nrepeats: 0\n")
     with pytest.raises(InputError, match="repeats must be a whole number above 0, not 0"):
-        TaskManager(include_path=str(tmp_path)).load(["mine_pass3"])
+        TaskManager(include_path=str(tmp_path), include_defaults=False).load(["mine_pass3"])
 
 
 def test_top_k_zero_is_plain_sampling(tiny_folder: Path) -> None:
@@ -209,7 +202,7 @@ def test_top_k_zero_is_plain_sampling(tiny_folder: Path) -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    task = manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
+    task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
     ours = {
         k: v for k, v in task.config.generation_kwargs.items() if k in ("do_sample", "temperature", "top_k", "top_p")
     }
@@ -284,22 +277,24 @@ def test_answers_can_be_collected_without_scores() -> None:
     """`lm_eval --predict_only`."""
     for name in ("prune_tiny_words", "prune_tiny_words_pass4"):
         out = simple_evaluate(
-            model=Scripted(third_try_is_right), tasks=[name], task_manager=manager(), limit=2, predict_only=True
+            model=Scripted(third_try_is_right), tasks=[name], task_manager=task_manager(), limit=2, predict_only=True
         )
         assert len(out["samples"][name]) == 2 and "bypass" in out["samples"][name][0]
 
 
 def test_another_split_is_asked_by_metadata(shared_data: Path) -> None:
-    fold = manager(data_dir=str(shared_data), data_split="fold3").load(["prune_math23k"])["tasks"]["prune_math23k"]
+    fold = task_manager({"data_dir": str(shared_data), "data_split": "fold3"}).load(["prune_math23k"])["tasks"][
+        "prune_math23k"
+    ]
     assert len(fold.test_docs()) == 4632
     with pytest.raises(InputError, match="no split 'fold9'; it has all, train, test, fold0"):
-        manager(data_dir=str(shared_data), data_split="fold9").load(["prune_math23k"])
+        task_manager({"data_dir": str(shared_data), "data_split": "fold9"}).load(["prune_math23k"])
 
 
 def test_customary_score_is_acc_norm_where_there_is_one() -> None:
     from lmeval_prune.tasks.customary import CustomaryTask
 
-    base = manager().load(["prune_tiny_choice"])["tasks"]["prune_tiny_choice"]
+    base = task_manager().load(["prune_tiny_choice"])["tasks"]["prune_tiny_choice"]
     config = {k: v for k, v in vars(base.config).items() if v is not None and k != "fewshot_config"}
     task = CustomaryTask({**config, "class": CustomaryTask})
     lls = [(-3.0, False), (-1.0, False), (-2.5, False), (-9.0, False)]
@@ -312,7 +307,7 @@ def test_customary_score_is_acc_norm_where_there_is_one() -> None:
 
 def test_paper_groups_are_found() -> None:
     names = {"prune_commonsense", "prune_wikitext2_128"}
-    assert names <= set(manager().all_groups)
+    assert names <= set(task_manager().all_groups)
 
 
 def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +318,7 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
         self._config = TaskConfig(**config)
 
     monkeypatch.setattr(ConfigurableTask, "__init__", without_data)
-    built = manager().load(["prune_commonsense"])["tasks"]
+    built = named.task_manager(["prune_commonsense"]).load(["prune_commonsense"])["tasks"]
     assert len(built) == 7 and all(type(task) is CustomaryTask for task in built.values())
     normed = {name for name, task in built.items() if "acc_norm" in {m["metric"] for m in task.config.metric_list}}
     assert normed == {"piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa"}
@@ -333,7 +328,7 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
 def test_perplexity_at_another_sequence_length_is_refused(length: int | None) -> None:
     metadata = {"max_length": length} if length else {}
     with pytest.raises(InputError, match=f"wikitext .*needs max_length=128 .*is {length or 'not given'}"):
-        manager(**metadata).load(["prune_wikitext2_128"])
+        named.task_manager(["prune_wikitext2_128"], metadata).load(["prune_wikitext2_128"])
 
 
 def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from lmeval_prune import HeadMask, InputError, Plan, map_model
 from lmeval_prune.architectures import ModelMap, weights_fingerprint
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from tests.conftest import task_manager
 from tests.tiny_models import output, tiny, tokens
 
 HEADS = "L0H1+L1H2-3"
@@ -118,7 +119,12 @@ def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path
         "dtype": "float32",
     }
     results = simple_evaluate(
-        model="pruned-hf", model_args=arguments, tasks=["prune_tiny_choice"], limit=3, device="cpu"
+        model="pruned-hf",
+        model_args=arguments,
+        tasks=["prune_tiny_choice"],
+        limit=3,
+        device="cpu",
+        task_manager=task_manager(),
     )
     pruning = results["config"]["pruning"]
     assert pruning["heads"] == ["L0H1", "L1H2", "L1H3"]

@@ -22,12 +22,11 @@ from lmeval_prune.sprint.sweep import Sweep
 from tests.conftest import task_manager
 from tests.test_command_line import call
 
-pytestmark = pytest.mark.usefixtures("one_task_manager")
 TASK = "prune_tiny_words_pass4"
 
 
 @pytest.fixture(scope="module")
-def store(tiny_folder: Path, one_task_manager: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Outcomes of six questions under the unpruned model and all heads of one layer."""
     folder = tmp_path_factory.mktemp("routing") / "store"
     arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}
@@ -177,7 +176,7 @@ def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, t
     with pytest.raises(InputError, match="use responses="):
         simple_evaluate(
             model="pruned-hf", model_args={"pretrained": str(tiny_folder), "dtype": "float64", "router": str(router)},
-            tasks=[TASK], limit=1, use_cache=str(tmp_path / "cache"),
+            tasks=[TASK], limit=1, use_cache=str(tmp_path / "cache"), task_manager=task_manager(),
         )  # fmt: skip
 
 

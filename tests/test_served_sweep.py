@@ -24,12 +24,10 @@ from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import FitOptions, fit
 from lmeval_prune.sprint.sweep import Sweep
-from tests.conftest import task_manager
 from tests.stub_server import Stub
 from tests.test_sweep import content, few_shot
 from tests.test_sweep import sweep as sweep_here
 
-pytestmark = pytest.mark.usefixtures("one_task_manager")
 HEADS = ("L0H0", "L0H1", "L0H2", "L0H3", "L1H2")
 
 
@@ -160,7 +158,6 @@ def test_the_command(tiny_folder: Path, adapters: Path, tmp_path: Path, capsys: 
 def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells, "TaskManager", task_manager)
     with Stub(tiny_folder, HEADS) as stub:
         asked: dict[str, Any] = {
             "tasks": [{"task": "prune_tiny_words", "limit": 2}, {"task": "prune_tiny_choice", "limit": 2}]

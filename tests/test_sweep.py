@@ -29,7 +29,6 @@ from tests.conftest import task_manager
 from tests.kills import killing_after
 from tests.test_command_line import call
 
-pytestmark = pytest.mark.usefixtures("one_task_manager")
 POOL = ["dense", "L0H0", "L0H1", "L0H2", "L0H3", "L1H2"]
 
 
@@ -44,7 +43,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_folder: Path, one_task_manager: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweeps") / "whole"
     sweep(tiny_folder, folder)
     return folder

@@ -10,7 +10,8 @@ from lmeval_prune.tasks.named import load_task, load_tasks
 
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
-from lmeval_prune.tasks import data, results, scored
+from lmeval_prune.tasks import data, named, results, scored
+from tests.conftest import task_manager
 
 SIZES = {
     ("gsm8k", "train"): 7473,
@@ -108,7 +109,7 @@ def test_asdiv_is_read_from_its_authors_files(tmp_path: Path) -> None:
 
 def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
     registration.register()
-    manager = TaskManager(metadata={"data_dir": str(shared_data), "pretrained": "x", "heads": "L0H0"})
+    manager = task_manager({"data_dir": str(shared_data), "pretrained": "x", "heads": "L0H0"})
     names = [name for name in manager.all_subtasks if name.startswith("prune_")]
     assert len(names) >= 7 and "prune_tiny" in manager.all_groups
     for name, task in manager.load(names)["tasks"].items():
@@ -206,7 +207,7 @@ def test_our_folder_comes_before_the_users_and_not_twice(tmp_path: Path) -> None
 
 
 def test_one_task_is_wanted_and_a_group_is_named() -> None:
-    manager = TaskManager()
+    manager = task_manager()
     assert set(load_tasks(manager, ["prune_tiny"])) > {"prune_tiny_choice"}
     assert load_task(manager, "prune_tiny_choice").config.task == "prune_tiny_choice"
     with pytest.raises(InputError, match=r"prune_tiny is a group of tasks; name one of them: .*prune_tiny_choice"):
@@ -219,3 +220,31 @@ def test_one_task_is_wanted_and_a_group_is_named() -> None:
         load_tasks(manager, ["prune_tinny", "x"])
     with pytest.raises(InputError, match="there is no task to run"):
         load_tasks(manager, [])
+
+
+def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(f"include: {registration.task_folder() / 'tiny' / 'prune_tiny_words.yaml'}\ntask: own\n")
+    group = tmp_path / "group.yaml"
+    group.write_text(json.dumps({"group": "both", "task": ["prune_tiny_words", "gsm8k"]}))
+
+    class IndexRead(Exception):
+        pass
+
+    def full_manager() -> None:
+        raise IndexRead
+
+    monkeypatch.setattr(named, "_full_manager", full_manager)
+    manager = named.task_manager(["prune_tiny", "prune_gsm8k", str(own)], {"data_dir": "x"})
+    assert manager.metadata == {"data_dir": "x"}
+    assert {"prune_tiny_words", "own"} <= set(load_tasks(manager, ["prune_tiny", str(own)]))
+    for name in ("gsm8k", "prune_commonsense", "prune_tinny", str(group), str(tmp_path / "missing.yaml")):
+        with pytest.raises(IndexRead):
+            named.task_manager(["prune_tiny", name])
+
+
+def test_tasks_of_lm_eval_get_their_own_metadata() -> None:
+    first, second = (named.task_manager(["gsm8k"], {"seed": seed}) for seed in (1, 2))
+    assert first.task_index is second.task_index
+    assert [manager.metadata for manager in (first, second)] == [{"seed": 1}, {"seed": 2}]
+    assert first._factory is not second._factory and "prune_tiny" in first.all_groups

@@ -28,6 +28,7 @@ from lmeval_prune.interventions.filtered_attention import FilteredLayer
 from lmeval_prune.interventions.token_filter import CHOICES, TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import data
+from tests.conftest import task_manager
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import output, tiny, tokens
 
@@ -545,6 +546,7 @@ def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tm
             limit=1,
             device="cpu",
             use_cache=str(tmp_path / "cache"),
+            task_manager=task_manager(),
         )
 
 

@@ -26,7 +26,7 @@ from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.tasks.data import DATA, load
-from lmeval_prune.tasks.named import load_task
+from lmeval_prune.tasks.named import load_task, task_manager
 
 IGNORED = -100  # label of what is not learned
 
@@ -251,6 +251,4 @@ def task_named(name: str, data_dir: str | None) -> Any:
     Raises:
         InputError: there is none.
     """
-    from lm_eval.tasks import TaskManager
-
-    return load_task(TaskManager(metadata={"data_dir": data_dir} if data_dir else {}), name)
+    return load_task(task_manager([name], {"data_dir": data_dir} if data_dir else {}), name)

@@ -9,7 +9,6 @@ rounded in another order give other texts.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
@@ -20,11 +19,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.evaluator_utils import get_sample_size
-from lm_eval.tasks import TaskManager
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from lmeval_prune.architectures import ModelMap, map_model
@@ -49,7 +47,10 @@ from lmeval_prune.models.identity import (
 )
 from lmeval_prune.models.routers import POLICIES, RouterOptions
 from lmeval_prune.models.served import ServerOptions, without_server
-from lmeval_prune.tasks.named import load_tasks
+from lmeval_prune.tasks.named import load_tasks, task_manager
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 # of a task's configuration: where its data comes from (the questions themselves count), and names
 _ELSEWHERE = {
@@ -186,7 +187,7 @@ def cells_of(grid: Grid) -> list[Cell]:
         made = digest(metadata)
         for asked in grid.tasks:
             if (made, asked.name) not in tasks:
-                tasks[made, asked.name] = _task_identity(manager_of(metadata), asked, grid)
+                tasks[made, asked.name] = _task_identity(task_manager([asked.task], metadata), asked, grid)
             task, drawn = dict(tasks[made, asked.name]), dict[str, Any]()
             if task.pop("draws"):
                 drawn = {"seed": variant.seed}
@@ -410,23 +411,6 @@ def _task_identity(manager: TaskManager, asked: Asked, grid: Grid) -> dict[str, 
     settled = {name: {**one, "config": digest(one["config"])} for name, one in settled.items()}
     prompts = {"system": grid.system_instruction or "", "multiturn": bool(grid.apply_chat_template)}
     return {"tasks": settled, **prompts, "draws": draws, "samples": samples}
-
-
-_MANAGERS: dict[str, TaskManager] = {}
-
-
-def manager_of(metadata: dict[str, Any]) -> TaskManager:
-    """lm-eval's task manager; it reads thousands of files, so those of other metadata share the index of the first."""
-    key = digest(str(sorted(metadata.items())))
-    if key not in _MANAGERS:
-        first = next(iter(_MANAGERS.values()), None)
-        factory = getattr(first, "_factory", None)
-        if first is None or factory is None:
-            _MANAGERS[key] = TaskManager(metadata=metadata)
-        else:
-            _MANAGERS[key] = copy.copy(first)
-            _MANAGERS[key].metadata, _MANAGERS[key]._factory = metadata, type(factory)(meta=metadata)
-    return _MANAGERS[key]
 
 
 def _override(task: Any, asked: Asked) -> None:

@@ -75,9 +75,9 @@ def _check_selected(grid: Grid) -> None:
     others = [(one.name, name) for one in grid.variants for name in one.selected_on if name not in names]
     if not others:
         return
-    from lmeval_prune.grid.cells import manager_of
+    from lmeval_prune.tasks.named import task_manager
 
-    known = {*names, *manager_of({}).all_tasks}
+    known = {*names, *task_manager([name for _, name in others]).all_tasks}
     for variant, name in others:
         if name not in known:
             raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{nearest(name, known)}")

@@ -16,7 +16,7 @@ import torch
 
 from lmeval_prune.artefacts import digest, write_artefact, write_text
 from lmeval_prune.errors import InputError, disk_error, first_line
-from lmeval_prune.grid.cells import Cell, is_masks, loaded_with, manager_of, versions
+from lmeval_prune.grid.cells import Cell, is_masks, loaded_with, versions
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, dumped, measuring, samples_file
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_tables
@@ -27,6 +27,7 @@ from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.served import without_server
 from lmeval_prune.profiling.speed import highest_memory
+from lmeval_prune.tasks.named import task_manager
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
@@ -243,7 +244,7 @@ class Worker:
             results = lm_eval.simple_evaluate(
                 model=lm,
                 **{**cell.evaluation, "gen_kwargs": cell.evaluation["gen_kwargs"] or None},
-                task_manager=manager_of({**loaded_with(given), **cell.metadata}),
+                task_manager=task_manager(cell.evaluation["tasks"], {**loaded_with(given), **cell.metadata}),
                 random_seed=cell.seed,
                 numpy_random_seed=cell.seed,
                 torch_random_seed=cell.seed,

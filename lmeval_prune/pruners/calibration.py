@@ -21,7 +21,7 @@ from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.tasks.named import load_task
+from lmeval_prune.tasks.named import load_task, task_manager
 
 logger = logging.getLogger(__name__)
 
@@ -306,9 +306,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
 
 def _problems(name: str) -> tuple[Any, list[Any]]:
     """A task, and the problems of its training split."""
-    from lm_eval.tasks import TaskManager
-
-    task = load_task(TaskManager(metadata={"data_split": "train"}), name)
+    task = load_task(task_manager([name], {"data_split": "train"}), name)
     try:
         return task, list(_training_docs(name, task))
     except InputError:

@@ -11,12 +11,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval
 from lm_eval.api.task import ConfigurableTask, Task
-from lm_eval.tasks import TaskManager
 
 from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
@@ -28,7 +28,10 @@ from lmeval_prune.models.tries import DENSE, InTurn
 from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question, pool_order
 from lmeval_prune.sprint.swept_task import SweptTask, swept
-from lmeval_prune.tasks.named import load_tasks
+from lmeval_prune.tasks.named import load_tasks, task_manager
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 logger = logging.getLogger(__name__)
 Model = PrunedHFLM | PrunedServerLM
@@ -71,7 +74,7 @@ class Sweep(SweepOptions):
                 system_instruction=self.system_instruction,
                 apply_chat_template=self.apply_chat_template,
                 fewshot_as_multiturn=self.apply_chat_template,  # as lm-eval's command does
-                task_manager=self._manager(),
+                task_manager=self._manager,
             )
             if lm.rank:
                 lm.close()  # all is written
@@ -121,14 +124,15 @@ class Sweep(SweepOptions):
 
     # ------------------------------------------------------------------ tasks and questions
 
+    @cached_property
     def _manager(self) -> TaskManager:
         metadata = dict(self.metadata)
         if self.split:
             metadata["data_split"] = self.split
-        return TaskManager(metadata=metadata)
+        return task_manager(list(self.tasks), metadata)
 
     def _tasks(self) -> dict[str, SweptTask]:
-        found = load_tasks(self._manager(), list(self.tasks))
+        found = load_tasks(self._manager, list(self.tasks))
         for name, task in found.items():
             self._check(name, task)
             self._choose_split(name, task)

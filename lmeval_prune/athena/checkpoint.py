@@ -159,7 +159,7 @@ def read(folder: str | os.PathLike[str]) -> Athena:
     """
     content = describe(folder)
     for key in ("schema", "schema_version", "created_by"):
-        content.pop(key)
+        content.pop(key, None)
     try:
         given, sha256 = content.pop("settings"), content.pop("head_sha256")
         settings = AthenaSettings(**{**given, "constants": tuple(given["constants"])})

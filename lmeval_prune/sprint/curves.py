@@ -117,6 +117,8 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
             tries = len(sample["filtered_resps"][0])  # without the copies that fill up ranks
             question, right = str(sample["doc"][asked]), round(float(sample["pass@1_unbiased"]) * tries)
             passes = np.array([float(sample.get(f"pass@{k}", np.nan)) for k in range(1, n + 1)])
+            if not 0 <= right <= tries:
+                raise ValueError("more of the tries are right than there are")
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError):
             raise InputError(
                 f"{path} is not a samples file of a pass@N task; run e.g. prune_gsm8k_pass8 with --log_samples"

@@ -217,8 +217,8 @@ def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
     """
     table = folder / "answers.parquet"
     for row in read_table(table, _TABLE).to_pylist():
-        response, versions = (from_json(row[name] or "null", table) for name in ("response", "versions"))
-        yield _record({**row, "response": response, "versions": versions}, table)
+        versions = from_json(row["versions"], table) if row["versions"] else None
+        yield _record({**row, "response": from_json(row["response"] or "", table), "versions": versions}, table)
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:

@@ -131,7 +131,7 @@ def device_named(name: str | None, strictly: bool = True) -> Any:
     Raises:
         InputError: torch knows none of that name, or it is not there.
     """
-    if strictly and name is not None and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)):
+    if strictly and name is not None and not re.fullmatch(r"cpu(:0)?|cuda(:\d{1,3})?", str(name)):
         raise InputError(f"device={name} is not for this; use cpu or cuda")
     import torch
 

@@ -959,10 +959,10 @@ def test_a_calibration_text_that_cannot_be_had(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--method norm_entropy --ratio 0.01", "nothing would be removed"),
-        ("--method norm_entropy --ratio 0.13 --unit group", "nothing would be removed"),
-        ("--method norm_entropy --ratio 0.13 --allocation uniform", "nothing would be removed"),
-        ("--method norm_entropy --ffn_ratio 0.3 --ffn_multiple 48", "nothing would be removed"),
+        ("--method norm_entropy --budget heads --ratio 0.01", "nothing would be removed"),
+        ("--method norm_entropy --budget heads --ratio 0.13 --unit group", "nothing would be removed"),
+        ("--method norm_entropy --budget heads --ratio 0.13 --allocation uniform", "nothing would be removed"),
+        ("--method norm_entropy --budget heads --ffn_ratio 0.3 --ffn_multiple 48", "nothing would be removed"),
         ("--method flap --ratio 0.0001", "nothing would be removed"),
         ("--method slimgpt --ratio 0.001", "nothing would be removed"),
         ("--method slimgpt --ratio 0.8", "would empty the last layer"),
@@ -990,7 +990,7 @@ def test_what_shapes_forbid_is_said_before_a_text_is_read(
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("options", [{"budget": "parameters", "parts": parts, "allocation": allocation}
                                      for parts in ("both", "heads") for allocation in ("global", "standardised")]
-                                    + [{"unit": "group"}, {"unit": "balanced"}, {"ffn_multiple": 16}])  # fmt: skip
+                                    + [{"budget": "heads", **more} for more in ({"unit": "group"}, {"unit": "balanced"}, {"ffn_multiple": 16})])  # fmt: skip
 def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[str, Any]) -> None:
     """Whatever random scores remove, shapes allow."""
     model_map, reached = map_model(tiny("llama", num_hidden_layers=3, num_attention_heads=8)), 0

@@ -99,7 +99,7 @@ SETTINGS = {  # rows in their authors' settings: the row of the same budget in e
     "wanda_sp, first 3 layers spared": ("wanda_sp", "the first three layers spared (Probe Pruning's authors)"),
     "slimgpt, authors' 50%": ("slimgpt", "the first layer loses 0.24 of the share instead of 0.31"),
     "slimgpt, 2,048 tokens": ("slimgpt", "8 windows of 2,048 tokens instead of 128 of 128"),
-    "probe pruning, authors' setting": ("probe pruning", "less left out; one choice for 16 texts, by one and those before"),
+    "probe pruning, authors' setting": ("probe pruning", "less left out; one choice for 16 texts"),
 }
 
 

@@ -11,8 +11,8 @@ parameters. Where a setting spares layers, the others lose more, so that all row
 model. Token Filtering stands beside them at as many multiplications as a plan leaves, where it can save so many. What
 is expected is written down in `EXPECTED`, and held against what was measured on either text.
 
-What was measured is kept under --work, row by row, what matters most first, and not measured again; each row says in
-which environment. At the end, or with --report, writes `results/baselines.json`, and a table and a picture under
+What was measured stands in `results/baselines.json`, row by row, what matters most first, and is not measured again;
+each row says in which environment. At the end, or with --report, writes tables and a picture under
 `docs/results/baselines/`.
 """
 
@@ -99,7 +99,7 @@ SETTINGS = {  # rows in their authors' settings: the row of the same budget in e
     "wanda_sp, first 3 layers spared": ("wanda_sp", "the first three layers spared (Probe Pruning's authors)"),
     "slimgpt, authors' 50%": ("slimgpt", "the first layer loses 0.24 of the share instead of 0.31"),
     "slimgpt, 2,048 tokens": ("slimgpt", "8 windows of 2,048 tokens instead of 128 of 128"),
-    "probe pruning, authors' setting": ("probe pruning", "one choice for 16 texts, by one of them and those before"),
+    "probe pruning, authors' setting": ("probe pruning", "less left out; one choice for 16 texts"),
 }
 
 
@@ -147,11 +147,13 @@ def _settings(ends: dict[str, Any]) -> Iterator[Row]:
         yield Row("llm_pruner, authors' layers", "llm_pruner", ratio, options=ends)
         yield Row("probe pruning", "", ratio)
     for ratio in RATIOS:
-        yield Row("probe pruning, authors' setting", "", ratio, given={"state": "run"})
+        theirs = round(ratio * 30 / 27, 2)  # of the layers in play
+        yield Row("probe pruning, authors' setting", "", ratio, given={"ratio": theirs, "state": "run"})
         yield Row("llm_pruner, authors' setting", "llm_pruner", ratio, options=ends, reads=(10, 64, 0))
     for seed in (1, 2):
         name = f"llm_pruner, authors' setting, seed {seed}"
         yield Row(name, "llm_pruner", 0.2, options=ends, reads=(10, 64, seed))
+    yield Row("probe pruning, 0.2 of the layers in play", "", 0.2, given={"ratio": 0.2})
 
 
 def _long(ratio: float) -> Iterator[Row]:
@@ -191,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", default="out/baselines")
+    parser.add_argument("--work", default="out/baselines", help="for what is known of a plan's layers until it is made")
     parser.add_argument("--rows", type=int, help="at most so many rows that are not there")
     parser.add_argument("--match", default="", help="only rows whose name has this regular expression")
     parser.add_argument("--device", default="cpu", help="torch's name of it")
@@ -203,10 +205,9 @@ def main() -> None:
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = Texts(tokenizer)
-    path = Path(options.work) / f"{options.tokens}.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known = stored(options.tokens)
     if options.report:
-        finish(about, options.tokens, texts, known)
+        report(*finish(about, options.tokens, texts, known))
         return
     model: Any = load_pretrained(folder, dtype=torch.float32)
     model.to(options.device)
@@ -216,7 +217,6 @@ def main() -> None:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": formula_flops(model_map, WINDOW)}
         known["dense"] = {**counts, "perplexity": perplexities(model, windows), "environment": about}
-        write_text(path, json.dumps(known))
     wanted = [row for row in rows() if re.search(options.match, row.key)]
     waiting = [row for row in wanted if row.key not in known][: options.rows]
     for place, row in enumerate(waiting):
@@ -228,10 +228,20 @@ def main() -> None:
             }
         except ValueError as error:  # a share that would empty a layer
             known[row.key] = {"refused": str(error), "environment": about}
-        write_text(path, json.dumps(known))
+        finish(about, options.tokens, texts, known)
         shown = known[row.key].get("perplexity") or known[row.key]["refused"]
         print(f"{place + 1} of {len(waiting)}, {time.perf_counter() - began:.0f} s: {row.key}: {shown}", flush=True)
-    finish(about, options.tokens, texts, known)
+    report(*finish(about, options.tokens, texts, known))
+
+
+def stored(tokens: int) -> dict[str, Any]:
+    """Return the rows of the results file, each with the environment that it was measured in."""
+    path = RESULTS / "baselines.json"
+    content = json.loads(path.read_text()) if path.exists() else {"tokens": tokens, "results": {}}
+    if content["tokens"] != tokens:
+        raise SystemExit(f"{path} has rows of {content['tokens']} tokens of each text; move it away")
+    environments = content.get("environments", [])
+    return {name: {**row, "environment": environments[row["environment"]]} for name, row in content["results"].items()}
 
 
 @dataclass
@@ -326,16 +336,13 @@ def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[s
     """Probe Pruning: parameters and arithmetic stay, since it masks; `masked` is what it leaves out, in parameters.
 
     The first three layers are whole. Each window by itself, and so many heads and channels that the share of all is the
-    row's; or as its authors do: their rounded share of the layers in play, and a choice for a batch as a whole.
+    row's; or as it is given.
     """
     hidden, layers = model_map.model.config.hidden_size, model_map.attention
     costs = {"heads": 2 * hidden * layers[0].head_dim, "channels": 3 * hidden}  # queries and outputs; keys, values stay
     counts = {"heads": model_map.total_heads, "channels": sum(model_map.channels().values())}
-    of_all = row.ratio * len(layers) / (len(layers) - 3)
-    if row.given:
-        method = ProbePruning(round(of_all, 2), **row.given)
-    else:
-        method = ProbePruning(of_all * _removable(model_map) / sum(counts[kind] * costs[kind] for kind in costs))
+    maskable = sum(counts[kind] * costs[kind] for kind in costs) * (len(layers) - 3) / len(layers)
+    method = ProbePruning(**{"ratio": row.ratio * _removable(model_map) / maskable, **row.given})
     quality = {}
     for name, every in windows.items():  # what is remembered begins anew with each text
         with method.applied_to(model_map.model, model_map):
@@ -383,8 +390,10 @@ def realised(one: dict[str, Any], dense: dict[str, Any]) -> float | None:
     return one["masked"] / one["removable"] if "masked" in one else None
 
 
-def finish(about: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]) -> None:
-    """Write what is known."""
+def finish(
+    about: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Write the results file; return its rows and what has come of what was expected."""
     calibration = {name: texts.of(name).about() for name in CALIBRATED}
     environments: list[dict[str, Any]] = []
     results = {}
@@ -396,7 +405,7 @@ def finish(about: dict[str, Any], tokens: int, texts: Texts, known: dict[str, An
     checked = expectations(results)
     content = {"written": about, "environments": environments, "tokens": tokens, "calibration": calibration}
     write("baselines", {**content, "expectations": checked, "results": results})
-    report(results, checked)
+    return results, checked
 
 
 def expectations(results: dict[str, Any]) -> list[dict[str, Any]]:

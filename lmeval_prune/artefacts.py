@@ -70,9 +70,11 @@ def alone(path: PathLike, timeout: float = 0) -> Iterator[None]:
             lock = target / ".lock" if inside else target.parent / f".{file_name(target.name)}.lock"
             with writing(path):
                 stack.enter_context(_parents(lock))
-                stack.enter_context(_held(lock, timeout))
-        except Timeout:
-            raise InputError(f"another run is writing to {path}; wait for it, or name another output") from None
+                try:
+                    stack.enter_context(_held(lock, timeout))
+                except Timeout:  # an OSError, too
+                    message = f"another run is writing to {path}; wait for it, or name another output"
+                    raise InputError(message) from None
         except RuntimeError as error:  # a loop of links
             raise InputError(f"{path} cannot be written: {error}") from error
         yield

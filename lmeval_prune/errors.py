@@ -45,6 +45,7 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
     named = re.search(r"\(os error (\d+)\)", str(error))
     number = int(named[1]) if named else number
     where = getattr(error, "filename", None) or path
+    where = path if "/.lmeval-prune-" in str(where) else where  # where it grows
     return DiskError(f"{where} cannot be written: {_FULL[number]}") if number in _FULL else None
 
 

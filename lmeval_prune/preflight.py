@@ -6,15 +6,17 @@ What only the model can tell is left to it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from lmeval_prune import tasks
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.pruners.table import check_pruner
 from lmeval_prune.settings import device_named
 
@@ -42,11 +44,27 @@ def check(options: Mapping[str, Any]) -> None:
         plain = not any("." in name for name in head_names(heads))  # without a stack
         if plain and model.get("pretrained") and (known := outline(str(model["pretrained"]), model.get("revision"))):
             Head.parse(heads, known)
-    for path in _all(options, "plan", "scores", "mask"):
+    for name in _all(options, "task", "tasks"):
+        check_task(name)
+    for path in _all(options, "plan", "scores", "mask", "text", "grid", "folder"):
         if not Path(path).exists():
             raise InputError(f"no such file: {path}")
     if options.get("device") is not None:
         device_named(options["device"])
+
+
+def check_task(name: str) -> None:
+    """Refuse a name that begins as those of our tasks do, and is none; others are left to lm-eval.
+
+    Raises:
+        InputError: naming the task that was probably meant.
+    """
+    if not name.startswith("prune_") or Path(name).is_file():
+        return
+    texts = (path.read_text(encoding="utf-8") for path in Path(tasks.__path__[-1]).rglob("*.yaml"))
+    names = {found[1] for text in texts if (found := re.search(r"^(?:task|group): (prune_\w+)", text, re.MULTILINE))}
+    if name not in names:
+        raise InputError(f"there is no task {name}{nearest(name, names)}; `lm_eval ls tasks` lists them")
 
 
 def outline(name: str, revision: str | None = None) -> Any:

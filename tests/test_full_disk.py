@@ -21,14 +21,13 @@ from lmeval_prune.grid.work import Loaded
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
-from tests.test_grid import _shared_manager, described, outcomes  # noqa: F401 - a fixture
+from tests.test_grid import _release_model, described, outcomes  # noqa: F401 - a fixture
 from tests.test_pruned_hf import model, requests
 from tests.test_sprint import MODEL, TASKS, row
 from tests.test_sweep import sweep
 from tests.tiny_models import tiny
 
 NO_SPACE = r"cannot be written: no space left on device; free some space and run the same command again$"
-pytestmark = pytest.mark.usefixtures("one_task_manager")
 
 
 def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) -> None:

@@ -277,7 +277,7 @@ def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_pa
     report("the pool has 5", n=6)
     report("n must be at least 1", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
-    report("not a samples file", samples=[("T", str(tmp_path / "not.jsonl"))])
+    report("not.jsonl is damaged or of another kind", samples=[("T", str(tmp_path / "not.jsonl"))])
     for wrong in ({"prompt": "another"}, {"length": 9}):
         samples(tmp_path / "w.jsonl", test, **wrong)
         report("cannot be compared", samples=[("T", str(tmp_path / "w.jsonl"))])

@@ -114,13 +114,13 @@ def model(
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a plan of another model, if it fits
     """
+    if format not in ("checkpoint", "gguf"):
+        raise InputError(f"--format {format} is not known; use checkpoint or gguf")
     from lmeval_prune.export.servers import model_lines
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.surgery.commands import load_plan, write_cut
 
     with as_options():
-        if format not in ("checkpoint", "gguf"):
-            raise InputError(f"--format {format} is not known; use checkpoint or gguf")
         wanted = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
         wanted = load_plan(plan, allow_other_model, allow_empty_layer) if plan else wanted
         if format == "gguf":

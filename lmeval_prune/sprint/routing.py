@@ -140,7 +140,7 @@ def _named(interventions: list[Any]) -> str:
     words = []
     for one in interventions:
         if isinstance(one, dict):
-            fields = ", ".join(f"{name}={value}" for name, value in one.items() if name != "method")
+            fields = ", ".join(f"{name}={value}" for name, value in one.items() if name not in ("method", "version"))
             words.append(f"{one.get('method')} ({fields[:60]})")
         else:
             words.append(f"layers {one[:8]}")

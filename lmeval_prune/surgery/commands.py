@@ -152,6 +152,8 @@ def prune(
         revision: of the model
         device: cpu or cuda; default: a GPU if there is one
     """
+    asked = PruneOptions(**wanted)  # a wrong one is refused before torch is imported
+    _check_json(output)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
@@ -160,7 +162,7 @@ def prune(
     from lmeval_prune.pruners.schedule import check_methods, settled, stages, wants_channels, wants_heads
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
-    asked, where = PruneOptions(**wanted), device_named(device)
+    where = device_named(device)
     known, at_hand = _scores_of(scores) if scores else (None, ({}, {}))
     if method:
         make_pruner(method, options or {})
@@ -175,7 +177,6 @@ def prune(
         raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
     pruner = make_pruner(method or "norm_entropy", options or {})
     of_channels = make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
-    _check_json(output)
     bare = map_model(skeleton_of(pretrained, revision))
     asked = settled(asked, pruner, bare)
     wanted_parts = wants_heads(asked), wants_channels(asked)

@@ -30,7 +30,7 @@ from tests.athena_hosts import data_folder, document, encoder_folder, examples, 
 from tests.conftest import ROOT
 from tests.test_athena import collated, encoded
 from tests.test_athena_training import losses
-from tests.test_distillation import STILL, athena, dense, language, no_pictures, own_tasks  # noqa: F401 - fixtures
+from tests.test_distillation import STILL, athena, dense, language, no_pictures  # noqa: F401 - fixtures
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,7 +32,7 @@ NO_SPACE = r"cannot be written: no space left on device; free some space and run
 
 def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) -> None:
     """Let every file but the first `after` ones meet a full disk: what is appended, too."""
-    left, fsync, opened = [after], os.fsync, Path.open
+    left, fsync = [after], os.fsync
 
     def full(handle: int) -> None:
         if left[0] == 0:
@@ -40,14 +40,14 @@ def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) 
         left[0] -= 1
         fsync(handle)
 
-    def open_full(self: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        if "a" in mode and left[0] == 0:
-            return opened(Path("/dev/full"), mode, *arguments, **named)
-        left[0] -= "a" in mode
-        return opened(self, mode, *arguments, **named)
+    def append_to(path: Path) -> Any:
+        if left[0] == 0:
+            return Path("/dev/full").open("a", encoding="utf-8")
+        left[0] -= 1
+        return artefacts.append_to(path)
 
     patch.setattr(artefacts.os, "fsync", full)
-    patch.setattr(Path, "open", open_full)
+    patch.setattr("lmeval_prune.models.answer_store.append_to", append_to)
 
 
 def answered(folder: Path, compact: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""How often intervals hold the mean, and what *detectable* detects; a minute: `python benchmarks/interval_coverage.py`."""
+"""How often intervals hold the mean, and the power of *detectable*: `python benchmarks/interval_coverage.py`."""
 
 from __future__ import annotations
 

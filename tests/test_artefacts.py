@@ -496,9 +496,18 @@ def _checkpoint(folder: Path) -> Kind:
     return Kind([folder / "cut" / "lmeval_prune.json"], read)
 
 
+RANGES = {"decode_tokens_per_second": [4.0, 5.0]}
+
+
 def _grid(folder: Path) -> Kind:
     grid = grid_by_hand(folder / "grid", {"a": {"t": [1, 0, 1]}, "b": {"t": [0, 0, 1]}})
     GridFolder(grid).fail("a-t", "reason", "")
+    (speed,) = RANGES
+    for name in "ab":
+        GridFolder(grid).write_measure(name, {"parameters": 100, speed: 4.5, "ranges": RANGES})
+        lengths = {"answers": 3, "unknown": 1, "cut_off": 0.5, "mean_tokens": 4.0, "max_gen_toks": 8}
+        results = {"configs": {"t": {}}, "results": {}, "config": {"pruning": {"answers": {"t": lengths}}}}
+        write_text(grid / "cells" / f"{name}-t" / "results.json", json.dumps(results))
 
     def read() -> Any:
         GridFolder(grid).failure("a-t")
@@ -728,6 +737,30 @@ def test_absurd_values_are_refused_in_one_line(kind: tuple[Kind, Any], absurd: s
             got = refused_or(found, path, damaged)
             skipped = path.suffix == ".jsonl" or path.name in ("cell.json", "about.json")  # asked again, or not needed
             assert got is None or skipped or got == expected
+
+
+@pytest.mark.parametrize("damaged", [5, "x", None, [1.0], [1.0, 2.0, 3.0], ["a", "b"], [5.0, 4.0], [math.nan, 4.0]])
+def test_ranges_of_speeds_are_two_numbers_in_order(damaged: Any, tmp_path: Path) -> None:
+    kind, (speed,) = _grid(tmp_path), RANGES
+    path = tmp_path / "grid" / "measures" / "a.json"
+    for ranges in (damaged, {speed: damaged}):
+        content = json.dumps({**json.loads(path.read_text()), "ranges": ranges}).encode()
+        assert refused_or(kind, path, content) is None
+
+
+def test_figures_that_were_not_measured_may_be_null(tmp_path: Path) -> None:
+    kind, path = _grid(tmp_path), tmp_path / "grid" / "measures" / "a.json"
+    assert refused_or(kind, path, json.dumps({**json.loads(path.read_text()), "parameters": None}).encode())
+
+
+@pytest.mark.parametrize("field", ["answers", "unknown", "cut_off", "mean_tokens"])
+@pytest.mark.parametrize("damaged", [..., "x", -1, [5], math.nan])
+def test_lengths_of_a_cell_are_whole_or_absent(field: str, damaged: Any, tmp_path: Path) -> None:
+    kind, path = _grid(tmp_path), tmp_path / "grid" / "cells" / "a-t" / "results.json"
+    content = json.loads(path.read_text())
+    place = ("config", "pruning", "answers", "t", field)
+    assert refused_or(kind, path, json.dumps(changed(content, place, damaged)).encode()) is None
+    assert refused_or(kind, path, json.dumps(changed(content, place[:3], ...)).encode()) is not None
 
 
 @pytest.mark.parametrize("response", [5, None, ["a"], {"a": 1}, True])

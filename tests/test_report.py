@@ -119,8 +119,8 @@ def test_the_band_holds_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) 
     small, large = (curves.at_random("r", POOL, o, 2) for o in (test, train))
     widths = []
     for curve in (small, large):
-        low, high = mean_interval(curve.values)
-        assert (low <= curve.mean).all() and (curve.mean <= high).all()
+        low, high = mean_interval(curve.values, 1.0)
+        assert (low >= 0).all() and (high <= 1).all() and (low <= curve.mean).all() and (curve.mean <= high).all()
         widths.append(high - low)
     assert (widths[1] < widths[0]).all()
 

@@ -101,7 +101,7 @@ def compare(
         output: folder for the tables and the page (default: `compare` in the grid's folder)
         without_texts: tasks whose questions and answers are left out of the page, as their licence may ask
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
-        seed: of bootstrap and tests
+        seed: of tests
     """
     from lmeval_prune.artefacts import alone
     from lmeval_prune.grid.folder import GridFolder

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
+from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import read_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.configuration import check_name
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.outcomes import ANSWERS, read_lower_is_better, read_outcomes, read_table
+from lmeval_prune.grid.outcomes import ANSWERS, read_cell_json, read_lower_is_better, read_outcomes, read_table
 from lmeval_prune.grid.seen import seen
-from lmeval_prune.models.lengths import cut_off, merged
+from lmeval_prune.models.lengths import Lengths, cut_off, merged
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -91,7 +91,7 @@ class Comparison:
         variants, tasks: names, in the grid's order; `POOLED` is the last task if there are several.
         rows: by variant and task.
         costs: of each variant what was measured.
-        fronts: by task and figure of `COSTS`, the variants that are better than every other, in that or in the mean.
+        fronts: by task and figure of `COSTS`, the variants that no other beats: as good in both, and better in one.
         missing: cells that are not there: variant, task, why.
         cells: the grid's entries, by variant and task.
         outcomes: of each task its questions, and of each variant their figures.
@@ -119,7 +119,7 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     Args:
         path: folder of the grid.
         baseline: name of a variant; default the one that the grid names, else its first.
-        seed: of bootstrap and tests.
+        seed: of tests.
 
     Raises:
         InputError: there is no such grid or baseline, or a variant was asked other questions than the baseline.
@@ -221,14 +221,33 @@ def _asked(folder: GridFolder, cell: dict[str, Any]) -> _Asked:
     return _Asked(found.questions, texts, found.columns, read_lower_is_better(path, found.columns))
 
 
+class Pruning(TypedDict):
+    """What is read of what a model says about itself."""
+
+    answers: NotRequired[dict[str, Lengths]]
+
+
+class Config(TypedDict):
+    """What is read of lm-eval's configuration of a run."""
+
+    pruning: NotRequired[Pruning]
+
+
+class Results(TypedDict):
+    """What is read of lm-eval's results."""
+
+    config: NotRequired[Config]
+
+
 def _lengths(cell: Path) -> dict[str, Any] | None:
-    """How long a cell's answers are; None where it does not say."""
-    try:
-        results = read_json(cell / "results.json")
-        parts = list(results["config"]["pruning"]["answers"].values())
-        return merged(parts) if parts else None
-    except (InputError, KeyError, TypeError, AttributeError):  # of an earlier build, or nothing was generated
-        return None
+    """Return how long a cell's answers are; None where nothing was generated, or an earlier version did not say.
+
+    Raises:
+        InputError: the results are damaged.
+    """
+    results = read_cell_json(cell / "results.json", Results)
+    parts = list(results.get("config", {}).get("pruning", {}).get("answers", {}).values())
+    return merged(parts) if parts else None
 
 
 def _matrix(
@@ -278,10 +297,10 @@ def _rows(
 ) -> Iterator[Row]:
     """Rows of one task, all tests at once; `tests` are those of the whole comparison."""
     is_binary = bool(np.isin(values, (0.0, 1.0)).all())
-    unit = 1.0 if ((values >= 0) & (values <= 1)).all() else np.inf
-    lows, highs = mean_interval(values, seed)
+    are_shares = ((values >= 0) & (values <= 1)).all() and not lower_is_better  # what is to be low may have no largest
+    unit = 1.0 if is_binary or are_shares else np.inf
+    lows, highs = mean_interval(values, unit)
     differences = values - values[:, [base]]
-    from_, to = difference_interval(differences, unit, seed)
     better, worse = (differences > 0).sum(0), (differences < 0).sum(0)
     better, worse = (worse, better) if lower_is_better else (better, worse)
     if is_binary:
@@ -290,6 +309,7 @@ def _rows(
         draws = max(10_000, 20 * tests)  # so that Holm's correction of the smallest p-value there can be is below 0.05
         ps, test = sign_flip_test(differences, seed, draws), "sign flips"
         ps = np.where(better + worse == 0, 1.0, ps)
+    from_, to = difference_interval(differences, unit, ps)
     least = detectable(differences, unit, LEVEL / tests)
     for i, name in enumerate(names):
         row = Row(name, task, len(values), float(values[:, i].mean()), float(lows[i]), float(highs[i]))
@@ -337,7 +357,7 @@ def _costs(folder: GridFolder, cells: dict[tuple[str, str], dict[str, Any]], var
 
 
 def _fronts(rows: dict[tuple[str, str], Row], costs: dict[str, dict[str, Any]], task: str) -> dict[str, list[str]]:
-    """By figure in which variants differ, those that are better than every other in it or in the mean.
+    """Return, by figure in which variants differ, those that no other beats.
 
     Speeds that were measured once have no front: what they would be another time is not known.
     """
@@ -359,4 +379,5 @@ def measured_range(costs: dict[str, Any], figure: str) -> tuple[float, float]:
     if figure in TIMED:
         low, high = costs.get("ranges", {}).get(figure, (np.nan, np.nan))
         return low, high
-    return (costs.get(figure, np.nan),) * 2
+    value = costs.get(figure)
+    return (np.nan if value is None else value,) * 2

@@ -14,12 +14,13 @@ A cell's folder appears whole or not at all. Who evaluates a cell holds its lock
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from annotated_types import Len
+from annotated_types import Interval, Len, Predicate
 from filelock import FileLock, Timeout
 from typing_extensions import TypedDict
 
@@ -57,17 +58,26 @@ class Failure(TypedDict):
     reason: str
 
 
+def is_ordered(ends: list[float]) -> bool:
+    """Return whether the first number is no larger than the last."""
+    return ends[0] <= ends[-1]
+
+
+Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
+
+
 class Measure(TypedDict):
     """Fields of what a variant costs."""
 
     device: NotRequired[str]
     threads: NotRequired[int]
-    parameters: NotRequired[float | None]
-    flops_per_token: NotRequired[float | None]
-    decode_tokens_per_second: NotRequired[float | None]
-    prefill_tokens_per_second: NotRequired[float | None]
-    cache_bytes_per_token: NotRequired[float | None]
-    weights_bytes: NotRequired[float | None]
+    ranges: NotRequired[dict[str, Annotated[list[Finite], Len(2, 2), Predicate(is_ordered)]]]
+    parameters: NotRequired[Finite | None]
+    flops_per_token: NotRequired[Finite | None]
+    decode_tokens_per_second: NotRequired[Finite | None]
+    prefill_tokens_per_second: NotRequired[Finite | None]
+    cache_bytes_per_token: NotRequired[Finite | None]
+    weights_bytes: NotRequired[Finite | None]
 
 
 class GridFolder:

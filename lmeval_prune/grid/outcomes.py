@@ -168,6 +168,18 @@ def _chosen(whole: list[str], wanted: str | None) -> str | None:
     return max(passes, key=lambda name: int(_metric(name)[5:])) if passes else next(iter(whole), None)
 
 
+def read_cell_json(path: Path, fields: Any) -> Any:
+    """Read a JSON file of a cell, as of `read_json`.
+
+    Raises:
+        InputError: it is missing or damaged; the message says what to do.
+    """
+    try:
+        return read_json(path, fields)
+    except InputError as error:
+        raise InputError(f"{error}; delete {path.parent} and run the grid") from None
+
+
 def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
     """Whether a smaller figure is the better one, as lm-eval's results say.
 
@@ -178,11 +190,7 @@ def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
     Raises:
         InputError: the results are damaged, or it is so for one task of a group and not for another.
     """
-    path = folder / "results.json"
-    try:
-        said = read_json(path, Results).get("higher_is_better", {})
-    except InputError as error:
-        raise InputError(f"{error}; delete {folder} and run the grid") from None
+    said = read_cell_json(folder / "results.json", Results).get("higher_is_better", {})
     lower = {(said.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
     if len(lower) > 1:
         shown = ", ".join(f"{column} of {task}" for task, column in columns.items())

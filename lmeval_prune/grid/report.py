@@ -54,7 +54,7 @@ def write(
         path: folder of the grid.
         baseline: name of a variant; default the grid's.
         output: folder; default `compare` in the grid's.
-        seed: of bootstrap and tests.
+        seed: of tests.
         without_texts: tasks whose questions and answers the page does not show.
 
     Returns:
@@ -87,9 +87,11 @@ def write(
     write_text(target / "comparison.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if costs:
         _picture(found, costs, target / "pareto")
+    notes = [f"missing cells: {_missing(found)}", *found.notes] if found.missing else found.notes
     text = render(
         Path(__file__).with_name("report.md.jinja"),
         found=found,
+        notes=notes,
         without_texts=without_texts,
         tables={task: _table(found, task) for task in found.tasks},
         tests=len(tests),
@@ -104,7 +106,12 @@ def write(
     write_page(found, GridFolder(path), target / "page.html", without_texts)
     pictures = ["pareto.png", "pareto.svg"] if costs else []
     names = ["report.md", "table.csv", "comparison.json", *pictures, "page.html"]
-    return _table(found, found.tasks[-1]), found.notes, [target / name for name in names]
+    return _table(found, found.tasks[-1]), notes, [target / name for name in names]
+
+
+def _missing(found: Comparison) -> str:
+    named = [f"{variant} on {task} ({reason})" for variant, task, reason in found.missing]
+    return f"{len(named)}: {'; '.join(named[:10])}{'; …' if named[10:] else ''}"
 
 
 def _on_trial(found: Comparison) -> list[str]:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Interval
+from typing_extensions import TypedDict
 
 logger = logging.getLogger(__name__)
 MANY = 0.1  # a share of answers that is worth a word
 # a task whose answers end at these alone expects a chat: nothing else ends a turn
 _ENDS_OF_TURNS = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>"}
+
+
+class Lengths(TypedDict):
+    """How long answers are, as `lengths` says it."""
+
+    answers: Annotated[int, Ge(0)]
+    unknown: Annotated[int, Ge(0)]
+    cut_off: Annotated[float, Interval(ge=0, le=1)] | None
+    mean_tokens: Annotated[float, Interval(ge=0, lt=math.inf)] | None
+    max_gen_toks: int | None
 
 
 class Ending(NamedTuple):

@@ -8,43 +8,57 @@ from functools import cache
 import numpy as np
 from scipy import optimize, stats
 
+_LEVEL = 0.05  # of tests and of what intervals leave out
 
-def mean_interval(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tuple[np.ndarray, np.ndarray]:
-    """Return 95% intervals of means: of right and wrong Clopper and Pearson's, of figures by studentised bootstrap.
+
+def mean_interval(values: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return 95% intervals of means: of right and wrong Clopper and Pearson's, of figures Johnson's.
+
+    Shares get two questions more, one of nothing and one of the unit: without them, shares that are all alike leave a
+    point, and those that nearly are an interval that is far too short.
 
     Args:
         values: shape (questions, columns).
-        seed: of the bootstrap's draws, which are the same for all columns.
-        draws: how many.
+        unit: the largest value, 1 for shares, which are not below 0; infinite where there is no largest.
 
     Returns:
         Lower and upper ends, shape (columns,) each; NaN where a value is not known.
     """
-    low, high = _studentised(values, seed, draws)
+    is_share = np.isfinite(unit)
+    more = np.outer([0.0, unit], np.ones(values.shape[1])) if is_share else values[:0]
+    low, high = _johnson_interval(values, more)
+    if is_share:
+        low, high = np.clip(low, 0.0, unit), np.clip(high, 0.0, unit)
     count, is_binary = len(values), np.isin(values, (0.0, 1.0)).all(0)
     right = values[:, is_binary].sum(0)
-    low[is_binary] = np.nan_to_num(stats.beta.ppf(0.025, right, count - right + 1), nan=0.0)
-    high[is_binary] = np.nan_to_num(stats.beta.ppf(0.975, right + 1, count - right), nan=1.0)
+    low[is_binary] = np.nan_to_num(stats.beta.ppf(_LEVEL / 2, right, count - right + 1), nan=0.0)
+    high[is_binary] = np.nan_to_num(stats.beta.ppf(1 - _LEVEL / 2, right + 1, count - right), nan=1.0)
     return low, high
 
 
-def difference_interval(
-    differences: np.ndarray, unit: float, seed: int = 0, draws: int = 2000
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return 95% intervals of mean differences: studentised bootstrap, with one question added in each direction.
+def difference_interval(differences: np.ndarray, unit: float, ps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return 95% intervals of mean differences, which hold 0 unless the paired test says that there is a difference.
 
-    Without the two, an interval from few questions that differ is far too short, and from none a point. (Bonett and
-    Price add them for right and wrong; here figures get them, too, of the size by which their questions differ.)
+    They are Johnson's, with one question added in each direction, of the size by which questions differ that do. (So
+    do Bonett and Price for right and wrong; without them an interval from few questions that differ is far too short,
+    and from none a point.) Where such an interval and the test disagree about 0, the end that is nearer to 0 is
+    Miettinen's test-based one, from the test's p-value.
 
     Args:
         differences: of paired questions, shape (questions, columns).
         unit: as of `detectable`.
-        seed: of the bootstrap's draws, which are the same for all columns.
-        draws: how many.
+        ps: p-values of the paired tests of the columns.
     """
     size = _size(differences, unit)
     size = np.where(np.isinf(size), 0.0, size)
-    low, high = _studentised(np.concatenate([differences, [size, -size]]), seed, draws)
+    low, high = _johnson_interval(differences, np.stack([size, -size]))
+    means, critical = differences.mean(0), stats.norm.isf(_LEVEL / 2)
+    disagree = (means != 0) & ((low <= 0) & (high >= 0) == (ps < _LEVEL))
+    ends = means * (1 - critical / np.maximum(stats.norm.isf(ps / 2), 1e-9))
+    low, high = (
+        np.where(disagree & (means > 0), ends, low),
+        np.where(disagree & (means < 0), ends, high),
+    )
     return np.maximum(low, -unit), np.minimum(high, unit)
 
 
@@ -54,25 +68,22 @@ def _size(differences: np.ndarray, unit: float) -> np.ndarray:
     return np.divide((differences**2).sum(0), sums, out=np.full(len(sums), unit), where=sums > 0)
 
 
-def _studentised(values: np.ndarray, seed: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return intervals of means; a column of one value has it as both ends."""
-    count, means = len(values), values.mean(0)
-    low, high = means.copy(), means.copy()
-    spread = values.std(0)
-    varied = spread > 1e-12 * np.abs(values).max(0, initial=0.0)  # false where a value is NaN
-    if not varied.any():
-        return low, high
-    scaled = (values[:, varied] - means[varied]) / spread[varied]
-    generator, share = np.random.default_rng(seed), np.full(count, 1 / count)
-    scores = []
-    for start in range(0, draws, 100):  # how often each question is drawn: one product gives all columns' sums
-        drawn = generator.multinomial(count, share, size=min(100, draws - start)) / count
-        mean = drawn @ scaled
-        variance = drawn @ scaled**2 - mean**2
-        scores.append(mean / np.sqrt(np.where(variance > 1e-9, variance, np.nan)))  # a draw of one value has no score
-    ends = np.nanquantile(np.concatenate(scores), (0.975, 0.025), axis=0)
-    low[varied], high[varied] = means[varied] - ends * spread[varied]
-    return low, high
+def _johnson_interval(values: np.ndarray, more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return Student's intervals of means, made longer as Johnson's t has it, on the side to which values are skewed.
+
+    Args:
+        values: shape (questions, columns).
+        more: questions that count for how far values vary, and not for their mean.
+    """
+    means, values = values.mean(0), np.concatenate([values, more])
+    count = len(values)
+    centred = values - values.mean(0)
+    variance = (centred**2).sum(0) / max(count - 1, 1)
+    third = np.divide((centred**3).mean(0), variance, out=np.zeros(len(means)), where=variance > 0)
+    critical = stats.t.isf(_LEVEL / 2, max(count - 1, 1))
+    half = critical * np.sqrt(variance / count)
+    skew = third * (1 + 2 * critical**2) / (6 * count)
+    return means - half + np.minimum(skew, 0), means + half + np.maximum(skew, 0)
 
 
 def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) -> np.ndarray:
@@ -122,7 +133,7 @@ def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
     return np.minimum(1.0, 2 * stats.binom.cdf(np.minimum(better, worse), differ, 0.5))
 
 
-def detectable(differences: np.ndarray, unit: float, level: float = 0.05) -> np.ndarray:
+def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> np.ndarray:
     """Return the smallest mean differences that the paired tests show at least four times in five.
 
     It is McNemar's exact power if as many questions differ as here; where even all of these going one way are too few,
@@ -160,7 +171,7 @@ def _detectable(count: int, share: float, level: float) -> float:
     return float(optimize.brentq(lambda more: lack(more, more), share, 1.0, xtol=1e-5)) + 1e-5
 
 
-def mcnemar_power(count: int, share: float, difference: float, level: float = 0.05) -> float:
+def mcnemar_power(count: int, share: float, difference: float, level: float = _LEVEL) -> float:
     """Return the exact power of McNemar's exact test.
 
     Args:
@@ -178,18 +189,18 @@ def mcnemar_power(count: int, share: float, difference: float, level: float = 0.
 
 
 def pareto(costs: np.ndarray, gains: np.ndarray) -> np.ndarray:
-    """Return which points are better than every other, in cost or in gain; equal points are so together.
+    """Return which points no other beats: none surely costs no more, gains no less, and is better in one of both.
 
     Args:
-        costs: shape (points, 2), the ends of what was measured of each; smaller is better. One is better than another
-            if its upper end is below the other's lower one. NaN is never on the front.
+        costs: shape (points, 2), the ends of what was measured of each; smaller is better. One surely costs less than
+            another if its upper end is below the other's lower one. NaN is never on the front.
         gains: larger is better.
     """
     low, high = costs.T
-    may_cost_less = low[None, :] <= high[:, None]  # (point, other)
-    is_same = (low[None, :] == high[:, None]) & (high[None, :] == low[:, None]) & (gains[None, :] == gains[:, None])
-    is_beaten = (may_cost_less & (gains[None, :] >= gains[:, None]) & ~is_same & ~np.eye(len(gains), dtype=bool)).any(1)
-    return ~is_beaten & ~np.isnan(low + high + gains)
+    own, other = (slice(None), None), (None, slice(None))
+    is_as_good = (high[other] <= low[own]) & (gains[other] >= gains[own])
+    is_better = (high[other] < low[own]) | (gains[other] > gains[own])
+    return ~(is_as_good & is_better).any(1) & ~np.isnan(low + high + gains)
 
 
 def two_sample_test(one: np.ndarray, other: np.ndarray, seed: int = 0, draws: int = 10_000) -> float:

@@ -117,7 +117,7 @@ class ReportOptions:
         n: tries
         by: attribute of questions to group by, e.g. subject
         shortlist: size of the random baseline's shortlist
-        seed: of bootstrap and tests
+        seed: of what is drawn: tests, and what luck would give
     """
 
     test: str

@@ -52,7 +52,7 @@ class SprintReport(ReportOptions):
         heads, moved = HeadTable.of(test, self.by), changes(test)
         measured, lucky = gains(heads), gains_by_luck(test, heads, seed=self.seed)
         curves = self._curves(test, train, router)
-        bands = [mean_interval(curve.values, self.seed) for curve in curves]
+        bands = [mean_interval(curve.values, 1.0) for curve in curves]
         dense = float(test.accuracy()[test.pool.index(DENSE)])
         tests = self._tests(curves) if router else {}
         choices = [Counter(order[k] for order in curves[0].heads) for k in range(self.n)] if router else []

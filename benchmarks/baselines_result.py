@@ -125,7 +125,7 @@ def rows() -> Iterator[Row]:
         yield Row("token filter", "", ratio)
         yield Row("random with least squares, seed 0", "random", ratio, options={"compensation": "least_squares"})
         yield Row("slimgpt, diagonal error", "slimgpt", ratio, given={"error": "diagonal"})
-        yield Row("norm_entropy, channels by an extension of ours", "norm_entropy", ratio)
+        yield Row("norm_entropy, channels by an extension of ours", "norm_entropy", ratio, options={"parts": "both"})
 
 
 def _heads(ratio: float) -> Iterator[Row]:

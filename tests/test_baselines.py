@@ -30,7 +30,7 @@ from lmeval_prune.pruners.allocation import (
     removed_by,
     standardised_by_layer,
 )
-from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.base import PRUNERS, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.flap import Flap
@@ -448,12 +448,12 @@ def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_
 def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The plan then rests on damping; it says so, too."""
     model_map = map_model(tiny("llama"))
-    wide = {"L0.o_proj": 32, "L0.down": 48, "L1.o_proj": 32, "L1.down": 48}
-    for rows, length, short in ((1, 2, wide), (4, 11, {k: v for k, v in wide.items() if v > 44}), (8, 11, {})):
+    for rows, length in ((1, 2), (4, 11), (8, 11)):
+        short = {"tokens": rows * length, "widest": "L0.down", "columns": 48} if rows * length < 48 else {}
         caplog.clear()
         made = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).made
         lines = [one.getMessage() for one in caplog.records]
-        assert made.get("more_columns_than_tokens", {}) == short and len(lines) == bool(short)
+        assert made.get("fewer_tokens_than_columns", {}) == short and len(lines) == bool(short)
         text = f"has {rows * length} tokens, fewer than the 48 columns of L0.down: the solution"
         assert all(text in line and "\n" not in line for line in lines)
     caplog.clear()
@@ -876,7 +876,7 @@ def masked() -> Any:
         (lambda m: plan_by("random", m, None, budget="heads", skip_first=1), "skip_first is for --budget parameters"),
         (lambda m: plan_by("random", m, None, budget="heads", allocation="flap_reference"), "is not known; use global"),
         (lambda m: plan_by("random", m, None, budget="heads", allocation="log"), "'log' is not known; use global or"),
-        (lambda m: plan_by("confidence", m, text_of()), "scores heads only"),
+        (lambda m: plan_by("confidence", m, text_of(), parts="both"), "scores heads only; give --parts heads"),
         (lambda m: plan_by("flap", _Quantised(), text_of()), "flap reads weights, which a quantised model lacks"),
         (lambda m: plan_by("llm_pruner", _Quantised(), text_of()), "needs gradients, which a quantised model lacks"),
         (lambda m: plan_by("random", _Quantised(), text_of(), compensation="bias"), "which a quantised model lacks"),
@@ -897,6 +897,16 @@ def masked() -> Any:
         (lambda m: PruneOptions(0.2, log_start=2), "log_start must be from 0 to 1"),
         (lambda m: PruneOptions(0.2, compensation="least"), "use none, bias or least_squares"),
         (lambda m: PruneOptions(0.2, skip_first=-1), "at least 0"),
+        (
+            lambda m: plan_by("flap", m, text_of(), {"reference": True}, budget="heads"),
+            "allocates by flap_reference, which counts parameters; leave out --budget heads",
+        ),
+        (
+            lambda m: list(
+                stages(RandomScores(), m, PruneOptions(ffn_ratio=0.3, budget="heads"), whole(), Flap(reference=True))
+            ),
+            "allocates by flap_reference",
+        ),
     ],
 )
 def test_mistakes_are_one_line(action: Any, message: str) -> None:
@@ -998,7 +1008,7 @@ def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[s
         wanted = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
         settled_options = settled(PruneOptions(**wanted, **options), RandomScores(seed), model_map)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lmeval_prune.pruners.schedule._check_shares", lambda *_: None)
+            patch.setattr("lmeval_prune.pruners.schedule._reaches_a_unit", lambda *_: True)
             try:
                 list(stages(RandomScores(seed), model_map, settled_options))
             except InputError:
@@ -1018,10 +1028,31 @@ def test_what_to_do_where_nothing_would_go() -> None:
         return str(refusal.value).partition("give ")[2]
 
     even: dict[str, Any] = {"budget": "heads", "allocation": "uniform"}
-    assert advice("random", ratio=0.13, **even) == "a larger --ratio or another --unit than head or --allocation global"
+    assert advice("random", ratio=0.13, **even) == "a larger --ratio or --allocation global"
     assert plan_by("random", model, None, **{**even, "ratio": 0.13, "allocation": "global"}).heads
     assert "global" not in advice("random", ratio=0.1, **even)  # of 8 heads
     assert "global" not in advice("random", ratio=0.1, budget="heads")
     assert "global" not in advice("slimgpt", text_of(), ratio=0.001)
     channels = advice("random", ratio=0.0, ffn_ratio=0.001, budget="heads")
-    assert channels == "a larger --ffn_ratio or a smaller --ffn_multiple"
+    assert channels == "a larger --ffn_ratio"
+    multiple = {"ffn_ratio": 0.3, "ffn_multiple": 48, "budget": "heads", "allocation": "uniform"}
+    assert advice("random", ratio=0.0, **multiple).startswith("a larger --ffn_ratio or a smaller --ffn_multiple")
+    assert plan_by("random", model, None, ratio=0.0, **{**multiple, "ffn_multiple": 1}).channels
+    # --unit head is refused of a budget of parameters, and balanced units are larger
+    assert advice("confidence", text_of(), parts="heads", ratio=0.01) == "a larger --ratio"
+    wide = {"parts": "heads", "ratio": 0.1, "unit": "balanced"}
+    assert advice("random", **wide) == "a larger --ratio" or plan_by("random", model, None, **{**wide, "unit": "group"})
+
+
+def test_a_budget_that_is_missed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """By FLAP's released costs a unit of heads may be worth far less than it is."""
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).made["parameters"]
+    assert counted["removed"] - 0.05 * counted["removable"] > head_cost(model_map.attention[0], "group")
+    (line,) = (each.getMessage() for each in caplog.records)
+    share = f"{100 * counted['removed'] / counted['removable']:.1f}%"
+    assert line.startswith("allocation flap_reference misses the budget by more than one unit: " + share)
+    caplog.clear()
+    for name in PRUNERS:
+        plan_by(name, model_map, whole())
+    assert not caplog.records

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,25 @@ def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "sums"
 
 
-@pytest.mark.parametrize("template", ["", "{{ bos_token }}"])
+TURN = "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+TEMPLATES = (
+    "{% for m in messages %}",
+    "{{ bos_token }}{% for m in messages %}",
+    "{% for m in messages %}{{ bos_token }}",
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("around", ["bos", "none"])
 def test_problems_are_turns_of_a_conversation(tiny_folder: Path, sums: str, around: str, template: str) -> None:
-    """As the template and lm-eval have them: whoever writes the beginning-of-text token, a window begins with one."""
+    """As the template and lm-eval have them: a window from their middle begins with what the tokenizer itself adds.
+
+    The token that a template begins with may be a turn's, as in SmolLM2: in the middle of a turn there is none.
+    """
     tokenizer = tokenizer_with(tiny_folder, AROUND[around])
-    tokenizer.chat_template = template + "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer.chat_template = template + TURN
     windows = windows_of(tokenizer, None, sums, apply_chat_template=True, tokens=150)
-    begins = [1] if template or around == "bos" else []
+    begins = [1] if "bos" in template or around == "bos" else []
     lm = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(tiny_folder), tokenizer=tokenizer)
     shown = tokenizer.decode(windows[0][len(begins) :])
     number = shown.split()[4]
@@ -124,9 +136,12 @@ def test_problems_are_turns_of_a_conversation(tiny_folder: Path, sums: str, arou
     rendered = lm.apply_chat_template([{"role": a, "content": b} for a, b in turns], add_generation_prompt=False)
     expected = lm.tok_encode(rendered)
     assert windows[0][: len(expected)] == expected and windows[0][: len(begins)] == begins
-    assert all(row[: len(begins)] == begins and row[1] != 1 for row in windows)
+    added = [1] if around == "bos" else []
+    assert all(row[: len(added)] == added and row[1] != 1 for row in windows)
+    assert added or not re.search(r"<s>(?!user: |assistant: )", stream_of(tokenizer, windows, 0, 0))
     about = read_calibration(tokenizer, None, sums, 8, 150, apply_chat_template=True).about()
     assert about["apply_chat_template"] is True
+    assert about["special_tokens"] == {"before": ["<s>"] * len(added), "after": []}
     assert about["sha256"] != read_calibration(tokenizer, None, sums, 8, 150).about()["sha256"]
 
 

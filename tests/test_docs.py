@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import lmeval_prune
 from lmeval_prune import decoding
 from lmeval_prune.architectures.table import FAMILIES
-from lmeval_prune.cli import COMMANDS
+from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.interventions import attention_call, probe_pruning
 from lmeval_prune.models.arguments import our_names
 from lmeval_prune.pruners import base
@@ -104,6 +106,29 @@ def test_python_is_shown_with_its_imports(page: Path) -> None:
     shown = {node.id for node in nodes if isinstance(node, ast.Name)}
     named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\(|`|\.)", prose(page)))
     assert not ((shown | named) & public()) - set(imported) - defined
+
+
+def test_the_pruner_of_the_example_works_as_it_stands(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file, its line and its command, on a tiny model and a text."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Add a pruner\n")[2]
+    (_, file), (_, line), (_, command) = BLOCK.findall(page)[:3]
+    ((name, target),) = ast.literal_eval(f"{{{line}}}").items()
+    module = types.ModuleType(target.partition(":")[0])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(base.PRUNERS, name, target)
+    exec(compile(file, module.__name__, "exec"), vars(module))
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
+    words = command.split()[1:]
+    ours = {"--pretrained": tiny_folder, "--task": tmp_path / "text.txt", "--output": tmp_path / "plan.json"}
+    for option, value in ours.items():
+        words[words.index(option) + 1] = str(value)
+    words[words.index("--task")] = "--text"
+    assert main([*words, "--windows", "2", "--tokens", "16", "--ratio", "0.3"]) == 0
+    plan = lmeval_prune.Plan.load(tmp_path / "plan.json")
+    assert plan.made["method"] == name == "largest_inputs" and plan.made["power"] == 1.0
+    assert plan.heads and not plan.channels
 
 
 def test_the_public_names_can_be_seen() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.cli import main
+from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import preparation
@@ -62,6 +63,28 @@ def test_methods_are_prepared_evaluated_and_compared(
     capsys.readouterr()
     assert main(["grid", "compare", str(folder)]) == 0
     assert "slimgpt" in (folder / "compare" / "report.md").read_text()
+
+
+def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> None:
+    """In the chat template, unless the preparation says otherwise; it is another preparation then."""
+    wanted = {"method": "flap", "ratio": 0.3, "task": "prune_tiny"}
+    settings: dict[str, dict[str, Any]] = {
+        "open": wanted,
+        "chat": {**wanted, "apply_chat_template": True},
+        "plain": {**wanted, "apply_chat_template": False},
+        "unread": {"method": "random", "ratio": 0.3},
+    }
+    cells = {}
+    for name, prune in settings.items():
+        for chat in (True, False):
+            variants = {"v": {"prepare": {"prune": prune}}}
+            given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
+            (cells[name, chat],) = cells_of(Grid.of({**given, "apply_chat_template": chat}))
+    read = {key: cell.prepare["prune"].get("apply_chat_template", False) for key, cell in cells.items()}
+    assert read == {(name, chat): chat if name == "open" else name == "chat" for name, chat in cells}
+    made = {key: cell.prepared for key, cell in cells.items()}
+    assert made["open", True] == made["chat", True] != made["plain", True] == made["open", False]
+    assert made["unread", True] == made["unread", False]
 
 
 @pytest.mark.parametrize(

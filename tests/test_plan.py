@@ -128,14 +128,20 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--ratio", 0.25, "--scores", "heads.json"), "has no scores of channels; give --parts heads, --ffn_method"),
+        (
+            ("--ratio", 0.25, "--parts", "both", "--scores", "heads.json"),
+            "has no scores of channels; give --parts heads, --ffn_method",
+        ),
         (("--ratio", 0.25, "--ffn_ratio", 0.25, "--method", "random"), "or give --budget heads, by which ratio counts"),
         (("--ratio", 0.25, "--steps", 2, "--scores", "both.json"), "serves a single step"),
         (("--ratio", 0.25, "--ffn_options", "seed=1", "--method", "random"), "give --ffn_method, too"),
         (("--method", "random"), "nothing is to be removed; give --ratio (of the parameters), or --budget heads"),
         (("--method", "random", "--ratio", 0.25, "--cut", "."), "write it elsewhere"),
-        (("--method", "confidence", "--budget", "heads", "--ffn_ratio", 0.25), "confidence scores heads only"),
-        (("--method", "confidence", "--ratio", 0.2, "--text", "text.txt"), "scores heads only; give --parts heads"),
+        (("--method", "confidence", "--budget", "heads", "--ffn_ratio", 0.25), "heads only; leave out --ffn_ratio"),
+        (
+            ("--method", "confidence", "--ratio", 0.2, "--parts", "both", "--text", "text.txt"),
+            "scores heads only; give --parts heads",
+        ),
         (("--method", "flap", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
         (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu is not for this; use cpu or cuda"),
         (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 is not there"),
@@ -159,6 +165,17 @@ def test_mistakes_are_refused_before_anything_is_loaded(
     said = capsys.readouterr().err.strip().splitlines()
     assert message in said[-1] and said[-1].startswith("lmeval-prune: error: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_channels_go_by_the_second_papers_scores_only_where_that_is_said(
+    prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ("--ratio", 0.4, "--text", "text.txt", "--windows", 2, "--tokens", 16)
+    for more, kinds in (((), "heads"), (("--parts", "both"), "heads and channels")):
+        assert prune(prunable, tmp_path / "plan.json", *words, *more) == 0
+        plan, shown = Plan.load(tmp_path / "plan.json"), capsys.readouterr().out
+        assert plan.made["removes"] == f"40% of the parameters of {kinds}" and plan.made["removes"] in shown
+        assert bool(plan.channels) == bool(more) == ("by norm_entropy are an extension of ours" in shown)
 
 
 @pytest.mark.parametrize(

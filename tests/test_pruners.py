@@ -24,7 +24,7 @@ from lmeval_prune.pruners.confidence import Confidence, confidences
 from lmeval_prune.pruners.norm_entropy import NormEntropy, channel_norms, head_norms
 from lmeval_prune.pruners.options import PruneOptions, Schedule
 from lmeval_prune.pruners.random_scores import RandomScores
-from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.pruners.schedule import settled, stages
 from lmeval_prune.pruners.selection import select_channels, select_heads, share_of
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens
@@ -456,8 +456,20 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
         assert first.made["removes"] == f"25% of the parameters of {said}"
 
 
+@pytest.mark.parametrize("name", PRUNERS)
+def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
+    """And channels by another method, where one is named for them."""
+    model_map, text, pruner = map_model(tiny("llama", num_hidden_layers=4)), text_of(), make_pruner(name, {})
+    parts = "heads" if name in ("norm_entropy", "global_threshold", "confidence") else "both"
+    (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
+    assert plan == next(stages(pruner, model_map, PruneOptions(0.25, parts=parts), text))
+    assert bool(plan.channels) == (parts == "both") and plan.made["options"]["parts"] == parts
+    assert settled(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
+    assert settled(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
+
+
 def test_what_a_plan_removes_in_words() -> None:
-    assert str(PruneOptions(0.516, skip_first=4, skip_last=2)) == (
+    assert str(PruneOptions(0.516, parts="both", skip_first=4, skip_last=2)) == (
         "51.6% of the parameters of heads and channels in all layers but the first 4 and the last 2"
     )
     assert str(PruneOptions(0.2, parts="channels", skip_last=1)) == (

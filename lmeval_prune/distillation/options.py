@@ -35,7 +35,8 @@ class DistillOptions:
         p_min: share that the first stage starts from
         growth: exponent of the schedule
         stages: how many times something is removed and the rest is trained
-        method: scores heads: a pruner of `lmeval-prune prune` whose budget is heads, e.g. norm_entropy or random
+        method: scores heads: a pruner of `lmeval-prune prune` that scores all layers at once, e.g. norm_entropy or
+            random; slimgpt and wanda_sp do not
         options: of the method, e.g. alpha=0.5
         ffn_method: scores channels (default: the same)
         ffn_options: of that method

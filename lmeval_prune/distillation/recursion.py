@@ -112,10 +112,10 @@ def check(host: Host) -> None:
         for one in (pruner, of_channels):
             if isinstance(one, SequentialPruner):
                 raise InputError(
-                    f"{pruner_name(one)} goes through the layers by its own budget of parameters, and stages are "
-                    "shares of heads; use another method"
+                    f"{pruner_name(one)} scores each layer when those before are pruned, and a stage needs scores of "
+                    "all layers at once; use another method"
                 )
-        wanted = settled(wanted, pruner, model_map)
+        wanted = settled(wanted, pruner, model_map, of_channels)
         check_methods(pruner, of_channels, model_map, wanted, True)
         check_cuttable(model_map, bool(wanted.ratio))
         allocations = [wanted.allocation or one.allocation for one in (pruner, of_channels)]

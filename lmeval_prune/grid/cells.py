@@ -15,7 +15,7 @@ import random
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +34,7 @@ from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.errors import InputError, first_line, nearest
 from lmeval_prune.export.manifest import adapter_name, read_adapters
 from lmeval_prune.grid.configuration import Asked, Grid, Variant
-from lmeval_prune.grid.preparations import preparation
+from lmeval_prune.grid.preparations import preparation, with_chat_template
 from lmeval_prune.grid.sources import code_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
@@ -166,7 +166,10 @@ def cells_of(grid: Grid) -> list[Cell]:
     models: dict[str, Model] = {}
     tasks: dict[tuple[str, str], dict[str, Any]] = {}
     cells: list[Cell] = []
+    chat = bool(grid.apply_chat_template)
     for variant in grid.variants:
+        prepare = {name: with_chat_template(name, settings, chat) for name, settings in variant.prepare.items()}
+        variant = replace(variant, prepare=prepare)
         try:
             given = Arguments.of(without_server(variant.model_args))
             base = loaded_with(given)

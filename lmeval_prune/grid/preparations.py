@@ -59,6 +59,16 @@ class Preparation(ABC):
         return {"settings": self.settings(), "version": self.version}
 
 
+def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template: bool) -> dict[str, Any]:
+    """Return settings with the grid's `apply_chat_template`, where a task is read and they leave it open."""
+    reads = settings.get("task") and name in PREPARATIONS and "apply_chat_template" in _fields_of(name)
+    return {"apply_chat_template": True, **settings} if apply_chat_template and reads else settings
+
+
+def _fields_of(name: str) -> dict[str, Any]:
+    return {each.name: each for each in fields(resolve_name(PREPARATIONS[name]))}
+
+
 def preparation(name: str, given: dict[str, Any]) -> Preparation:
     """A preparation by its name and fields.
 
@@ -69,7 +79,7 @@ def preparation(name: str, given: dict[str, Any]) -> Preparation:
         known = nearest(name, PREPARATIONS) or f"; there are {', '.join(PREPARATIONS)}"
         raise InputError(f"there is no preparation {name!r}{known}")
     kind = resolve_name(PREPARATIONS[name])
-    own = {one.name: one for one in fields(kind)}
+    own = _fields_of(name)
     for key in given:
         if key not in own:
             raise InputError(f"{name} has no setting {key!r}{nearest(str(key), own)}")

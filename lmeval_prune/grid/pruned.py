@@ -25,12 +25,13 @@ class Pruned(Preparation):
 
     Attributes:
         method: of the scores.
-        ratio: share that is removed, by default of the parameters of heads and channels that can be.
+        ratio: share that is removed, by default of the parameters of what the method removes.
         budget: what the ratio counts, `parameters` or `heads`.
         options: of the method.
         more: what else is set of a plan: `unit`, `allocation`, `compensation`, …
         task, text: calibration text: the training split of a task, or a file.
-        windows, tokens, batch, seed, apply_chat_template: of the calibration text.
+        windows, tokens, batch, seed: of the calibration text.
+        apply_chat_template: of the calibration text; left open, it is the grid's where `task` is read.
         cut: evaluate the smaller checkpoint, so that its speed and memory are measured; else the plan, tried out.
 
     Raises:

@@ -1,7 +1,8 @@
 """A budget of parameters: what a unit costs, and how many units each layer loses.
 
 Costs come from live shapes. What a layer can lose of one kind, its heads or its channels, is a *pot* of equal units.
-The budget is a share of what is in all pots of the layers in play, and is hit within one unit, or refused.
+The budget is a share of what is in all pots of the layers in play, and is hit within one unit, or refused;
+`flap_reference`, which counts by costs of its own, may miss it, and then a warning says so.
 """
 
 from __future__ import annotations
@@ -256,11 +257,11 @@ def _below_threshold(pots: Sequence[Pot], ratio: float, allow_empty: bool) -> li
     kept = costs.repeat_interleave(torch.tensor([len(pot.units) for pot in pots]))[order].cumsum(0)
     total = float((costs * torch.tensor([pot.size for pot in pots])).sum())
     threshold = ranked[(kept - (1 - ratio) * total).abs().argmin()]
-    found = []
+    counts = []
     for pot in pots:
         most = len(pot.units) if allow_empty else max(0, len(pot.units) - 1)
-        found.append(pot.removed + min(most, int((pot.scores <= threshold).sum())))
-    return found
+        counts.append(pot.removed + min(most, int((pot.scores <= threshold).sum())))
+    return counts
 
 
 def _emptied(ratio: float, kind: str) -> InputError:

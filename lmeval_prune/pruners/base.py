@@ -23,7 +23,7 @@ from lmeval_prune.pruners.selection import Removed
 from lmeval_prune.pruners.table import PRUNERS, check_pruner
 from lmeval_prune.settings import typed, types_of
 
-_HEADS_ONLY = "{} scores heads only; give --parts heads, or --ffn_method (of --budget heads, leave out --ffn_ratio)"
+_HEADS_ONLY = "{} scores heads only; let channels stay, or score them by another method"
 
 Scores = dict[str, Tensor]  # by layer, `L0`: (heads,) or (channels,); of columns of heads (heads, columns)
 
@@ -49,11 +49,12 @@ class Pruner(ABC):
     Attributes:
         version: (of the class) raised whenever scores or compensation are computed otherwise than before, so that what
             was made by the earlier arithmetic is not taken for the result of this one.
-        allocation, compensates: (of the class) what `allocation` and `compensation` of the options are, if they are
-            left open.
+        parts, allocation, compensates: (of the class) what `parts`, `allocation` and `compensation` of the options are,
+            if they are left open. Of a method without `channel_scores`, `parts` is `heads`.
     """
 
     version: ClassVar[int] = 1
+    parts: ClassVar[str] = "both"
     allocation: ClassVar[str] = "global"
     compensates: ClassVar[str] = "none"
 

@@ -61,8 +61,8 @@ class CalibrationText:
     def about(self) -> dict[str, Any]:
         """What a plan says of it."""
         state = hashlib.sha256()
-        for row, own in ((row, own) for batch in self.batches for row, own in zip(*batch, strict=True)):
-            state.update(repr(row[own.bool()].tolist()).encode())
+        for row, real in ((row, real) for batch in self.batches for row, real in zip(*batch, strict=True)):
+            state.update(repr(row[real.bool()].tolist()).encode())
         counts = {"windows": sum(len(ids) for ids, _ in self.batches), "tokens": self.tokens}
         return {"text": self.name, **counts, **self.reading, "sha256": state.hexdigest()[:16]}
 
@@ -180,17 +180,20 @@ def _prefix_token_id(tokenizer: Any) -> int | None:
 
 
 def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> tuple[list[int], list[int]]:
-    """Return the special tokens that `encode` gives before and after a text.
+    """Return the special tokens that the tokenizer itself puts before and after a stretch of a text.
+
+    A text that begins with the beginning-of-text token, as chat templates write it, has none after it, as of `encode`.
+    Whether there is one before a stretch from its middle is read from the rest: the template's own token may be that of
+    a turn.
 
     Raises:
         InputError: the tokenizer reads the text itself in another way when it adds them.
     """
-    if _begins(tokenizer, text):
-        return [_prefix_token_id(tokenizer) or 0], []
-    whole, own = encode(tokenizer, text, add_bos_token), tokenizer.encode(text, add_special_tokens=False)
-    for start in range(len(whole) - len(own) + 1):
-        if whole[start : start + len(own)] == own:
-            return whole[:start], whole[start + len(own) :]
+    plain = text.removeprefix(tokenizer.decode(_prefix_token_id(tokenizer))) if _begins(tokenizer, text) else text
+    whole, bare = encode(tokenizer, plain, add_bos_token), tokenizer.encode(plain, add_special_tokens=False)
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :] if plain == text else []
     raise InputError("the tokenizer splits a text in another way when it adds special tokens; give add_bos_token=false")
 
 
@@ -258,7 +261,7 @@ def read_calibration(
         )
     around = {"before": before, "after": after}
     reading = {
-        "special_tokens": {place: tokenizer.convert_ids_to_tokens(some) for place, some in around.items()},
+        "special_tokens": {side: tokenizer.convert_ids_to_tokens(ids) for side, ids in around.items()},
         "apply_chat_template": apply_chat_template,
     }
     return CalibrationText.of(name, torch.tensor(rows), batch, reading=reading)
@@ -268,12 +271,12 @@ def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -
     """Stretches of ids between special tokens; one that begins with these itself, as a conversation does, gets none."""
     if tokens <= len(before) + len(after):
         raise InputError(f"a window of {tokens} tokens has no room beside its special tokens; give more --tokens")
-    rows, place = list[list[int]](), 0
-    while place < len(ids):
-        start = [] if ids[place : place + len(before)] == before else before
-        stretch = ids[place : place + tokens - len(start) - len(after)]
-        rows += [[*start, *stretch, *after]]
-        place += len(stretch)
+    rows, start = list[list[int]](), 0
+    while start < len(ids):
+        prefix = [] if ids[start : start + len(before)] == before else before
+        stretch = ids[start : start + tokens - len(prefix) - len(after)]
+        rows += [[*prefix, *stretch, *after]]
+        start += len(stretch)
     return [row for row in rows if len(row) == tokens]
 
 

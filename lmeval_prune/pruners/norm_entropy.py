@@ -9,6 +9,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class NormEntropy(Pruner):
         entropy: `normalized`: by the logarithm of how many keys a query sees; `raw`: as printed.
     """
 
+    parts: ClassVar[str] = "heads"  # what the paper removes; the score of channels is an extension
     alpha: float = 0.5
     normalize: str = "standard"
     entropy: str = "normalized"
@@ -83,6 +85,8 @@ class NormEntropy(Pruner):
 @dataclass(frozen=True)
 class GlobalThreshold(Pruner):
     """Eq. 1 alone, one threshold over all layers: α = 1 of `NormEntropy`, to be used without a schedule."""
+
+    parts: ClassVar[str] = "heads"  # as of `NormEntropy`
 
     def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
         """Eq. 1; see the base class."""

@@ -52,24 +52,25 @@ class PruneOptions:
     """What is removed, beside by which scores.
 
     Attributes:
-        ratio: share that is removed: of the parameters of heads and channels in play; of --budget heads, of all query
-            heads
-        unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group);
-            default: group, where the model has them; of --budget heads, head
-        ffn_ratio: of --budget heads, share of all feed-forward channels that is removed
+        ratio: share that is removed: of the parameters of what parts names; of --budget heads, of all query heads
+        unit: what heads are removed by: head (each by itself), group (a key-value head with its query heads) or
+            balanced (one query head of every group at once). Default: group, or head where every head has its own
+            keys and values; with --budget heads, head
+        ffn_ratio: with --budget heads, the share of all feed-forward channels that is removed
         ffn_multiple: as many channels stay in each block as make a multiple of this
         allocation: global (scores of all layers are compared) or uniform (each layer loses its share: layers stay
             alike, which a plain checkpoint needs); of a budget of parameters also standardised (heads and channels of
             all layers are compared, by how far they are from their layer's mean), flap_reference (the same as FLAP's
             released code counts) and log (later layers lose more); default: the method's
-        p_min: share that the first of several steps starts from, of the larger of ratio and ffn_ratio; the other one
-            starts from as large a part of its own
+        p_min: with several steps, the share that the schedule starts from and raises to the ratio. With a ratio and an
+            ffn_ratio it is that of the larger one; the smaller one starts from the same fraction of itself
         steps: stages, each scored anew with what is removed so far masked
         growth: exponent of the schedule between them
         allow_empty_layer: let a layer lose all its heads
         budget: what ratio counts: parameters (one share of those of heads and channels that can be removed) or heads
             (ratio is a share of all query heads, ffn_ratio of all channels)
-        parts: of a budget of parameters, what goes: both, heads or channels
+        parts: of a budget of parameters, what goes: both, heads or channels. Default: what the method's paper removes:
+            heads for norm_entropy, global_threshold and confidence, both for the others and with an ffn_method
         skip_first: of a budget of parameters, so many first layers are spared, and do not count in the ratio
         skip_last: the same of the last layers
         log_start: of allocation=log, what the first layer loses, as a share of the ratio
@@ -88,7 +89,7 @@ class PruneOptions:
     growth: float = 1.0
     allow_empty_layer: bool = False
     budget: str = "parameters"
-    parts: str = "both"
+    parts: str | None = None
     skip_first: int = 0
     skip_last: int = 0
     log_start: float = 0.3125
@@ -113,11 +114,11 @@ class PruneOptions:
         self.schedules()
 
     def __str__(self) -> str:
-        """Return in words what is to be removed."""
+        """Return in words what is to be removed; of options that leave nothing open."""
         if self.budget == "heads":
             shares = ((self.ratio, "query heads"), (self.ffn_ratio, "channels"))
             return " and ".join(f"{share:.4g}% of the {kind}" for ratio, kind in shares if (share := 100 * ratio))
-        kinds = "heads and channels" if self.parts == "both" else self.parts
+        kinds = "heads and channels" if self.parts == "both" else self.parts or "what the method removes"
         ends = ((self.skip_first, "first"), (self.skip_last, "last"))
         spared = " and ".join(f"the {end} {count}" for count, end in ends if count)
         where = f" in all layers but {spared}" if spared else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmeval_prune.architectures import ModelMap, check_unit, uncuttable, units_of
+from lmeval_prune.architectures import UNITS, ModelMap, check_unit, uncuttable, units_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan, ranges_of
 from lmeval_prune.pruners.allocation import (
@@ -38,6 +39,8 @@ from lmeval_prune.pruners.sequential import (
     check_not_quantised,
     layer_by_layer,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def stages(
@@ -67,7 +70,7 @@ def stages(
         InputError: the options do not suit the model or the pruner, or nothing would be removed.
     """
     channel_pruner = channel_pruner or pruner
-    options = settled(options, pruner, model_map)
+    options = settled(options, pruner, model_map, channel_pruner)
     check_methods(pruner, channel_pruner, model_map, options, text is not None, scores)
     made = {**pruner.identity, "removes": str(options), "options": asdict(options)}
     if options.ffn_ratio or channel_pruner is not pruner:
@@ -119,9 +122,8 @@ def stages(
                 channels,
             )
             made |= {"ffn_allocation": allocation}
-        if step == options.steps:
-            by_layer = _by_layer(pruner, channel_pruner, options)
-            _check_removes(any(heads.values()) or any(channels.values()), model_map, options, by_layer)
+        if step == options.steps and not any(heads.values()) and not any(channels.values()):
+            raise _nothing_goes(pruner, channel_pruner, model_map, options)
         bare = _plan(heads, channels, options.allow_empty_layer)
         found = _made_up_for(model_map, bare, text, options, scored.means if step == 1 else None, progress)
         compensation = {**compensation, **found.compensation, **pruner.compensation(model_map, bare, text)}
@@ -154,20 +156,22 @@ def _scored(
     return Scored(own, channel_pruner.scores(model_map, text, False, True, removed).channels if asked[1] else {})
 
 
-def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> PruneOptions:
-    """Options with what they leave open to the method and the model; also of a model without weights.
+def settled(
+    options: PruneOptions, pruner: Pruner, model_map: ModelMap, channel_pruner: Pruner | None = None
+) -> PruneOptions:
+    """Return options with what they leave open to the methods and the model; also of a model without weights.
 
     Raises:
-        InputError: they do not suit either.
+        InputError: they do not suit these.
     """
     budget, sequential = options.budget, isinstance(pruner, SequentialPruner)
-    both = budget == "parameters" and options.parts == "both"
+    channel_pruner = channel_pruner or pruner
     options = replace(
         options,
         unit=options.unit or _usual_unit(model_map, budget),
         allocation=options.allocation or (pruner.allocation if budget == "parameters" else None),
         compensation=options.compensation or pruner.compensates,
-        parts="heads" if both and not model_map.channels() else options.parts,
+        parts=_parts(options, pruner, channel_pruner, model_map),
     )
     name = pruner_name(pruner)
     if budget == "heads":
@@ -177,6 +181,11 @@ def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> Prune
                 raise InputError(f"{one} is for --budget parameters; give that, or leave it out")
         if sequential:
             raise InputError(f"{name} counts parameters; give --budget parameters, or leave it out")
+        if REFERENCE in {options.allocation or each.allocation for each in (pruner, channel_pruner)}:
+            raise InputError(
+                f"flap with reference=true allocates by {REFERENCE}, which counts parameters; leave out --budget "
+                f"heads, or give --allocation global or uniform"
+            )
     elif options.ffn_ratio or options.ffn_multiple != 1:
         raise InputError(
             "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and "
@@ -204,6 +213,15 @@ def settled(options: PruneOptions, pruner: Pruner, model_map: ModelMap) -> Prune
 
 
 _OF_PARAMETERS = ("parts", "skip_first", "skip_last")
+
+
+def _parts(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> str | None:
+    """Return which parts go of a budget of parameters: those of the options, else of the methods."""
+    if options.budget != "parameters":
+        return options.parts
+    usual = "both" if channel_pruner is not pruner else pruner.parts if pruner.scores_channels else "heads"
+    parts = options.parts or usual
+    return "heads" if parts == "both" and not model_map.channels() else parts
 
 
 def _usual_unit(model_map: ModelMap, budget: str) -> str:
@@ -259,6 +277,9 @@ def check_methods(
         raise InputError("a method that goes layer by layer takes heads and channels itself; leave out ffn_method")
     if isinstance(pruner, SequentialPruner) and any(scores):
         raise InputError(f"{pruner_name(pruner)} scores each layer when those before have gone; leave out --scores")
+    if for_channels and not channel_pruner.scores_channels:
+        fix = "leave out --ffn_ratio" if options.budget == "heads" else "give --parts heads"
+        raise InputError(f"{pruner_name(channel_pruner)} scores heads only; {fix}, or score channels by --ffn_method")
     pruner.check(for_heads, False, text)
     channel_pruner.check(False, for_channels, text)
     for one, wanted in ((pruner, for_heads), (channel_pruner, for_channels)):
@@ -270,16 +291,17 @@ def check_methods(
             check_layer_by_layer(model_map, "compensation=least_squares")
         if not text:
             raise InputError(f"compensation={options.compensation} needs a text; give --task NAME or --text FILE")
-    _check_shares(pruner, channel_pruner, model_map, options)
+    if not _reaches_a_unit(pruner, channel_pruner, model_map, options):
+        raise _nothing_goes(pruner, channel_pruner, model_map, options)
 
 
-def _check_shares(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, options: PruneOptions) -> None:
-    """Refuse shares that no scores can reach: of less than a unit, or that would empty a layer.
+def _reaches_a_unit(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, options: PruneOptions) -> bool:
+    """Return whether the shares come to one unit at least, whatever the scores.
 
     Whole layers, and the smallest units, have the lowest scores here: if then nothing goes, nothing ever does.
 
     Raises:
-        InputError: as of `_check_removes` and `counts_of`.
+        InputError: a share would empty a layer.
     """
     if options.budget == "parameters":
         alike = _alike(model_map, options)
@@ -287,22 +309,18 @@ def _check_shares(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, o
             replace(pot, scores=torch.full_like(pot.scores, pot.cost)) for pot in pots_of(model_map, options, *alike)
         ]
         allocation, empty = options.allocation or pruner.allocation, options.allow_empty_layer
-        something = any(counts_of(pots, options.ratio, allocation, options.log_start, empty))
-    else:
-        of_heads, of_channels = (options.allocation or one.allocation for one in (pruner, channel_pruner))
-        equal = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
-        layer_after_layer = {
-            label: torch.full((n,), float(i)) for i, (label, n) in enumerate(model_map.channels().items())
-        }
-        unit, empty, multiple = options.unit or "head", options.allow_empty_layer, options.ffn_multiple
-        something = bool(
-            (options.ratio and select_heads(model_map, equal, options.ratio, unit, of_heads, None, empty))
-            or (
-                options.ffn_ratio
-                and select_channels(model_map, layer_after_layer, options.ffn_ratio, multiple, of_channels)
-            )
+        return any(counts_of(pots, options.ratio, allocation, options.log_start, empty))
+    of_heads, of_channels = (options.allocation or one.allocation for one in (pruner, channel_pruner))
+    equal = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
+    layer_after_layer = {label: torch.full((n,), float(i)) for i, (label, n) in enumerate(model_map.channels().items())}
+    unit, empty, multiple = options.unit or "head", options.allow_empty_layer, options.ffn_multiple
+    return bool(
+        (options.ratio and select_heads(model_map, equal, options.ratio, unit, of_heads, None, empty))
+        or (
+            options.ffn_ratio
+            and select_channels(model_map, layer_after_layer, options.ffn_ratio, multiple, of_channels)
         )
-    _check_removes(something, model_map, options, _by_layer(pruner, channel_pruner, options))
+    )
 
 
 def _alike(model_map: ModelMap, options: PruneOptions) -> tuple[Scores | None, Scores | None]:
@@ -310,12 +328,6 @@ def _alike(model_map: ModelMap, options: PruneOptions) -> tuple[Scores | None, S
     heads = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
     channels = {label: torch.zeros(width) for label, width in model_map.channels().items()}
     return heads if wants_heads(options) else None, channels if wants_channels(options) else None
-
-
-def _by_layer(pruner: Pruner, channel_pruner: Pruner, options: PruneOptions) -> bool:
-    """Return whether each layer loses its own share."""
-    pruners = [pruner] * bool(options.ratio) + [channel_pruner] * bool(options.ffn_ratio)
-    return all((options.allocation or one.allocation) == "uniform" for one in pruners)
 
 
 def _compared(scores: Scores, removed: Removed, allocation: str) -> Scores:
@@ -336,13 +348,18 @@ def _by_parameters(
     given = (compared[0] if wants_heads(options) else None, compared[1] if wants_channels(options) else None)
     pots = pots_of(model_map, options, *given, *before)
     counts = counts_of(pots, ratio, allocation, options.log_start, empty)
-    return *removed_by(pots, counts, before), {"parameters": _spent(pots, counts)}
+    return *removed_by(pots, counts, before), {"parameters": _spent(pots, counts, ratio, allocation)}
 
 
-def _spent(pots: Sequence[Pot], counts: Sequence[int]) -> dict[str, int]:
-    """Of the layers in play, the parameters that can be removed, and those that are."""
+def _spent(pots: Sequence[Pot], counts: Sequence[int], ratio: float, allocation: str) -> dict[str, int]:
+    """Return how many parameters of the layers in play can be removed and are, and warn of a budget that is missed."""
     removable = sum(pot.size * pot.cost for pot in pots)
     removed = sum(count * pot.cost for pot, count in zip(pots, counts, strict=True))
+    if abs(removed - ratio * removable) > max(pot.cost for pot in pots) * (1 + 1e-9):
+        logger.warning(
+            "allocation %s misses the budget by more than one unit: %.1f%% of the parameters in play go, %.1f%% were "
+            "asked for", allocation, 100 * removed / removable, 100 * ratio
+        )  # fmt: skip
     return {"removable": round(removable), "removed": round(removed)}
 
 
@@ -396,9 +413,8 @@ def _layer_by_layer(
 ) -> Plan:
     """The plan of a method that goes layer by layer."""
     pots = pots_of(model_map, options, *_alike(model_map, options))
-    counts = counts_of(
-        pots, options.ratio, options.allocation or "uniform", options.log_start, options.allow_empty_layer
-    )
+    allocation = options.allocation or "uniform"
+    counts = counts_of(pots, options.ratio, allocation, options.log_start, options.allow_empty_layer)
     by_place = {(pot.label, pot.kind): count for pot, count in zip(pots, counts, strict=True)}
     chooser = pruner.chooser(options.unit or "head", by_place)
     store = LayerStore(work, [made, model_map.weights, model_map.signature()]) if work else None
@@ -415,7 +431,7 @@ def _layer_by_layer(
     numbers = {
         name: sum(map(len, one.values())) for name, one in (("heads", found.heads), ("channels", found.channels))
     }
-    more = {"parameters": _spent(pots, counts), **found.notes()}
+    more = {"parameters": _spent(pots, counts, options.ratio, allocation), **found.notes()}
     return _plan(
         found.heads,
         found.channels,
@@ -442,26 +458,23 @@ def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
         check_channels(model_map)
 
 
-def _check_removes(something: bool, model_map: ModelMap, options: PruneOptions, by_layer: bool = False) -> None:
-    """Refuse a plan that removes nothing.
+def _nothing_goes(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, options: PruneOptions) -> InputError:
+    """Return the refusal of a plan that removes nothing; of other settings it names those by which something goes."""
 
-    Args:
-        something: whether it removes something.
-        by_layer: layers lose equal shares now, and need not.
+    def helps(**other: Any) -> bool:
+        try:
+            changed = settled(replace(options, **other), pruner, model_map, channel_pruner)
+            return _reaches_a_unit(pruner, channel_pruner, model_map, changed)
+        except InputError:
+            return False
 
-    Raises:
-        InputError: it does not, with what would help.
-    """
-    if something:
-        return
-    fixes, total = [], sum(model_map.channels().values())
-    if wants_heads(options) and options.ratio:
-        fixes += ["a larger --ratio", f"another --unit than {options.unit or 'head'}"]
-    if options.ffn_ratio:
-        fixes += ["a larger --ffn_ratio", "a smaller --ffn_multiple"]
-    if by_layer and max(options.ratio * model_map.total_heads, options.ffn_ratio * total) >= 1:
-        fixes += ["--allocation global"]
-    raise InputError(
+    fixes = ["a larger --ratio"] if options.ratio else []
+    fixes += [f"--unit {unit}" for unit in UNITS if options.ratio and unit != options.unit and helps(unit=unit)]
+    fixes += ["a larger --ffn_ratio"] if options.ffn_ratio else []
+    fixes += ["a smaller --ffn_multiple"] if options.ffn_multiple > 1 and helps(ffn_multiple=1) else []
+    by_layer = {options.allocation or each.allocation for each in (pruner, channel_pruner)} != {"global"}
+    fixes += ["--allocation global"] if by_layer and helps(allocation="global") else []
+    return InputError(
         f"nothing would be removed: the share is less than one unit of a layer or the model; give {' or '.join(fixes)}"
     )
 

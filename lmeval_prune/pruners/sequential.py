@@ -190,20 +190,20 @@ class Found:
         heads, channels: that go.
         compensation: as of a plan.
         damping: where it was raised, by how much.
-        short: columns of the projections that have more of them than the text has tokens.
+        short: tokens of the text, and columns of the widest projection, where these are more.
     """
 
     heads: Removed = field(default_factory=dict)
     channels: Removed = field(default_factory=dict)
     compensation: dict[str, Tensor] = field(default_factory=dict)
     damping: dict[str, float] = field(default_factory=dict)
-    short: dict[str, int] = field(default_factory=dict)
+    short: dict[str, Any] = field(default_factory=dict)
 
     def notes(self) -> dict[str, Any]:
         """Return what a plan says of how well its least squares are determined."""
         return {
             **({"damping": self.damping} if self.damping else {}),
-            **({"more_columns_than_tokens": self.short} if self.short else {}),
+            **({"fewer_tokens_than_columns": self.short} if self.short else {}),
         }
 
     def add(self, label: str, done: Done) -> None:
@@ -243,7 +243,7 @@ def layer_by_layer(
     pairs = chooser.pairs or compensation == "least_squares"
     asked_of = [_asked(chooser, layer, blocks) for layer in model_map.attention]
     if pairs:
-        found.short = _more_columns_than_tokens([place for places in asked_of for place in places], text.tokens)
+        found.short = _fewer_tokens_than_columns([place for places in asked_of for place in places], text.tokens)
     last = max((number for number, places in enumerate(asked_of) if places), default=-1)
     for number, layer in enumerate(model_map.attention[: last + 1]):
         places = asked_of[number]
@@ -289,18 +289,17 @@ def _asked(chooser: Chooser, layer: AttentionLayer, blocks: Mapping[str, FeedFor
     return [place for place in own if chooser.asks(place)]
 
 
-def _more_columns_than_tokens(places: Sequence[Place], tokens: int) -> dict[str, int]:
-    """Return the columns of projections whose mean of x·xᵀ so few tokens leave singular, and warn of the widest."""
-    columns = {place.name: in_features(place.projection) for place in places}
-    short = {name: count for name, count in columns.items() if count > tokens}
-    if short:
-        widest = max(short, key=lambda name: short[name])
-        logger.warning(
-            "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least squares rests "
-            "on its damping; give more --windows or --tokens",
-            tokens, short[widest], widest,
-        )  # fmt: skip
-    return short
+def _fewer_tokens_than_columns(places: Sequence[Place], tokens: int) -> dict[str, Any]:
+    """Warn where so few tokens leave the widest projection's mean of x·xᵀ singular, and return both numbers."""
+    widest = max(places, key=lambda place: in_features(place.projection), default=None)
+    if widest is None or (columns := in_features(widest.projection)) <= tokens:
+        return {}
+    logger.warning(
+        "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least squares rests "
+        "on its damping; give more --windows or --tokens",
+        tokens, columns, widest.name,
+    )  # fmt: skip
+    return {"tokens": tokens, "widest": widest.name, "columns": columns}
 
 
 def _second(place: Place, moments: Moments, damping: float, done: Done) -> Tensor:

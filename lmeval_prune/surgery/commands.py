@@ -21,6 +21,8 @@ TOKENIZER_FILES = (
     *("spiece.model", "sentencepiece.bpe.model", "source.spm"),
 )
 
+EXTENSION = " (scores of channels by {} are an extension of ours, not the paper's)"
+
 
 @contextmanager
 def as_options() -> Iterator[None]:
@@ -158,7 +160,7 @@ def prune(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import skeleton_of
-    from lmeval_prune.pruners.base import make_pruner
+    from lmeval_prune.pruners.base import make_pruner, pruner_name
     from lmeval_prune.pruners.schedule import check_methods, settled, stages, wants_channels, wants_heads
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
@@ -178,7 +180,7 @@ def prune(
     pruner = make_pruner(method or "norm_entropy", options or {})
     of_channels = make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
     bare = map_model(skeleton_of(pretrained, revision))
-    asked = settled(asked, pruner, bare)
+    asked = settled(asked, pruner, bare, of_channels)
     wanted_parts = wants_heads(asked), wants_channels(asked)
     if known and wanted_parts[1] and not at_hand[1] and not ffn_method:
         raise InputError(
@@ -217,7 +219,8 @@ def prune(
         plan = replace(plan, made=made)
     plan.save(output, model_map)
     rmtree(work, ignore_errors=True)  # what was kept of layers while it was made
-    print(f"{output}: {_said(plan, model_map)}")
+    extension = "" if of_channels.parts == "both" or not wanted_parts[1] else EXTENSION.format(pruner_name(of_channels))
+    print(f"{output}: {_said(plan, model_map)}{extension}")
     for line in _short_of(plan, model_map, asked):
         print(f"  {line}")
     if cut:

@@ -45,7 +45,7 @@ CASES += [(name, family) for name in ("norm_entropy", "confidence", "slimgpt", "
 def plan_of(name: str, model: nn.Module, text: CalibrationText, work: Path | None = None) -> Plan:
     method, options, more = OPTIONS[name]
     pruner, channels = make_pruner(method, options), make_pruner("magnitude", {}) if method == HEADS_ONLY else None
-    *_, plan = stages(pruner, map_model(model), PruneOptions(0.5, **more), text, channels, work=work)
+    *_, plan = stages(pruner, map_model(model), PruneOptions(0.5, parts="both", **more), text, channels, work=work)
     return plan
 
 

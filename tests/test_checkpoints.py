@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoTokenizer
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, weights_fingerprint
 from lmeval_prune.athena.checkpoint import begin
-from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, with_weights
+from lmeval_prune.checkpoints.pruned import read_config
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -158,6 +159,25 @@ def test_lm_eval_asks_language_models_only(
     with pytest.raises(InputError, match="no language model") as error:
         PrunedHFLM(str(folder), device="cpu")
     assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("family", "name"), [("gpt2", "GPT2Model"), ("bart", "BartModel"), ("t5", "T5Model")])
+def test_a_model_whose_head_is_tied_lacks_nothing(family: str, name: str, tmp_path: Path, tiny_folder: Path) -> None:
+    """As facebook/bart-base, whose `config.json` names a BartModel; and models that cannot be built without weights."""
+    model = build(family, name)
+    model.save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "m")
+    lm = PrunedHFLM(str(tmp_path / "m"), device="cpu", heads="encoder.L0H0" if family != "gpt2" else "L0H0")
+    assert lm.model.get_output_embeddings().weight is lm.model.get_input_embeddings().weight
+    config = read_config(str(tmp_path / "m"))
+    assert type(language_skeleton(config)) is type(lm.model)
+
+
+def test_a_model_that_cannot_be_built_without_weights_is_left_to_them(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.PreTrainedModel, "_from_config", None)
+    assert PrunedHFLM(str(tiny_folder), device="cpu")
 
 
 def test_a_name_that_transformers_has_not_is_the_familys_language_model(tmp_path: Path) -> None:

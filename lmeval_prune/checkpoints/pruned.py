@@ -180,6 +180,11 @@ def named_class(config: Any) -> Any:
     return found if found.config_class is None or isinstance(config, found.config_class) else None
 
 
+def language_kind(config: Any) -> Any:
+    """Return the auto class by which lm-eval loads a language model."""
+    return AutoModelForSeq2SeqLM if _of_kind(AutoModelForSeq2SeqLM, config) else AutoModelForCausalLM
+
+
 def _wrong_name(config: Any) -> str:
     return (
         f"config.json names {config.architectures!r} in `architectures`, which is no class of transformers' for "

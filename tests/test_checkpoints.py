@@ -285,6 +285,21 @@ def test_weights_that_are_no_numbers_are_refused(
     assert not any(Path(name).exists() for name in ("p.json", "c/L1H0", "c/config.json", "c.gguf"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_value_that_is_no_number_is_found_and_large_ones_are_none(dtype: torch.dtype) -> None:
+    """Opposite infinities, values whose sum overflows, and masks in saved buffers, too."""
+    model: Any = tiny("llama", dtype=dtype)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    model.register_buffer("mask", torch.full((4, 4), float("-inf")))
+    with torch.no_grad():
+        weight.fill_(torch.finfo(dtype).max)
+    assert nonfinite_tensor(model) is None
+    for values in ([float("nan")], [float("inf")], [float("-inf")], [float("inf"), float("-inf")]):
+        with torch.no_grad():
+            weight.zero_()[-1, -len(values) :] = torch.tensor(values, dtype=dtype)
+        assert nonfinite_tensor(model) == "model.layers.1.mlp.up_proj.weight of layer 1"
+
+
 @pytest.mark.parametrize("name", ["flap", "wanda_sp", "slimgpt", "llm_pruner", "norm_entropy", "confidence"])
 def test_scores_that_are_no_numbers_are_refused(
     name: str, tmp_path: Path, tiny_folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch

@@ -140,7 +140,7 @@ def read_config(pretrained: str, revision: str | None = None) -> Any:
     Raises:
         InputError: it cannot be read.
     """
-    embedded.check_name(pretrained)
+    embedded.check_name(pretrained, {"revision": revision})
     with refused_as(f"cannot read the model {pretrained}"):
         return AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
 

@@ -248,7 +248,7 @@ class Model:
     def __init__(self, base: dict[str, Any]) -> None:
         self.base = base
         name, revision = embedded.resolve(str(base["pretrained"])), base.get("revision")
-        embedded.check_name(name)
+        embedded.check_name(name, base)
         trust = bool(base.get("trust_remote_code"))
         with refused_as(f"cannot read the model {base['pretrained']}"):
             self.config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)

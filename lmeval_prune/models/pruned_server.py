@@ -128,7 +128,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
                 "name the model that is served: pretrained=NAME_OR_FOLDER with its configuration and tokenizer"
             )
         path, trust = embedded.resolve(str(named)), self.api.trust_remote_code
-        embedded.check_name(path)
+        embedded.check_name(path, {"revision": self.api.revision})
         with refused_as(f"cannot read the model {named} here; give pretrained= of the one that is served"):
             config = AutoConfig.from_pretrained(path, revision=self.api.revision, trust_remote_code=trust)
         bare = language_skeleton(config, trust)

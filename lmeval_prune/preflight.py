@@ -39,14 +39,14 @@ def check(options: Mapping[str, Any]) -> None:
     model = {**(options.get("model_args") or {}), **options}
     names = [model.get("pretrained"), model.get("teacher"), *(options.get("names") or ())]
     for name in filter(None, names):
-        embedded.check_name(str(name))
+        embedded.check_name(str(name), model if name == model.get("pretrained") else {})
     for heads in _all(options, "heads", "each"):
         plain = not any("." in name for name in head_names(heads))  # without a stack
-        if plain and model.get("pretrained") and (known := outline(str(model["pretrained"]), model.get("revision"))):
+        if plain and model.get("pretrained") and (known := outline(str(model["pretrained"]), model)):
             Head.parse(heads, known)
     for name in _all(options, "task", "tasks"):
         check_task(name)
-    for path in _all(options, "plan", "scores", "mask", "text", "grid", "folder"):
+    for path in _all(options, "plan", "scores", "mask", "grid", "folder"):
         if not Path(path).exists():
             raise InputError(f"no such file: {path}")
     if options.get("device") is not None:
@@ -67,13 +67,13 @@ def check_task(name: str) -> None:
         raise InputError(f"there is no task {name}{nearest(name, names)}; `lm_eval ls tasks` lists them")
 
 
-def outline(name: str, revision: str | None = None) -> Any:
+def outline(name: str, options: Mapping[str, Any] = embedded.NO_OPTIONS) -> Any:
     """Return the layers and heads that a configuration names, as a `ModelMap` has them; None if it is not plain.
 
     A layer may still be without attention, and have fewer heads.
     """
     try:
-        path = _config_file(name, revision)
+        path = _config_file(name, options)
         config = json.loads(path.read_bytes()) if path else None
     except (OSError, ValueError, RecursionError):
         return None  # whoever loads it says why
@@ -94,13 +94,10 @@ def _all(options: Mapping[str, Any], *names: str) -> Iterator[str]:
         yield from [value] if isinstance(value, str) else value or ()
 
 
-def _config_file(name: str, revision: str | None) -> Path | None:
+def _config_file(name: str, options: Mapping[str, Any]) -> Path | None:
     """The configuration of a model, where it is on this machine."""
     if Path(name).is_dir():
         return Path(name) / "config.json"
     if name in embedded.MODELS:
         return next(embedded.cache_folder().glob(f"models/*/{name}/config.json"), None)
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(found) if isinstance(found, str) else None
+    return embedded.cached_file(name, options)

@@ -991,7 +991,14 @@ def test_what_shapes_forbid_is_said_before_a_text_is_read(
 
     for target in ("pruners.calibration.read_calibration", "checkpoints.skeleton.with_weights"):
         monkeypatch.setattr(f"lmeval_prune.{target}", refuse)
-    model = ["--pretrained", str(tiny_folder), "--text", "none.txt", "--output", str(tmp_path / "plan.json")]
+    model = [
+        "--pretrained",
+        str(tiny_folder),
+        "--text",
+        str(tiny_folder / "config.json"),
+        "--output",
+        str(tmp_path / "plan.json"),
+    ]
     assert main(["prune", *model, *words.split()]) == 2
     shown = capsys.readouterr().err
     assert message in shown and shown.count("\n") == 1

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoTokenizer
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, weights_fingerprint
 from lmeval_prune.athena.checkpoint import begin
-from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+from lmeval_prune.checkpoints.pruned import load_weights, read_config
+from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, with_weights
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -160,6 +161,25 @@ def test_lm_eval_asks_language_models_only(
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("family", "name"), [("gpt2", "GPT2Model"), ("bart", "BartModel"), ("t5", "T5Model")])
+def test_a_model_whose_head_is_tied_lacks_nothing(family: str, name: str, tmp_path: Path, tiny_folder: Path) -> None:
+    """As facebook/bart-base, whose `config.json` names a BartModel; and models that cannot be built without weights."""
+    model = build(family, name)
+    model.save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "m")
+    lm = PrunedHFLM(str(tmp_path / "m"), device="cpu", heads="encoder.L0H0" if family != "gpt2" else "L0H0")
+    assert lm.model.get_output_embeddings().weight is lm.model.get_input_embeddings().weight
+    config = read_config(str(tmp_path / "m"))
+    assert type(language_skeleton(config)) is type(lm.model)
+
+
+def test_a_model_that_cannot_be_built_without_weights_is_left_to_them(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.PreTrainedModel, "_from_config", None)
+    assert PrunedHFLM(str(tiny_folder), device="cpu")
+
+
 def test_a_name_that_transformers_has_not_is_the_familys_language_model(tmp_path: Path) -> None:
     """Old names, those of own code, none at all; the weights must be that model's."""
     model: Any = tiny("llama")
@@ -208,8 +228,9 @@ def test_what_transformers_allows_is_loaded(tmp_path: Path) -> None:
     tiny("gpt_neox").save_pretrained(tmp_path / "neox")  # type: ignore[operator]
     build("bert", "BertForPreTraining").save_pretrained(tmp_path / "bert")
     edit(tmp_path / "bert", architectures=["BertForMaskedLM"])
+    shutil.copytree(tmp_path / "llama", tmp_path / "old")
     more = {
-        "llama": "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "old": "model.layers.0.self_attn.rotary_emb.inv_freq",
         "neox": "gpt_neox.layers.0.attention.masked_bias",
         "bert": "bert.embeddings.position_ids",
     }
@@ -218,6 +239,74 @@ def test_what_transformers_allows_is_loaded(tmp_path: Path) -> None:
         save_file({**load_file(file), key: torch.ones(4)}, file, {"format": "pt"})
         assert load_pretrained(tmp_path / name)
     assert type(load_pretrained(tmp_path / "bert")).__name__ == "BertForMaskedLM"
+
+
+K_SCALE = "model.layers.0.self_attn.k_scale"
+FURTHER = "model.layers.2.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "named"),
+    [
+        ([K_SCALE], {}, False),
+        (["model.layers.1.self_attn.k_proj.output_scale"], {}, False),
+        ([FURTHER, "model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight"], {}, True),
+        ([FURTHER], {"num_nextn_predict_layers": 1}, True),
+        (["mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"], {}, True),
+        (["vision_tower.layers.0.weight", "vision_tower.patches.weight"], {}, True),
+        (["vision_tower.layers.0.weight", "vision_tower.patches.weight"], {"architectures": None}, True),
+        (["model.vision_tower.layers.0.bias"], {}, True),
+        (["v_head.summary.weight"], {}, True),
+    ],
+)
+def test_weights_that_change_nothing_are_left_out_and_said(
+    keys: list[str], changes: dict[str, Any], named: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = tiny("llama")
+    model.save_pretrained(tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    save_file({**load_file(file), **{key: torch.ones(2) for key in keys}}, file, {"format": "pt"})
+    edit(tmp_path / "m", **changes)
+    caplog.clear()
+    assert same(load_pretrained(tmp_path / "m"), model)
+    lines = [one.message for one in caplog.records if "leaves out" in one.message]
+    assert len(lines) == named and all(key in line for key in keys for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [
+        (["lm_head.bias"], {}),
+        (["model.layers.0.self_attn.q_norm.weight"], {}),
+        (["model.layers.0.self_attn.sinks"], {}),
+        (["model.layers.0.self_attn.q_proj.weight_scale"], {}),
+        ([FURTHER], {}),
+        (["model.layers.3.mlp.up_proj.weight"], {"num_nextn_predict_layers": 1}),
+        (["v_head.summary.weight"], {"architectures": None}),
+    ],
+)
+def test_weights_that_the_model_would_need_are_refused(
+    keys: list[str], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny("llama").save_pretrained(tmp_path / "m")  # type: ignore[operator]
+    file = tmp_path / "m" / "model.safetensors"
+    save_file({**load_file(file), **{key: torch.ones(2) for key in keys}}, file, {"format": "pt"})
+    edit(tmp_path / "m", **changes)
+    with pytest.raises(InputError, match=re.escape(keys[0])):
+        load_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("mixtral", "num_hidden_layers"), ("gpt2", "n_layer"), ("bert", "num_hidden_layers")]
+)
+def test_a_configuration_with_fewer_layers_than_the_weights_is_refused(family: str, name: str, tmp_path: Path) -> None:
+    """Also of a model that was saved without its head, whose names lack a prefix."""
+    model: Any = tiny(family, tie_word_embeddings=True)
+    getattr(model, model.base_model_prefix, model).save_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", **{name: 1, "layer_types": None})
+    for kind in (load_pretrained, lambda folder: load_weights(type(model), folder)):
+        with pytest.raises(InputError, match=r"\.1\."):
+            kind(tmp_path / "m")
 
 
 # ---------------------------------------------------------------- sound weights
@@ -263,6 +352,21 @@ def test_weights_that_are_no_numbers_are_refused(
         line = refused(capsys, *words.split(), "--pretrained", str(broken_folder))
     assert "model.layers.1.self_attn.o_proj.weight of layer 1" in line
     assert not any(Path(name).exists() for name in ("p.json", "c/L1H0", "c/config.json", "c.gguf"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_value_that_is_no_number_is_found_and_large_ones_are_none(dtype: torch.dtype) -> None:
+    """Opposite infinities, values whose sum overflows, and masks in saved buffers, too."""
+    model: Any = tiny("llama", dtype=dtype)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    model.register_buffer("mask", torch.full((4, 4), float("-inf")))
+    with torch.no_grad():
+        weight.fill_(torch.finfo(dtype).max)
+    assert nonfinite_tensor(model) is None
+    for values in ([float("nan")], [float("inf")], [float("-inf")], [float("inf"), float("-inf")]):
+        with torch.no_grad():
+            weight.zero_()[-1, -len(values) :] = torch.tensor(values, dtype=dtype)
+        assert nonfinite_tensor(model) == "model.layers.1.mlp.up_proj.weight of layer 1"
 
 
 @pytest.mark.parametrize("name", ["flap", "wanda_sp", "slimgpt", "llm_pruner", "norm_entropy", "confidence"])

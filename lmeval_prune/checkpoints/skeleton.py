@@ -9,7 +9,15 @@ import torch
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import UNREADABLE as UNREADABLE
-from lmeval_prune.checkpoints.pruned import class_of, has_own_layers, load_weights, named_class, read_config, refused_as
+from lmeval_prune.checkpoints.pruned import (
+    class_of,
+    has_own_layers,
+    language_kind,
+    load_weights,
+    named_class,
+    read_config,
+    refused_as,
+)
 from lmeval_prune.errors import InputError
 
 
@@ -35,20 +43,49 @@ def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> 
     return model
 
 
-def check_language_model(config: Any) -> None:
-    """Refuse the configuration of a classifier, or of a model without a head, from which lm-eval would make one.
+def language_skeleton(config: Any, trust_remote_code: bool = False) -> Any:
+    """Return the language model that lm-eval makes of a configuration, on the meta device.
+
+    Args:
+        config, trust_remote_code: as of `skeleton`.
+
+    Raises:
+        InputError: as of `skeleton`, or it is the configuration of no language model.
+    """
+    bare = skeleton(config, language_kind(config), trust_remote_code)
+    check_language_model(config, bare)
+    return bare
+
+
+def check_language_model(config: Any, bare: Any) -> None:
+    """Refuse a classifier, or a model without a head, of which lm-eval would make a language model.
+
+    A model without a head has all that a language model has where the head is tied.
+
+    Args:
+        config: of the checkpoint.
+        bare: the skeleton of what lm-eval would load.
 
     Raises:
         InputError: naming its class.
     """
-    if named_class(config) is None:  # then it is loaded as a language model, and its weights tell
+    named = named_class(config)
+    if named is None:  # its weights tell
         return
-    bare = skeleton(config)
-    if bare.get_output_embeddings() is None:
+    try:
+        own = bare if isinstance(bare, named) else skeleton(config)
+    except InputError:  # it cannot be built without weights, and they tell
+        return
+    if own.get_output_embeddings() is None and (own is bare or _parameters(own) != _parameters(bare)):
         raise InputError(
-            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(bare).__name__}, no language model, and "
-            f"lm-eval would draw a language model's head for it at random; name a language model"
+            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(own).__name__}, no language model, and "
+            f"lm-eval asks no others; name a language model"
         )
+
+
+def _parameters(bare: Any) -> set[str]:
+    """Return the names of a model's parameters, tied ones once, as the model without a head has them."""
+    return {name.removeprefix(f"{bare.base_model_prefix}.") for name, _ in bare.named_parameters()}
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:

@@ -30,7 +30,7 @@ from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.pruned import refused_as
-from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
+from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.errors import InputError, first_line, nearest
 from lmeval_prune.export.manifest import adapter_name, read_adapters
 from lmeval_prune.grid.configuration import Asked, Grid, Variant
@@ -251,15 +251,14 @@ class Model:
     def __init__(self, base: dict[str, Any]) -> None:
         self.base = base
         name, revision = embedded.resolve(str(base["pretrained"])), base.get("revision")
-        embedded.check_name(name)
+        embedded.check_name(name, base)
         trust = bool(base.get("trust_remote_code"))
         with refused_as(f"cannot read the model {base['pretrained']}"):
             self.config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(base.get("tokenizer") or name), revision=revision, trust_remote_code=trust
             )
-        check_language_model(self.config)
-        bare = skeleton(self.config, trust_remote_code=trust)
+        bare = language_skeleton(self.config, trust)
         names = ("attention_path", "attention_output", "attention_heads")
         self.map: ModelMap = map_model(bare, **{key: base[key] for key in names if key in base})
 

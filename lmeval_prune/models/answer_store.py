@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -47,6 +47,7 @@ RESPONSES: dict[str, Any] = {  # by kind of request, what lm-eval's model classe
 }
 FILES = ("answers.", "rank-")  # ours begin so
 Answered = Callable[..., None]
+T = TypeVar("T")
 
 _TABLE = pa.schema(
     [
@@ -357,14 +358,11 @@ def answer(
     groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
     again = {key for group in groups if any(key in about for key in group) for key in group}
     missing = {key: place for key, place in places.items() if key in about or key in again}
-    pending: dict[str, deque[str]] = defaultdict(deque)
-    for key, place in missing.items():
-        pending[text_of(requests[place].args)].append(key)
+    reported = in_order((requests[place].args, key) for key, place in missing.items())
 
     def answered(attr: str, args: tuple[Any, ...], response: Any, **columns: Any) -> None:
-        queue = pending.get(text_of(args))
-        if attr == kind and queue:
-            record(queue.popleft(), response, **columns)
+        if attr == kind and (key := reported(args)):
+            record(key, response, **columns)
 
     def record(key: str, response: Any, **columns: Any) -> None:
         if key not in store.known:  # one of a group may be
@@ -385,6 +383,24 @@ def answer(
     return [restore(store.known[key]) for key in keys], keys
 
 
-def text_of(args: Iterable[Any]) -> str:
-    """Return a text by which a request's arguments are known."""
-    return json.dumps(list(args), sort_keys=True, default=str)
+def in_order(requests: Iterable[tuple[Iterable[Any], T]]) -> Callable[[Iterable[Any]], T | None]:
+    """Return a function of a request's arguments: of those that have them, what the next one stands for.
+
+    It is None when there is no further one: lm-eval reports a batch by the settings of its first request.
+
+    Args:
+        requests: arguments, and what each stands for.
+    """
+
+    def text(args: Iterable[Any]) -> str:
+        return json.dumps(list(args), sort_keys=True, default=str)
+
+    waiting: dict[str, deque[T]] = defaultdict(deque)
+    for args, value in requests:
+        waiting[text(args)].append(value)
+
+    def following(args: Iterable[Any]) -> T | None:
+        queue = waiting.get(text(args))
+        return queue.popleft() if queue else None
+
+    return following

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +22,15 @@ from lmeval_prune.models.answer_store import (
     Missing,
     Recorder,
     answer,
+    in_order,
     occurrences,
-    text_of,
 )
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.lengths import Ending, by_task, cut_off, merged, warn_without_template
 from lmeval_prune.models.tries import DENSE
 
 logger = logging.getLogger(__name__)
+GROUP = 8  # requests that are drawn together under batch_size=auto
 
 
 class Answering:
@@ -220,13 +220,11 @@ class Answering:
                     lm.cache_hook.add_partial(kind, requests[place].args, text)
 
                 return self._batched(requests, occurrences(requests), pass_on, disable_tqdm), [], endings
-            places: dict[str, deque[int]] = defaultdict(deque)
-            for place, request in enumerate(requests):
-                places[text_of(request.args)].append(place)
+            reported = in_order((request.args, place) for place, request in enumerate(requests))
 
             def note(attr: str, args: tuple[Any, ...], _: Any, **ending: Any) -> None:
-                if attr == "generate_until" and ending:
-                    endings[places[text_of(args)].popleft()] = Ending(**ending)
+                if attr == "generate_until" and ending and (place := reported(args)) is not None:
+                    endings[place] = Ending(**ending)
 
             with self._watched(note):
                 return getattr(HFLM, kind)(lm, requests, disable_tqdm=disable_tqdm), [], endings
@@ -283,7 +281,7 @@ class Answering:
                 lm.batch_size_per_gpu = size = self._group
                 groups = [drawn[i : i + size] for i in range(0, len(drawn), size)]
                 for group in tqdm(groups, "sampling", disable=disable_tqdm or lm.rank > 0 or not drawn, unit="batch"):
-                    with torch.random.fork_rng():
+                    with torch.random.fork_rng([lm.device] if lm.device.type == "cuda" else []):
                         torch.manual_seed(int(digest([lm.seed, [missing.keys[i] for i in group]]), 16) >> 1)
                         responses |= dict(zip(group, compute([missing.requests[i] for i in group], True), strict=True))
                 return [responses[place] for place in range(len(missing.requests))]
@@ -298,9 +296,12 @@ class Answering:
 
     @property
     def _group(self) -> int:
-        """How many requests `generate` draws together: a batch, or one where its size is found out by trying."""
+        """How many requests `generate` draws together: a batch, or so many where its size is found out by trying.
+
+        What is found out may be another number the next time, and so would be the answers.
+        """
         size = self.lm.batch_size
-        return size if isinstance(size, int) else 1
+        return size if isinstance(size, int) else min(GROUP, self.lm.max_batch_size)
 
     def _batched(
         self, requests: list[Any], repeats: Sequence[int], done: generation.Done, disable_tqdm: bool

@@ -132,7 +132,7 @@ class Arguments:
         Raises:
             InputError: saying what is wrong.
         """
-        embedded.check_name(pretrained)
+        embedded.check_name(pretrained, self.others)
         if self.responses and Path(self.responses).is_file():
             raise InputError(f"responses={self.responses} is a file; name a folder")
 

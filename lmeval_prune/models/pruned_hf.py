@@ -177,14 +177,14 @@ class PrunedHFLM(GivenOnce, HFLM):
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Refuse classifiers, and resolve interventions, without weights: a mistake costs no minutes of loading."""
-        check_language_model(self.config)
         turns = self.given.tries if isinstance(self.given.tries, InTurn) else None
-        if not self.given.interventions and not turns:
-            return
         try:
             bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
         except Exception as error:  # some models cannot be built without weights; the real one will be checked
             eval_logger.info("methods are checked after loading: no model without weights can be built (%s)", error)
+            return
+        check_language_model(self.config, bare)
+        if not self.given.interventions and not turns:
             return
         model_map = map_model(bare, **self.given.description)
         for one in self.given.interventions:

@@ -28,7 +28,7 @@ from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.pruned import UNREADABLE, refused_as
-from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
+from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.errors import InputError, first_line, nearest, reported
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
@@ -128,11 +128,10 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
                 "name the model that is served: pretrained=NAME_OR_FOLDER with its configuration and tokenizer"
             )
         path, trust = embedded.resolve(str(named)), self.api.trust_remote_code
-        embedded.check_name(path)
+        embedded.check_name(path, {"revision": self.api.revision})
         with refused_as(f"cannot read the model {named} here; give pretrained= of the one that is served"):
             config = AutoConfig.from_pretrained(path, revision=self.api.revision, trust_remote_code=trust)
-        check_language_model(config)
-        bare = skeleton(config, trust_remote_code=trust)
+        bare = language_skeleton(config, trust)
         return path, config, map_model(bare, **self.given.description)
 
     def _base(self, path: str) -> str:

@@ -78,6 +78,7 @@ def importance(
         revision: of the model
         device: cpu or cuda; default: a GPU if there is one
     """
+    _check_paths(output, text)  # before torch is imported
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of
@@ -86,7 +87,6 @@ def importance(
     from lmeval_prune.reporting.importance_map import draw
 
     pruner, where = make_pruner(method, options or {}), device_named(device)
-    _check_json(output)
     check_writable(output)
     pruner.check(True, channels, bool(task or text))
     pruner.check_model(map_model(skeleton_of(pretrained, revision)))
@@ -155,7 +155,7 @@ def prune(
         device: cpu or cuda; default: a GPU if there is one
     """
     asked = PruneOptions(**wanted)  # a wrong one is refused before torch is imported
-    _check_json(output)
+    _check_paths(output, text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
@@ -320,9 +320,11 @@ def check_plain(bare: Any, pretrained: str) -> None:
         raise InputError(f"{pretrained} is quantised, and cannot be cut or written anew; give its dequantised weights")
 
 
-def _check_json(output: str) -> None:
+def _check_paths(output: str, text: str | None) -> None:
     if not output.endswith(".json"):
         raise InputError(f"--output {output} must end in .json, so that heads= and plan= tell it from names of heads")
+    if text and not Path(text).exists():
+        raise InputError(f"no such file: {text}")
 
 
 def _check_apart(output: str, cut: str) -> None:

@@ -16,13 +16,15 @@ from lmeval_prune import HeadMask, RowMasks
 
 @contextmanager
 def _same_mask_in_every_row(model: nn.Module) -> Iterator[None]:
-    rows, forward = RowMasks(), model.forward
+    rows = RowMasks()
 
+    @torch.compiler.disable  # a method that changes `forward` itself
     def masked(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with rows.using([None, HeadMask("L0H1+L1H2-3")], [1] * len(tokens)):
             return forward(tokens, *args, **kwargs)
 
     with rows.applied_to(model), pytest.MonkeyPatch.context() as patch:
+        forward = model.forward
         patch.setattr(model, "forward", masked)
         yield
 

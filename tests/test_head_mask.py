@@ -201,21 +201,25 @@ def test_a_masked_projection_cannot_be_replaced() -> None:
     peft = pytest.importorskip("peft")
     model, inputs = tiny("llama"), tokens()
     attention, other = (layer.self_attn for layer in model.model.layers)
-    own, new = attention.o_proj, copy.deepcopy(other.o_proj)
+    new = copy.deepcopy(other.o_proj)
     with HeadMask("L0H1").applied_to(model):
         expected = output(model, inputs)
-        with pytest.raises(InputError, match=r"o_proj cannot be replaced while something is applied to it \(heads\)"):
-            attention.o_proj = new
-        with pytest.raises(InputError, match="o_proj cannot be replaced"):
-            peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
+        for call in (wrapped, model, model.model):
+            with pytest.raises(
+                InputError, match=r"o_proj has been replaced, wrapped .* applied to it \(heads\); put it"
+            ):
+                call(inputs)
+        wrapped.unload()
+        assert torch.equal(output(model, inputs), expected)
+        beside = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        assert torch.equal(output(beside, inputs), expected)
         other.o_proj = new
         assert torch.equal(output(model, inputs), expected)
-        del attention.o_proj
-        with pytest.raises(InputError, match="o_proj cannot be replaced"):
-            attention.o_proj = new
-        attention.o_proj = own
-        assert torch.equal(output(model, inputs), expected)
-    attention.o_proj = new
+        attention.o_proj = new
+        with pytest.raises(InputError, match="o_proj has been replaced"):
+            output(model, inputs)
+    assert torch.isfinite(output(model, inputs)).all()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
@@ -144,6 +145,39 @@ def test_compiled_code_is_not_run_under_it_and_none_is_made(row: Row, compiled: 
                 assert torch.equal(output(call, inputs), dense) and len(passes) > before
 
 
+def test_other_compiled_code_and_the_stance_of_the_process_are_left_alone() -> None:
+    passes: list[str] = []
+
+    def counting(name: str) -> Any:
+        return lambda graph, _: lambda *inputs: (passes.append(name), graph(*inputs))[1]
+
+    model, inputs = tiny("llama"), tokens()
+    dense, unrelated = output(model, inputs), torch.compile(nn.Linear(2, 2), backend=counting("unrelated"))
+    step = torch.compile(lambda x: model(x, use_cache=False).logits, backend=counting("model"))  # calls it itself
+    mask = HeadMask("L0H1+L1H0")
+    with mask.applied_to(model):
+        expected = output(model, inputs)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(step(inputs), dense)
+            with mask.applied_to(model):
+                unrelated(torch.ones(1, 2))
+                assert passes.count("unrelated") == 1
+                assert torch.equal(step(inputs), expected)
+                passes.clear()
+            torch.compiler.reset()
+        with mask.applied_to(model):
+            assert torch.equal(step(inputs), expected)  # compiled in the block
+        assert torch.equal(step(inputs), dense)
+        with mask.applied_to(model):
+            torch.compiler.set_stance("fail_on_recompile")
+        try:
+            with pytest.raises(RuntimeError, match="fail_on_recompile"), mask.applied_to(model):
+                unrelated(torch.ones(3, 2, dtype=torch.float64))
+        finally:
+            torch.compiler.set_stance("default")
+
+
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_copies_and_replaced_modules_are_refused_inside_the_block(row: Row) -> None:
     """The hooks would go with the copy for ever, and not with another module."""
@@ -158,9 +192,22 @@ def test_copies_and_replaced_modules_are_refused_inside_the_block(row: Row) -> N
             with pytest.raises((InputError, AttributeError, TypeError)):  # most hooks cannot be pickled
                 pickle.dumps(part)
         other = tiny("llama").model.layers[1]
-        for place, name in ((layers, "1"), (layer, "self_attn"), (model, "model")):
-            with pytest.raises(InputError, match=f"{name} cannot be replaced while something is applied"):
-                setattr(place, name, other)
+        ways: list[Callable[[nn.Module, str], Any]] = [
+            lambda parent, name: setattr(parent, name, other),
+            lambda parent, name: parent._modules.update({name: other}),
+            delattr,
+            lambda parent, name: parent._modules.pop(name),
+        ]
+        inner = model.model
+        for parent, name in ((layers, "1"), (layer, "self_attn"), (inner, "layers"), (model, "model")):
+            for replace in ways:
+                children = dict(parent._modules)
+                replace(parent, name)
+                for call in (model,) if parent is model else (model, inner):
+                    with pytest.raises(InputError, match=f"{name} has been replaced, wrapped or deleted while"):
+                        call(inputs)
+                parent._modules.clear()
+                parent._modules.update(children)
         layers[1] = layers[1]  # no change
         assert torch.equal(output(model, inputs), expected) and interventions_on(model) == hooked
     copied = copy.deepcopy(model)

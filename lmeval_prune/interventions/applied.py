@@ -1,19 +1,22 @@
 """What is applied to a model, kept on the model itself, and what would go wrong beside it without a word.
 
-While anything is applied: compiled code runs eagerly, since hooks are not seen in it, and would stay in what is
-compiled meanwhile; copies, replaced modules and interventions of another thread are refused.
+While anything is applied, the `forward` of each module that is changed, or holds one that is, is a checked one. It runs
+eagerly, since compiled code does not see hooks and what is compiled meanwhile would keep them; and it refuses to run
+without a changed module. Copies and interventions of another thread are refused, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
 from threading import RLock, Thread, current_thread
+from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
@@ -21,6 +24,9 @@ from lmeval_prune.interventions.table import method_name
 
 _ATTRIBUTE = "_lmeval_prune_applied"
 _LOCK = RLock()
+
+Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and the module that has it
+Parents = Mapping[nn.Module, tuple[nn.Module, str] | None]  # of each module of a model: what holds it under which name
 
 
 class Attachable(Protocol):
@@ -30,32 +36,65 @@ class Attachable(Protocol):
         """Change the model, and leave in `stack` whatever undoes the change."""
 
 
+@dataclass(eq=False)
+class _Entry:
+    """An intervention on a model.
+
+    Attributes:
+        thread: which may alone apply more; None: any.
+        links: the ways from the model to the modules that it changes, by the module that calls.
+    """
+
+    intervention: Any
+    thread: Thread | None
+    links: Mapping[nn.Module, list[Link]] = field(default_factory=dict)
+
+
 class _Record:
-    """The interventions on a model, in order: an attribute of the modules that they change."""
+    """The interventions on a model, in order: an attribute of the modules that they change, and of those above."""
 
     def __init__(self) -> None:
-        self.interventions: list[Any] = []
-        self.threads: list[Thread | None] = []  # of each, which may alone apply more; None: any
+        self.entries: list[_Entry] = []
+        self.links: dict[nn.Module, tuple[Link, ...]] = {}  # of all entries
+        self.forwards: dict[nn.Module, tuple[Any, Any]] = {}  # of an instance: the checked one, and what it replaces
         self.modules: set[nn.Module] = set()
 
-    def add(self, one: Attachable, thread: Thread | None, modules: set[nn.Module]) -> None:
+    def add(self, entry: _Entry, changed: set[nn.Module]) -> None:
         """Take in an intervention that changes these modules."""
-        self.interventions.append(one)
-        self.threads.append(thread)
-        self.modules |= modules
-        for module in modules:
+        self.entries.append(entry)
+        _LIVE.add(self)
+        for module in changed.union(entry.links) - self.modules:
+            self.modules.add(module)
             vars(module)[_ATTRIBUTE] = self
+        self._update(entry)
+        for module in entry.links:
+            if module not in self.forwards:
+                own = vars(module).get("forward")  # another library's, if any
+                vars(module)["forward"] = checked = _checked_forward(module, own)
+                self.forwards[module] = checked, own
 
-    def remove(self, one: Attachable) -> None:
-        """Forget the last that is this one."""
-        index = next(i for i in reversed(range(len(self.interventions))) if self.interventions[i] is one)
-        del self.interventions[index], self.threads[index]
-        if not self.interventions:
-            for module in self.modules:
-                del vars(module)[_ATTRIBUTE]
+    def remove(self, entry: _Entry) -> None:
+        """Forget an intervention, if it was taken in."""
+        if entry not in self.entries:
+            return
+        self.entries.remove(entry)
+        self._update(entry)
+        if self.entries:
+            return
+        _LIVE.discard(self)
+        for module, (checked, own) in self.forwards.items():
+            if vars(module).get("forward") is checked:
+                del vars(module)["forward"]
+                vars(module).update({"forward": own} if own else {})
+        for module in self.modules:
+            del vars(module)[_ATTRIBUTE]
+
+    def _update(self, entry: _Entry) -> None:
+        for module in entry.links:
+            self.links[module] = tuple({link: None for each in self.entries for link in each.links.get(module, ())})
 
     def __str__(self) -> str:
-        return ", ".join(method_name(type(one)) for one in self.interventions)
+        return ", ".join(method_name(type(entry.intervention)) for entry in self.entries)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled with the model: its hooks would stay in the copy.
@@ -73,28 +112,58 @@ class _Record:
         Raises:
             InputError: another thread has applied some.
         """
-        if any(thread and thread is not current_thread() and thread.is_alive() for thread in self.threads):
+        threads = {entry.thread for entry in self.entries} - {None, current_thread()}
+        if any(thread and thread.is_alive() for thread in threads):
             raise InputError(f"another thread has {self} applied to this model; end that first, or load another model")
 
+    def check_links(self, module: nn.Module) -> None:
+        """Refuse to call a module when what is changed in it has been replaced, wrapped or deleted.
 
-class _Eager:
-    """Runs all that is compiled eagerly, as long as it is needed."""
-
-    count = 0
-    stance: Any = None
-
-    def begin(self) -> None:
-        if not self.count:
-            self.stance = torch.compiler.set_stance("force_eager")
-        self.count += 1
-
-    def end(self) -> None:
-        self.count -= 1
-        if not self.count:
-            self.stance.__exit__(None, None, None)
+        Raises:
+            InputError: naming it.
+        """
+        for parent, name, child in self.links[module]:
+            if parent._modules.get(name) is not child:
+                raise InputError(
+                    f"{name} has been replaced, wrapped or deleted while something is applied to it ({self}); put it "
+                    f"back, or end that first"
+                )
 
 
-_EAGER = _Eager()
+_LIVE: set[_Record] = set()
+
+
+def _checked_forward(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A module's `forward`, run eagerly, if nothing that is changed in it is missing.
+
+    Code that was compiled for the module's own is not run: Dynamo guards on whether an instance has a `forward`.
+    """
+    if own is None:
+        return MethodType(_checked(type(module).forward), module)
+
+    @torch.compiler.disable
+    @wraps(own)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check(module)
+        return own(*args, **kwargs)
+
+    return checked
+
+
+@cache  # Dynamo guards on the function, too: code that calls it is compiled once, not for each block
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.disable
+    @wraps(forward)
+    def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _check(module)
+        return forward(module, *args, **kwargs)
+
+    return checked
+
+
+def _check(module: nn.Module) -> None:
+    if record := vars(module).get(_ATTRIBUTE):
+        record.check_links(module)
 
 
 @contextmanager
@@ -120,44 +189,59 @@ def attached(one: Attachable, model_map: ModelMap, any_thread: bool) -> Iterator
 
 
 def _attach(one: Attachable, model_map: ModelMap, thread: Thread | None, stack: ExitStack) -> None:
-    record: _Record = vars(model_map.attention[0].module).get(_ATTRIBUTE) or _Record()
+    record = _record_on(model_map.model) or _Record()
     record.check_thread()
-    _EAGER.begin()
-    stack.callback(_EAGER.end)
-    before = {module: _hooks_of(module) for module in model_map.model.modules()}
+    parents = _parents_in(model_map.model)
+    before = _hooks_in(parents)
+    entry = _Entry(one, thread)
+    stack.callback(record.remove, entry)  # after the model's own `forward`s are back
     one.attach(model_map, stack)
-    changed = {module for module, hooks in before.items() if _hooks_of(module) != hooks}
-    changed |= {layer.module for layer in model_map.attention}
-    handle = register_module_module_registration_hook(_refuse_replacing(model_map.model, changed, record))
-    stack.callback(handle.remove)
-    record.add(one, thread, changed)
-    stack.callback(record.remove, one)
+    changed = {module for module, hooks in _hooks_in(parents).items() if hooks != before.get(module)}
+    changed = changed or {layer.module for layer in model_map.attention}  # it answers their attention calls
+    entry.links = _links_to(changed, parents, model_map.model)
+    record.add(entry, changed)
 
 
-def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    return tuple(module._forward_pre_hooks), tuple(module._forward_hooks), vars(module).get("forward")
-
-
-def _refuse_replacing(model: nn.Module, changed: set[nn.Module], record: _Record) -> Callable[..., None]:
-    """A hook that is called wherever a module is put into another, and refuses to lose those that are changed."""
-    inside = {
-        (parent, name): (child, changed & {*child.modules()})
-        for parent in model.modules()
-        for name, child in parent.named_children()
+def _hooks_in(modules: Iterable[nn.Module]) -> dict[nn.Module, tuple[Any, ...]]:
+    return {
+        module: (tuple(module._forward_pre_hooks), tuple(module._forward_hooks), vars(module).get("forward"))
+        for module in modules
+        if module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
     }
 
-    def hook(parent: nn.Module, name: str, new: nn.Module | None) -> None:
-        child, lost = inside.get((parent, name), (None, set()))
-        if new is child or not lost:
-            return
-        if child in lost or new is None or lost - {*new.modules()}:
-            raise InputError(f"{name} cannot be replaced while something is applied to it ({record}); end that first")
 
-    return hook
+def _parents_in(model: nn.Module) -> Parents:
+    parents: dict[nn.Module, tuple[nn.Module, str] | None] = {model: None}
+    modules = [model]
+    for parent in modules:  # it grows
+        for name, child in parent._modules.items():
+            if child is not None and child not in parents:
+                parents[child] = (parent, name)
+                modules.append(child)
+    return parents
+
+
+def _links_to(changed: set[nn.Module], parents: Parents, model: nn.Module) -> dict[nn.Module, list[Link]]:
+    """The ways to some modules, by the module whose `forward` goes there; the model itself is always among these."""
+    links: dict[nn.Module, list[Link]] = {model: []}
+    known = {model}
+    for module in changed:
+        while module not in known and (above := parents[module]):
+            known.add(module)
+            parent, name = caller, _ = above
+            while type(caller).forward is nn.Module.forward and (over := parents[caller]):
+                caller = over[0]  # a list of modules is not called
+            links.setdefault(caller, []).append((parent, name, module))
+            module = parent
+    return links
+
+
+def _record_on(model: nn.Module) -> _Record | None:
+    modules = model.modules() if _LIVE else ()
+    return next((vars(module)[_ATTRIBUTE] for module in modules if _ATTRIBUTE in vars(module)), None)
 
 
 def applied_on(model: nn.Module) -> list[Any]:
     """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
-    modules = model.modules() if _EAGER.count else ()
-    record = next((vars(module)[_ATTRIBUTE] for module in modules if _ATTRIBUTE in vars(module)), None)
-    return record.interventions if record else []
+    record = _record_on(model)
+    return [entry.intervention for entry in record.entries] if record else []

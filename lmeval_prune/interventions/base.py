@@ -201,9 +201,9 @@ class Intervention(ABC):
     ) -> Iterator[ModelMap]:
         """Apply the intervention to `model` inside a `with` block; blocks nest and compose.
 
-        Whatever runs the model inside the block, in any thread, runs it under the intervention, and compiled code runs
-        eagerly. Copying or pickling the model, replacing a module that is changed, and applying more in another thread
-        are refused there.
+        Whatever runs the model inside the block, in any thread, runs it under the intervention, eagerly where it was
+        compiled. Copying or pickling the model, calling it when a module that is changed has been replaced, and
+        applying more in another thread are refused there.
 
         Args:
             model: a stock transformers model.

@@ -96,6 +96,17 @@ def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: 
     assert counts == {"rank-0.jsonl": 15, "rank-1.jsonl": 15}  # 6 generations and 24 likelihoods, halved
 
 
+def test_processes_that_accelerate_does_not_know_of_are_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
+    with pytest.raises(InputError, match=r"^WORLD_SIZE=2 .*ACCELERATE_USE_CPU=true"):
+        PrunedHFLM(str(tiny_folder), device="cpu", responses=str(tmp_path / "s"))
+    assert not (tmp_path / "s").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert PrunedHFLM(str(tiny_folder), device="cpu").world_size == 1
+
+
 def test_tries_on_two_ranks_are_those_on_one(tiny_folder: Path, tmp_path: Path) -> None:
     """Seven documents, so that one rank is padded: each has its four tries, sampled or greedy, and the same ones."""
     found = {}
@@ -145,7 +156,7 @@ def test_run_command_works_without_the_bridge(tiny_folder: Path, tmp_path: Path,
         ),
         (
             ("--model_args", "pretrained={tiny},responses=/proc/store"),
-            "lmeval-prune: error: responses=/proc/store cannot be made",
+            "lmeval-prune: error: responses=/proc/store cannot be used",
         ),
     ],
 )

@@ -269,7 +269,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"heads": {}}, "heads needs heads"),
         ({"responses": True}, "responses=True is not a text"),
         ({"responses": ""}, "responses= is empty"),
-        ({"responses": "/dev/null/x"}, "responses=/dev/null/x cannot be made"),
+        ({"responses": "/dev/null/x"}, "responses=/dev/null/x cannot be used"),
         ({"mask": True}, "mask=True is not a text"),
         ({"mask": {"heads": "L0H1"}}, "is not a text"),
         ({"mask": ""}, "mask= is empty"),

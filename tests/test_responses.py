@@ -238,6 +238,25 @@ def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Pat
             store.close()
 
 
+def test_a_store_is_opened_before_the_weights_are_loaded(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And released if they cannot be."""
+    store = AnswerStore(tmp_path / "s")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the weights are loaded"))
+    with pytest.raises(InputError, match="another run is writing"):
+        model(tiny_folder, responses=str(tmp_path / "s"))
+    store.close()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("cut off")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(InputError, match="cannot be loaded"):
+        model(tiny_folder, responses=str(tmp_path / "s"))
+    AnswerStore(tmp_path / "s").close()
+
+
 def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> None:
     first, second = AnswerStore(tmp_path, 0), AnswerStore(tmp_path, 1)
     about = {"kind": "generate_until", "task": "t", "prompt": "p", "head": "dense"}

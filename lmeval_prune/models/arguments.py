@@ -136,20 +136,6 @@ class Arguments:
         if self.responses and Path(self.responses).is_file():
             raise InputError(f"responses={self.responses} is a file; name a folder")
 
-    def make_folder(self) -> None:
-        """Make the folder of answers; before the weights are loaded, after the model is known to exist.
-
-        Raises:
-            InputError: it cannot be made.
-        """
-        try:
-            if self.responses:
-                Path(self.responses).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"responses={self.responses} cannot be made: {error.strerror}; name another folder"
-            ) from None
-
     def refuse_misspelt(self, theirs: set[str], config: Any) -> None:
         """An argument that is nobody's but close to ours is a slip: `from_pretrained` would swallow it.
 

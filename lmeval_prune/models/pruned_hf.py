@@ -93,6 +93,17 @@ class PrunedHFLM(GivenOnce, HFLM):
         self.seed = torch.initial_seed()
         self._texts: Counter[tuple[int, ...]] = Counter()  # to come, if padding must be told from them
         self.endings: deque[Ending] = deque()  # of texts that `generate` has made and lm-eval has not reported yet
+        self._store: AnswerStore | None = None  # that is open before there is a model
+        try:
+            self._load(pretrained, others)
+            self._begin(self._store)
+        except BaseException:
+            if self._store:
+                self._store.close()
+            raise
+
+    def _load(self, pretrained: Any, others: dict[str, Any]) -> None:
+        """Load the model as `hf` does, or take a live one."""
         try:
             super().__init__(pretrained, **others)
         except InputError:
@@ -104,7 +115,6 @@ class PrunedHFLM(GivenOnce, HFLM):
         self._shard_over_cpu_ranks()
         if self.manifest:
             eval_logger.info("checkpoint: %s", removed_from(self.manifest))
-        self._begin()
 
     def _begin(self, store: AnswerStore | None = None) -> None:
         """Apply what was given to the loaded model, and get ready to answer, from a store that is open or one's own."""
@@ -149,6 +159,7 @@ class PrunedHFLM(GivenOnce, HFLM):
     # ------------------------------------------------------------------ loading
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
+        self._refuse_unknown_processes()
         if (Path(pretrained) / SETTINGS).is_file():
             raise InputError(f"{pretrained} is an ATHENA; ask it by --model athena")
         with refused_as(f"cannot read the model {pretrained}"):
@@ -156,8 +167,9 @@ class PrunedHFLM(GivenOnce, HFLM):
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
         self.given.refuse_misspelt(_HF_ARGUMENTS, self.config)
-        self.given.make_folder()
         self._check_before_loading(bool(kwargs.get("trust_remote_code")))
+        if self.given.responses:
+            self._store = AnswerStore(self.given.responses, self.store_rank)
         if gguf_file:
             from transformers import GgufConfig
 
@@ -205,6 +217,16 @@ class PrunedHFLM(GivenOnce, HFLM):
             deterministic=bool(options.deterministic),
         )
 
+    def _refuse_unknown_processes(self) -> None:
+        """Refuse several processes on CPU that accelerate takes for one each: every one would do everything."""
+        count = os.environ.get("WORLD_SIZE", "")
+        alone = self.device.type == "cpu" and not hasattr(self, "accelerator") and not self.given.others.get("tp_plan")
+        if alone and count.isdecimal() and int(count) > 1:
+            raise InputError(
+                f"WORLD_SIZE={count} says that this is one of several processes, and accelerate takes it for the only "
+                f"one, so that each would do everything: set ACCELERATE_USE_CPU=true, or start one process"
+            )
+
     def _shard_over_cpu_ranks(self) -> None:
         """Several processes on CPU: `hf` leaves each at rank 0, so that every one would run everything."""
         accelerator = getattr(self, "accelerator", None)
@@ -218,7 +240,10 @@ class PrunedHFLM(GivenOnce, HFLM):
     @property
     def store_rank(self) -> int | None:
         """By which number this process writes into a store of answers; see `AnswerStore`."""
-        return int(self.rank)
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is None:
+            return 0
+        return int(accelerator.process_index if self.device.type == "cpu" else accelerator.local_process_index)
 
     @cached_property
     def model_map(self) -> ModelMap:

@@ -178,14 +178,24 @@ class PrunedHFLM(GivenOnce, HFLM):
         # a checkpoint whose layers differ is loaded by our own code, whatever lies in the folder
         self.AUTO_MODEL_CLASS = Checked(class_of(self.config) if has_own_layers(self.config) else own)
         try:
-            super()._create_model(*args, gguf_file=gguf_file, **kwargs)
-        except TypeError as error:  # transformers gives the model's class what nobody else knows
+            with refused_as(f"the model {args[0] if args else kwargs['pretrained']} cannot be loaded"):
+                self._create_known(*args, gguf_file=gguf_file, **kwargs)
+        finally:
+            self.AUTO_MODEL_CLASS = own
+
+    def _create_known(self, *args: Any, **kwargs: Any) -> None:
+        """Load the weights; transformers gives the model's class the arguments that nobody else knows.
+
+        Raises:
+            InputError: the class does not know one either.
+        """
+        try:
+            super()._create_model(*args, **kwargs)
+        except TypeError as error:
             stray = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if stray and stray[1] in self.given.others:
                 raise unknown(stray[1]) from error
             raise
-        finally:
-            self.AUTO_MODEL_CLASS = own
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Refuse classifiers, and resolve interventions, without weights: a mistake costs no minutes of loading."""

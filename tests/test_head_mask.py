@@ -1,6 +1,8 @@
 """Head masks: the hook and a slice deleted by hand are the same thing."""
 
 import copy
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +196,28 @@ def test_peft_adapters_are_masked_too() -> None:
     merged = model.merge_and_unload()
     with HeadMask("L0H1+L1H0").applied_to(merged):
         torch.testing.assert_close(got, output(merged, inputs), rtol=0, atol=1e-11)
+
+
+def test_the_cost_of_applying_grows_with_the_layers_that_are_masked() -> None:
+    """Counted in calls of Python functions; modules of a layer without a mask are not called about."""
+    calls = []
+    for layers in (2, 12):
+        model = tiny("llama", num_hidden_layers=layers)
+        model_map, count = map_model(model), 0
+
+        def on_event(_: Any, event: str, __: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        for profile in (None, on_event):  # the first time fills caches
+            sys.setprofile(profile)
+            try:
+                with HeadMask("L1H0").applied_to(model, model_map):
+                    pass
+            finally:
+                sys.setprofile(None)
+        calls.append(count)
+    assert calls[1] - calls[0] < 10 * len(list(model.model.layers[0].modules())), calls
 
 
 def test_a_masked_projection_cannot_be_replaced() -> None:

@@ -25,7 +25,7 @@ from lmeval_prune.interventions.table import method_name
 _ATTRIBUTE = "_lmeval_prune_applied"
 _LOCK = RLock()
 
-Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and the module that has it
+Link = tuple[nn.Module, str, nn.Module, bool]  # a module, a name in it, the module that has it, and if that is changed
 Parents = Mapping[nn.Module, tuple[nn.Module, str] | None]  # of each module of a model: what holds it under which name
 
 
@@ -119,11 +119,14 @@ class _Record:
     def check_links(self, module: nn.Module) -> None:
         """Refuse to call a module when what is changed in it has been replaced, wrapped or deleted.
 
+        What only holds changed modules may stand in a wrapper: they are called all the same.
+
         Raises:
             InputError: naming it.
         """
-        for parent, name, child in self.links[module]:
-            if parent._modules.get(name) is not child:
+        for parent, name, child, is_changed in self.links[module]:
+            current = parent._modules.get(name)
+            if current is not child and (is_changed or current is None or child not in current.modules()):
                 raise InputError(
                     f"{name} has been replaced, wrapped or deleted while something is applied to it ({self}); put it "
                     f"back, or end that first"
@@ -231,7 +234,7 @@ def _links_to(changed: set[nn.Module], parents: Parents, model: nn.Module) -> di
             parent, name = caller, _ = above
             while type(caller).forward is nn.Module.forward and (over := parents[caller]):
                 caller = over[0]  # a list of modules is not called
-            links.setdefault(caller, []).append((parent, name, module))
+            links.setdefault(caller, []).append((parent, name, module, module in changed))
             module = parent
     return links
 

@@ -18,22 +18,22 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.grid.work import Loaded
+from lmeval_prune.models import answer_store
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
-from tests.test_grid import _shared_manager, described, outcomes  # noqa: F401 - a fixture
+from tests.test_grid import described, outcomes
 from tests.test_pruned_hf import model, requests
 from tests.test_sprint import MODEL, TASKS, row
 from tests.test_sweep import sweep
 from tests.tiny_models import tiny
 
 NO_SPACE = r"cannot be written: no space left on device; free some space and run the same command again$"
-pytestmark = pytest.mark.usefixtures("one_task_manager")
 
 
 def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) -> None:
     """Let every file but the first `after` ones meet a full disk: what is appended, too."""
-    left, fsync, opened = [after], os.fsync, Path.open
+    left, fsync, append_to = [after], os.fsync, answer_store.append_to
 
     def full(handle: int) -> None:
         if left[0] == 0:
@@ -41,14 +41,14 @@ def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) 
         left[0] -= 1
         fsync(handle)
 
-    def open_full(self: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        if "a" in mode and left[0] == 0:
-            return opened(Path("/dev/full"), mode, *arguments, **named)
-        left[0] -= "a" in mode
-        return opened(self, mode, *arguments, **named)
+    def append_full(path: Path) -> Any:
+        if left[0] == 0:
+            return Path("/dev/full").open("a")
+        left[0] -= 1
+        return append_to(path)
 
     patch.setattr(artefacts.os, "fsync", full)
-    patch.setattr(Path, "open", open_full)
+    patch.setattr(answer_store, "append_to", append_full)
 
 
 def answered(folder: Path, compact: bool = False) -> None:

@@ -15,7 +15,7 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.grid.run import run
-from tests.test_grid import _shared_manager, described  # noqa: F401 - a fixture of every test here
+from tests.test_grid import described
 from tests.tiny_models import tiny
 
 

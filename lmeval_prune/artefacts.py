@@ -19,7 +19,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -37,6 +37,9 @@ TEMPORARY = ".lmeval-prune-"  # folders that grow, and locks, begin so
 _WRITER = re.compile(rf"{re.escape(TEMPORARY)}(?P<system>\w+)-(?P<process>\d+)-(?P<began>\d+)-\w+")
 _FORGOTTEN = 7 * 24 * 3600  # seconds after its last write; of a folder whose writer another system knows
 _GRACE = 0.2  # seconds; who clears a folder holds its locks for a moment
+# what to say of numbers that a model has computed
+COMPUTED = "the model computes what its type cannot hold: give its weights in float32 or bfloat16"
+_TRIES = 20  # to make a folder
 _LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _LONGEST = 200  # bytes of a name; file systems end at 255, and an ending may follow
 _LARGEST = 2**28  # bytes of a JSON file
@@ -126,21 +129,25 @@ def _warn_lockless(reason: str) -> None:
 
 
 @contextmanager
-def _within(folder: Path, block: Callable[[], AbstractContextManager[T]], tries: int = 20) -> Iterator[T]:
+def _within(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
     """Enter a block that needs a folder. It is made; where it was missing and is empty at the end, it goes again."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     with ExitStack() as stack:
         for parent in reversed(missing):
             stack.callback(_remove_empty, parent)
-        for left in reversed(range(tries)):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                value = stack.enter_context(block())
-                break
-            except (FileNotFoundError, FileExistsError):  # another process has removed it, which was empty
-                if not left:
-                    raise
-        yield value
+        yield make_folder(folder, lambda: stack.enter_context(block()))
+
+
+def make_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[return-value]
+    """Make a folder and those above it, and what is to be in it; again, if another process removed it while empty."""
+    for left in reversed(range(_TRIES)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return then()
+        except (FileNotFoundError, FileExistsError):
+            if not left:
+                raise
+    raise AssertionError
 
 
 def _remove_empty(folder: Path) -> None:
@@ -531,15 +538,20 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
     return tensors
 
 
-def check_finite(tensors: dict[str, Any], path: object) -> None:
+def check_finite(tensors: Mapping[str, Any], name: object, remedy: str = "make it again") -> None:
     """Refuse tensors with numbers that are not finite.
+
+    Args:
+        tensors: by their names.
+        name: of what has them.
+        remedy: what to do.
 
     Raises:
         InputError: naming the first of them.
     """
-    for name, tensor in tensors.items():
+    for part, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"{path} has numbers in {name} that are not finite; make it again")
+            raise InputError(f"{name} has NaN or infinite values in {part}; {remedy}")
 
 
 # --------------------------------------------------------------------------- digests

@@ -864,13 +864,32 @@ def test_absurd_values_are_refused_in_one_line(kind: tuple[Kind, Any], absurd: s
 @pytest.mark.parametrize("compacted", [True, False])
 def test_a_response_of_another_type_is_refused(response: Any, compacted: bool, tmp_path: Path) -> None:
     store = AnswerStore(tmp_path)
-    store.add("key", response, {"kind": "generate_until", "task": "t"})
+    store.add("key", "text", {"kind": "generate_until", "task": "t"})
+    store.path.write_text(store.path.read_text().replace('"text"', json.dumps(response)))
     if compacted:
         with pytest.raises(InputError, match="response"):
             store.compact()
     store.close()
     with pytest.raises(InputError, match=r"field 'response'|damaged"):
         AnswerStore(tmp_path)
+
+
+BROKEN = [
+    ("generate_until", 5),
+    ("loglikelihood", (math.nan, False)),
+    ("loglikelihood", (-1.0,)),
+    ("loglikelihood_rolling", math.inf),
+]
+
+
+@pytest.mark.parametrize(("kind", "response"), BROKEN)
+def test_a_response_that_could_not_be_read_is_not_stored(kind: str, response: Any, tmp_path: Path) -> None:
+    store = AnswerStore(tmp_path)
+    store.add("a", (-math.inf, True), {"kind": "loglikelihood", "task": "t"})
+    with pytest.raises(InputError, match=f"^the model's answer to a {kind} request of task 't'[^\n]*float32"):
+        store.add("b", response, {"kind": kind, "task": "t"})
+    store.close()
+    assert AnswerStore(tmp_path).known == {"a": [-math.inf, True]} == {"a": list(store.known["a"])}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -888,16 +907,16 @@ def test_numbers_that_are_not_finite_are_refused_where_they_enter(
         with monkeypatch.context() as patch:
             patch.setattr(plan_module, "check_finite", lambda *_: None)  # refused when a plan is made, too
             Plan("L0H1", **field).save(tmp_path / f"{index}.json", map_model(tiny("llama")))
-        with pytest.raises(InputError, match=r"numbers in (L0\.o_proj\.bias|scores\.heads\.L0) that are not finite"):
+        with pytest.raises(InputError, match=r"infinite values in (L0\.o_proj\.bias|scores\.heads\.L0); make"):
             Plan.load(tmp_path / f"{index}.json")
     a_router(of((3, 5))).save(tmp_path / "router")
-    with pytest.raises(InputError, match="numbers in theta that are not finite"):
+    with pytest.raises(InputError, match="NaN or infinite values in theta"):
         Router.load(tmp_path / "router")
     model = host(encoder_folder(tmp_path / "encoder"), constants=("1",))
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if not name.startswith("encoder."))[0] = number
     athena.write(model, tmp_path / "host")
-    with pytest.raises(InputError, match="not finite"):
+    with pytest.raises(InputError, match="NaN or infinite"):
         athena.read(tmp_path / "host")
 
 
@@ -917,5 +936,5 @@ def test_vectors_of_an_encoder_that_are_not_finite_are_refused() -> None:
         def encode(self, texts: list[str], **_: Any) -> Any:
             return torch.full((len(texts), 4), math.nan)
 
-    with pytest.raises(InputError, match="not finite"):
+    with pytest.raises(InputError, match="NaN or infinite"):
         embed(Broken(), ["a", "b"])

@@ -33,12 +33,14 @@ from filelock import Timeout
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import (
+    COMPUTED,
     append_to,
     checked,
     digest,
     from_json,
     held,
     lock_of,
+    make_folder,
     read_artefact,
     write_artefact,
     write_bytes,
@@ -113,7 +115,7 @@ class AnswerStore:
         about = self.folder / "answers.json"
         self._file: Any = None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
             if foreign and not about.exists():
                 raise InputError(f"{folder} holds {foreign[0]} and is not an answer store; give a new folder")
@@ -159,9 +161,17 @@ class AnswerStore:
         """Write one answer; it is with the operating system when this returns.
 
         Raises:
+            InputError: it is none that can be read again, e.g. NaN; the others stay.
             DiskError: the disk takes no more; the next run that opens the store goes on behind the last whole line.
         """
         line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
+        try:
+            _record(from_json(line, self.path), self.path)
+        except InputError:
+            raise InputError(
+                f"the model's answer to a {about.get('kind')} request of task {about.get('task')!r} is "
+                f"{str(response)[:60]}, which is not stored; where it is NaN, {COMPUTED}"
+            ) from None
         try:
             with writing(self.path):
                 if self._file is None:

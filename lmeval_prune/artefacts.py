@@ -138,7 +138,7 @@ def _within(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> Ite
         yield make_folder(folder, lambda: stack.enter_context(block()))
 
 
-def make_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[return-value]
+def make_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[assignment,return-value]
     """Make a folder and those above it, and what is to be in it; again, if another process removed it while empty."""
     for left in reversed(range(_TRIES)):
         try:

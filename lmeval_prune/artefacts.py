@@ -1,8 +1,8 @@
 """Reading and writing artefacts: whole or not at all, by declared fields, never pickle.
 
 What is written grows beside its path, in a folder of its writer's own, `.lmeval-prune-…`, and takes its name at the
-end. The writer holds a lock in that folder. The next writer in the same place removes those folders that nobody locks:
-a kill has left them.
+end. The folder's name says which process writes in it. A process that writes in the same place for the first time
+removes the folders of processes that have ended, and locks that nobody holds: a kill has left them.
 """
 
 from __future__ import annotations
@@ -12,26 +12,39 @@ import errno
 import functools
 import hashlib
 import json
+import logging
 import os
+import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from urllib.parse import quote
 
+import psutil
 from filelock import FileLock, Timeout
 
 from lmeval_prune import __version__
 from lmeval_prune.errors import InputError, disk_error, first_line, writing
 
+logger = logging.getLogger(__name__)
 CREATED_BY = f"lmeval-prune {__version__}"
-_GROWING = ".lmeval-prune-"
+TEMPORARY = ".lmeval-prune-"  # folders that grow, and locks, begin so
+_WRITER = re.compile(rf"{re.escape(TEMPORARY)}(?P<system>\w+)-(?P<process>\d+)-(?P<began>\d+)-\w+")
+_FORGOTTEN = 7 * 24 * 3600  # seconds after its last write; of a folder whose writer another system knows
+_GRACE = 0.2  # seconds; who clears a folder holds its locks for a moment
+# what to say of numbers that a model has computed
+COMPUTED = "the model computes what its type cannot hold: give its weights in float32 or bfloat16"
+_TRIES = 20  # to make a folder
+_LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _LONGEST = 200  # bytes of a name; file systems end at 255, and an ending may follow
 _LARGEST = 2**28  # bytes of a JSON file
 PathLike = str | os.PathLike[str]
+T = TypeVar("T")
 
 # --------------------------------------------------------------------------- names and locks
 
@@ -53,7 +66,7 @@ def file_name(name: str) -> str:
 
 
 @contextmanager
-def alone(path: PathLike, timeout: float = 0) -> Iterator[None]:
+def alone(path: PathLike, timeout: float = _GRACE) -> Iterator[None]:
     """Let no other process, or thread, write a file or folder meanwhile.
 
     Args:
@@ -64,45 +77,131 @@ def alone(path: PathLike, timeout: float = 0) -> Iterator[None]:
         InputError: one does, or nothing can be written there.
     """
     with ExitStack() as stack:
-        try:
-            target = Path(path).resolve()
-            inside = target.is_dir() and not os.access(target.parent, os.W_OK)
-            lock = target / ".lock" if inside else target.parent / f".{file_name(target.name)}.lock"
-            with writing(path):
-                stack.enter_context(_parents(lock))
-                try:
-                    stack.enter_context(_held(lock, timeout))
-                except Timeout:  # an OSError, too
-                    message = f"another run is writing to {path}; wait for it, or name another output"
-                    raise InputError(message) from None
-        except RuntimeError as error:  # a loop of links
-            raise InputError(f"{path} cannot be written: {error}") from error
+        with writing(path):
+            try:
+                target = Path(path).resolve()
+                inside = target.is_dir() and not os.access(target.parent, os.W_OK)
+                lock = lock_of(target / target.name if inside else target)
+                stack.enter_context(_within(lock.parent, lambda: held(lock, timeout, again=True)))
+            except Timeout:
+                raise InputError(f"another run is writing to {path}; wait for it, or name another output") from None
+            except RuntimeError as error:  # a loop of links
+                raise InputError(f"{path} cannot be written: {error}") from error
+            _clear(lock.parent, os.getpid())
         yield
 
 
-@contextmanager
-def _held(path: Path, timeout: float) -> Iterator[None]:
-    """Hold a lock, which the same thread may hold already; its file goes with it."""
-    lock = FileLock(path, is_singleton=True)
-    with lock.acquire(timeout=timeout):
-        try:
-            yield
-        finally:
-            if lock.lock_counter == 1:
-                path.unlink(missing_ok=True)
+def lock_of(path: Path) -> Path:
+    """Return the path of the lock of a file or folder, which is beside it."""
+    return path.parent / f"{TEMPORARY}{file_name(path.name)}.lock"
 
 
 @contextmanager
-def _parents(path: Path) -> Iterator[None]:
-    """Make the folders above a path; those that are empty at the end go again."""
-    missing = [parent for parent in path.absolute().parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
+def held(path: Path, timeout: float = _GRACE, again: bool = False) -> Iterator[None]:
+    """Hold a lock; its file goes with it. Where the file system knows no locks, warn once and go on.
+
+    Args:
+        path: of the lock's file.
+        timeout: seconds to wait for another process or thread; -1: until it ends.
+        again: whether the same thread may hold it already; else any thread may end the block.
+
+    Raises:
+        Timeout: another one holds it.
+    """
+    lock = FileLock(path, is_singleton=again, thread_local=again)
+    try:
+        lock.acquire(timeout=timeout)
+    except OSError as error:
+        if error.errno not in _LOCKLESS:
+            raise
+        _warn_lockless(error.strerror)
     try:
         yield
     finally:
-        for parent in missing:
-            with suppress(OSError):
-                parent.rmdir()
+        if lock.lock_counter <= 1:
+            path.unlink(missing_ok=True)
+        lock.release()
+
+
+@functools.cache
+def _warn_lockless(reason: str) -> None:
+    logger.warning("the file system has no locks (%s); let no two commands write the same output at once", reason)
+
+
+@contextmanager
+def _within(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
+    """Enter a block that needs a folder. It is made; where it was missing and is empty at the end, it goes again."""
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    with ExitStack() as stack:
+        for parent in reversed(missing):
+            stack.callback(_remove_empty, parent)
+        yield make_folder(folder, lambda: stack.enter_context(block()))
+
+
+def make_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[assignment,return-value]
+    """Make a folder and those above it, and what is to be in it; again, if another process removed it while empty."""
+    for left in reversed(range(_TRIES)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return then()
+        except (FileNotFoundError, FileExistsError):
+            if not left:
+                raise
+    raise AssertionError
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+# --------------------------------------------------------------------------- what a kill leaves
+
+
+@functools.lru_cache(maxsize=1024)
+def _clear(folder: Path, process: int) -> None:
+    """Remove what dead writers have left in a folder; once in a process."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        with suppress(Timeout, OSError):
+            if left.suffix == ".lock":
+                with held(left, timeout=0):
+                    pass
+            elif os.access(left, os.W_OK) and _is_dead(left):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_dead(growing: Path) -> bool:
+    """Return whether the writer of a folder has ended; of another system's, whether it has long written nothing."""
+    writer = _WRITER.fullmatch(growing.name)
+    if writer is None or writer["system"] != _system():
+        newest = max(part.lstat().st_mtime for part in (growing, *growing.rglob("*")))
+        return time.time() - newest > _FORGOTTEN
+    try:
+        return abs(_began(int(writer["process"])) - int(writer["began"])) > 2
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
+def _began(process: int) -> int:
+    """Return when a process began, in seconds after the system did: changes of the clock do not count."""
+    boot = psutil.boot_time()
+    return round(psutil.Process(process).create_time() - boot)
+
+
+@functools.cache
+def _system() -> str:
+    """Return a name of all in which processes are numbered: host, since it began, and container."""
+    parts = [platform.node()]
+    with suppress(OSError):  # Linux's
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
+    return digest(parts)[:8]
+
+
+@functools.lru_cache(maxsize=1)
+def _prefix(process: int) -> str:
+    return f"{TEMPORARY}{_system()}-{process}-{_began(process)}-"
 
 
 # --------------------------------------------------------------------------- writing
@@ -120,17 +219,21 @@ def write_bytes(path: PathLike, content: bytes) -> None:
         InputError: the path is a folder, or its folder cannot be made or written.
         DiskError: the disk takes no file.
     """
-    with new_file(path) as growing:
+    with new_file(path) as growing, writing(path):
         growing.write_bytes(content)
 
 
-def check_writable(path: PathLike) -> None:
+def check_writable(path: PathLike, folder: bool = False) -> None:
     """Refuse a path that `write_bytes` would refuse, before the work whose result is to be written there.
 
+    Args:
+        path: of a file.
+        folder: whether it is that of a folder; as `new_folder` then.
+
     Raises:
-        InputError: as of `write_bytes`.
+        InputError: it cannot be written.
     """
-    with _growing(Path(path)):
+    with _growing(Path(path).resolve() if folder else Path(path), folder):
         pass
 
 
@@ -139,20 +242,23 @@ def new_file(path: PathLike) -> Iterator[Path]:
     """Make a large file that appears whole, when the block ends.
 
     Yields:
-        Where to write. If the block raises, what stood at the path stays, and nothing else.
+        Where to write. If the block raises, what stood at the path stays, and nothing else; what it raises is its own,
+        but where the disk is full.
 
     Raises:
         InputError: it cannot be written.
         DiskError: the disk takes no file.
     """
-    with writing(path), _growing(Path(path)) as growing:
-        yield growing
-        _sync(growing)
-        growing.replace(path)
+    with _growing(Path(path)) as growing:
+        with _room(path):
+            yield growing
+        with writing(path):
+            _sync(growing)
+            growing.replace(path)
 
 
 @contextmanager
-def new_folder(path: PathLike, check: Callable[[Path], object] = Path.resolve) -> Iterator[Path]:
+def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) -> Iterator[Path]:
     """Make a folder that appears whole, when the block ends, in the place of one that is there.
 
     On systems that cannot exchange two names at once, a kill between two renames leaves the old one as `.NAME.before`;
@@ -167,32 +273,32 @@ def new_folder(path: PathLike, check: Callable[[Path], object] = Path.resolve) -
 
     Raises:
         InputError: it cannot be made, or another process is making it.
+        DiskError: the disk takes no file.
     """
     path = Path(path).resolve()
-    with alone(path), _growing(path, folder=True) as growing:
+    with _growing(path, folder=True) as growing, alone(path):
         if _before(path).is_dir() and not path.exists():
             _before(path).replace(path)
-        check(path)
+        if check:
+            check(path)
         with writing(path):
             growing.mkdir()
-        try:
+        with _room(path):
             yield growing
-        except Exception as error:
-            if refusal := disk_error(error, path):
-                raise refusal from error
-            raise
-        mode = growing.stat().st_mode & 0o666
-        for part in [*growing.rglob("*"), growing]:
-            if part.is_file():
-                part.chmod(mode)  # weights are written for their owner only
-            _sync(part)
-        check(path)
-        _replace_folder(growing, path)
+        with writing(path):
+            mode = growing.stat().st_mode & 0o666
+            for part in [*growing.rglob("*"), growing]:
+                if part.is_file():
+                    part.chmod(mode)  # weights are written for their owner only
+                _sync(part)
+            if check:
+                check(path)
+            _replace_folder(growing, path)
 
 
 def final_path(growing: Path) -> Path:
     """Return the path that a growing file or folder will have; others are returned as they are."""
-    return growing.parent.with_name(growing.name) if growing.parent.name.startswith(_GROWING) else growing
+    return growing.parent.with_name(growing.name) if growing.parent.name.startswith(TEMPORARY) else growing
 
 
 def append_to(path: Path) -> IO[str]:
@@ -212,28 +318,42 @@ def append_to(path: Path) -> IO[str]:
 
 @contextmanager
 def _growing(path: Path, folder: bool = False) -> Iterator[Path]:
-    """Yield a path of the same name in a folder that is this writer's own, after removing those of dead writers."""
+    """Yield a path of the same name in a folder that is this writer's own."""
     with ExitStack() as stack:
         with writing(path):
             if path.is_dir() and not folder:
                 raise InputError(f"{path} is a folder; name a file in it")
             if path.is_file() and folder:
                 raise InputError(f"{path} is a file; name a folder")
-            stack.enter_context(_parents(path))
-            for left in path.parent.glob(f"{_GROWING}*"):
-                with suppress(Timeout, OSError), FileLock(left / ".lock", timeout=0):
-                    shutil.rmtree(left, ignore_errors=True)
-            own = _own_folder(path.parent, stack)
+            parent = path.parent.absolute()
+            own = stack.enter_context(_within(parent, lambda: _own_folder(parent)))
         yield own / path.name
 
 
-def _own_folder(parent: Path, stack: ExitStack) -> Path:
-    while True:  # another writer may take it for a dead one's before it is locked
-        own = Path(tempfile.mkdtemp(prefix=_GROWING, dir=parent))
-        with suppress(Timeout):
-            stack.enter_context(FileLock(own / ".lock", timeout=0))
-            stack.callback(shutil.rmtree, own, ignore_errors=True)
-            return own
+@contextmanager
+def _own_folder(parent: Path) -> Iterator[Path]:
+    """Make a folder whose name says who writes in it, and remove it at the end."""
+    _clear(parent, os.getpid())
+    own = Path(tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=parent))
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+@contextmanager
+def _room(path: PathLike) -> Iterator[None]:
+    """Say in one line that there is no room for what a block writes.
+
+    Raises:
+        DiskError: the disk takes no file.
+    """
+    try:
+        yield
+    except Exception as error:
+        if refusal := disk_error(error, path):
+            raise refusal from error
+        raise
 
 
 def _replace_folder(growing: Path, path: Path) -> None:
@@ -418,15 +538,20 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
     return tensors
 
 
-def check_finite(tensors: dict[str, Any], path: object) -> None:
+def check_finite(tensors: Mapping[str, Any], name: object, remedy: str = "make it again") -> None:
     """Refuse tensors with numbers that are not finite.
+
+    Args:
+        tensors: by their names.
+        name: of what has them.
+        remedy: what to do.
 
     Raises:
         InputError: naming the first of them.
     """
-    for name, tensor in tensors.items():
+    for part, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"{path} has numbers in {name} that are not finite; make it again")
+            raise InputError(f"{name} has NaN or infinite values in {part}; {remedy}")
 
 
 # --------------------------------------------------------------------------- digests

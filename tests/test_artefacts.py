@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import inspect
 import json
 import math
@@ -10,6 +12,10 @@ import shutil
 import signal
 import stat
 import string
+import subprocess
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lmeval_prune import HeadMask, InputError, artefacts, map_model
+from lmeval_prune import HeadMask, InputError, artefacts, map_model, preflight
 from lmeval_prune.artefacts import alone, check_writable, file_name, final_path, new_file, new_folder, write_text
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.athena.training import begun_with
@@ -36,6 +42,7 @@ from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
 from lmeval_prune.distillation.host import NOTE, note_of
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
 from lmeval_prune.distillation.report import Results
+from lmeval_prune.errors import DiskError
 from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.grid.comparison import compare
@@ -166,14 +173,10 @@ WRITE = [
 
 @pytest.mark.parametrize(("command", "option"), WRITE)
 def test_a_command_writes_alone(
-    command: str,
-    option: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused at once, before anything is read; `sweep`, `distill` and `grid run` lock what each process writes."""
-    monkeypatch.setattr("lmeval_prune.preflight.check", lambda _: None)  # values here are nobody's
+    monkeypatch.setattr(preflight, "check", lambda _: None)
     out = tmp_path / "new" / "out.json"
     required = {action.dest for action in options_of(command)._actions if action.required} | {option, "output"}
     own = {option: out, "output": out if option == "output" else tmp_path / "other.json"}
@@ -203,7 +206,7 @@ def test_a_lock_is_gone_when_it_is_released_and_can_be_held_twice(tmp_path: Path
     with alone(tmp_path / "a" / "b" / "out"):
         with alone(tmp_path / "a" / "b" / "out"):
             pass
-        assert here(tmp_path / "a" / "b") == [".out.lock"]
+        assert here(tmp_path / "a" / "b") == [".lmeval-prune-out.lock"]
     assert here(tmp_path) == []
     (tmp_path / "full").write_text("")
     with pytest.raises(InputError, match="cannot be written"), alone(tmp_path / "full" / "out"):
@@ -225,7 +228,134 @@ def test_the_umask_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert modes == {"a.json": 0o640, "b": 0o750, "b/weights": 0o640}
 
 
+def write_many(folder: Path, rank: int) -> None:
+    for number in range(120):
+        part = folder / str(number)
+        check_writable(part / f"{rank}.txt")  # a new folder, which is empty for a moment, goes again
+        AnswerStore(part / "store", rank).close()
+        write_text(part / f"{rank}.txt", str(rank))
+        with alone(part / f"{rank}", timeout=0.2), new_folder(part / f"{rank}") as growing:
+            (growing / "x").touch()
+
+
+def forked(function: Callable[[], Any]) -> int:
+    """Begin a process that ends after a function, with 0 if that raises nothing."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_processes_that_write_in_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
+    children = [forked(lambda rank=rank: write_many(tmp_path, rank)) for rank in range(4)]
+    assert [ended(child) for child in children] == [0] * 4
+    for part in tmp_path.iterdir():
+        assert here(part) == sorted([f"{rank}{end}" for rank in range(4) for end in ("", ".txt")] + ["store"])
+        assert here(part / "store") == ["answers.json"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_written(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    artefacts._warn_lockless.cache_clear()
+    write_text(tmp_path / "a.json", "1")
+    assert not caplog.records  # a file needs no lock
+    for name in "bc":
+        with alone(tmp_path / name), new_folder(tmp_path / name) as growing:
+            (growing / "x").touch()
+    store = AnswerStore(tmp_path / "s")
+    store.add("key", "text", {})
+    store.close()
+    (record,) = caplog.records
+    assert "the file system has no locks" in record.getMessage()
+    assert here(tmp_path) == ["a.json", "b", "c", "s"] and here(tmp_path / "s") == ["answers.json", "rank-0.jsonl"]
+
+
+def test_a_store_that_nobody_has_any_more_leaves_no_lock(tmp_path: Path) -> None:
+    AnswerStore(tmp_path).add("key", "text", {})
+    gc.collect()
+    assert here(tmp_path) == ["answers.json", "rank-0.jsonl"]
+
+
+def test_what_the_block_of_a_new_file_raises_is_its_own(tmp_path: Path) -> None:
+    for error in (FileNotFoundError(errno.ENOENT, "no", "/nonexistent"), PermissionError(errno.EACCES, "no", "/x")):
+        with pytest.raises(type(error), match=error.filename), new_file(tmp_path / "a"):
+            raise error
+    with pytest.raises(DiskError, match="no space left"), new_file(tmp_path / "a"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert here(tmp_path) == []
+
+
+def test_a_folder_is_cleared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared = []
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: cleared.append(folder) or glob(folder, pattern))
+    for number in range(3):
+        write_text(tmp_path / f"{number}.json", "1")
+    assert cleared == [tmp_path]
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="root writes everywhere")
+def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "parent" / "out"
+    out.mkdir(parents=True)
+    plan = tmp_path / "plan.json"
+    Plan("L0H1").save(plan, map_model(load_pretrained(tiny_folder)))
+    out.parent.chmod(0o555)
+    words = ["cut", "--pretrained", str(tiny_folder), "--plan", str(plan), "--output", str(out)]
+    bare = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
+    done = subprocess.run([*bare, sys.executable, "-m", "lmeval_prune", *words], capture_output=True, text=True)
+    out.parent.chmod(0o755)
+    assert done.returncode == 2 and done.stderr.strip().splitlines() == [
+        f"lmeval-prune: error: {out} cannot be written: permission denied; name a place that can be written"
+    ]
+    assert here(out) == [] and here(out.parent) == ["out"]
+
+
 # --------------------------------------------------------------------------- what a kill leaves
+
+
+def leftover(folder: Path, system: str, process: int, began: int, age: float = 0) -> Path:
+    path = folder / f".lmeval-prune-{system}-{process}-{began}-x"
+    path.mkdir()
+    (path / "half").touch()
+    for part in (path / "half", path):
+        os.utime(part, (time.time() - age,) * 2)
+    return path
+
+
+def test_only_what_dead_writers_have_left_is_removed(tmp_path: Path) -> None:
+    system, process, day = artefacts._system(), os.getpid(), 24 * 3600
+    child = forked(lambda: None)
+    ended(child)
+    stay = {
+        leftover(tmp_path, system, process, artefacts._began(process), 99 * day),  # of this process
+        leftover(tmp_path, system, os.getppid(), artefacts._began(os.getppid()), 99 * day),
+        leftover(tmp_path, "another", child, 0, day),  # may be alive there
+    }
+    go = {
+        leftover(tmp_path, system, child, 0),
+        leftover(tmp_path, system, process, artefacts._began(process) - 60),  # had the same number before
+        leftover(tmp_path, "another", process, 0, 8 * day),
+    }
+    (tmp_path / ".lmeval-prune-x.lock").touch()
+    with alone(tmp_path / "y"):
+        assert {tmp_path / name for name in here(tmp_path)} == {*stay, tmp_path / ".lmeval-prune-y.lock"} - go
 
 
 def write_file(path: Path, stop: Callable[[], Any]) -> None:
@@ -767,13 +897,32 @@ def test_lengths_of_a_cell_are_whole_or_absent(field: str, damaged: Any, tmp_pat
 @pytest.mark.parametrize("compacted", [True, False])
 def test_a_response_of_another_type_is_refused(response: Any, compacted: bool, tmp_path: Path) -> None:
     store = AnswerStore(tmp_path)
-    store.add("key", response, {"kind": "generate_until", "task": "t"})
+    store.add("key", "text", {"kind": "generate_until", "task": "t"})
+    store.path.write_text(store.path.read_text().replace('"text"', json.dumps(response)))
     if compacted:
         with pytest.raises(InputError, match="response"):
             store.compact()
     store.close()
     with pytest.raises(InputError, match=r"field 'response'|damaged"):
         AnswerStore(tmp_path)
+
+
+BROKEN = [
+    ("generate_until", 5),
+    ("loglikelihood", (math.nan, False)),
+    ("loglikelihood", (-1.0,)),
+    ("loglikelihood_rolling", math.inf),
+]
+
+
+@pytest.mark.parametrize(("kind", "response"), BROKEN)
+def test_a_response_that_could_not_be_read_is_not_stored(kind: str, response: Any, tmp_path: Path) -> None:
+    store = AnswerStore(tmp_path)
+    store.add("a", (-math.inf, True), {"kind": "loglikelihood", "task": "t"})
+    with pytest.raises(InputError, match=f"^the model's answer to a {kind} request of task 't'[^\n]*float32"):
+        store.add("b", response, {"kind": kind, "task": "t"})
+    store.close()
+    assert AnswerStore(tmp_path).known == {"a": [-math.inf, True]} == {"a": list(store.known["a"])}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -791,16 +940,16 @@ def test_numbers_that_are_not_finite_are_refused_where_they_enter(
         with monkeypatch.context() as patch:
             patch.setattr(plan_module, "check_finite", lambda *_: None)  # refused when a plan is made, too
             Plan("L0H1", **field).save(tmp_path / f"{index}.json", map_model(tiny("llama")))
-        with pytest.raises(InputError, match=r"numbers in (L0\.o_proj\.bias|scores\.heads\.L0) that are not finite"):
+        with pytest.raises(InputError, match=r"infinite values in (L0\.o_proj\.bias|scores\.heads\.L0); make"):
             Plan.load(tmp_path / f"{index}.json")
     a_router(of((3, 5))).save(tmp_path / "router")
-    with pytest.raises(InputError, match="numbers in theta that are not finite"):
+    with pytest.raises(InputError, match="NaN or infinite values in theta"):
         Router.load(tmp_path / "router")
     model = host(encoder_folder(tmp_path / "encoder"), constants=("1",))
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if not name.startswith("encoder."))[0] = number
     athena.write(model, tmp_path / "host")
-    with pytest.raises(InputError, match="not finite"):
+    with pytest.raises(InputError, match="NaN or infinite"):
         athena.read(tmp_path / "host")
 
 
@@ -820,5 +969,5 @@ def test_vectors_of_an_encoder_that_are_not_finite_are_refused() -> None:
         def encode(self, texts: list[str], **_: Any) -> Any:
             return torch.full((len(texts), 4), math.nan)
 
-    with pytest.raises(InputError, match="not finite"):
+    with pytest.raises(InputError, match="NaN or infinite"):
         embed(Broken(), ["a", "b"])

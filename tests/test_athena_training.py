@@ -17,6 +17,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from lmeval_prune import InputError
+from lmeval_prune.artefacts import lock_of
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.data import Material, question_key
 from lmeval_prune.athena.options import TrainOptions
@@ -417,5 +418,5 @@ def test_math23k_is_trained_on_and_its_constants_are_thought_of(
 
 def test_one_process_trains_at_a_time(options: TrainOptions, tmp_path: Path) -> None:
     (tmp_path / "host.training").mkdir()
-    with FileLock(tmp_path / ".host.lock"), pytest.raises(InputError, match="another run is writing"):
+    with FileLock(lock_of(tmp_path / "host")), pytest.raises(InputError, match="another run is writing"):
         training.train(replace(options, output=str(tmp_path / "host")))

@@ -18,6 +18,7 @@ from lmeval_prune.tasks.data import load
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune.artefacts import lock_of
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.options import TrainOptions
@@ -567,7 +568,7 @@ def test_patience_needs_something_to_wait_for(
 def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) -> None:
     work = tmp_path / "student.distilling"
     work.mkdir()
-    with FileLock(work.with_name(f".{work.stem}.lock")), pytest.raises(InputError, match="another run is writing"):
+    with FileLock(lock_of(work.with_suffix(""))), pytest.raises(InputError, match="another run is writing"):
         distill(athena)
 
 

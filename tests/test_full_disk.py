@@ -18,6 +18,7 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.grid.work import Loaded
+from lmeval_prune.models import answer_store
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
@@ -32,7 +33,7 @@ NO_SPACE = r"cannot be written: no space left on device; free some space and run
 
 def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) -> None:
     """Let every file but the first `after` ones meet a full disk: what is appended, too."""
-    left, fsync = [after], os.fsync
+    left, fsync, append_to = [after], os.fsync, answer_store.append_to
 
     def full(handle: int) -> None:
         if left[0] == 0:
@@ -40,14 +41,14 @@ def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) 
         left[0] -= 1
         fsync(handle)
 
-    def append_to(path: Path) -> Any:
+    def append_full(path: Path) -> Any:
         if left[0] == 0:
-            return Path("/dev/full").open("a", encoding="utf-8")
+            return Path("/dev/full").open("a")
         left[0] -= 1
-        return artefacts.append_to(path)
+        return append_to(path)
 
     patch.setattr(artefacts.os, "fsync", full)
-    patch.setattr("lmeval_prune.models.answer_store.append_to", append_to)
+    patch.setattr(answer_store, "append_to", append_full)
 
 
 def answered(folder: Path, compact: bool = False) -> None:

@@ -679,8 +679,6 @@ def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         (folder / "x").write_text("half")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".lmeval-prune-old").mkdir()
-    (tmp_path / ".lmeval-prune-old" / "x").write_text("left by a kill")
     with new_folder(tmp_path / "a") as folder:
         (folder / "x").write_text("whole")
         assert not (tmp_path / "a").exists()

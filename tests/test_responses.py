@@ -87,6 +87,27 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(expected)
 
 
+def test_a_model_that_computes_nan_is_refused_and_its_other_answers_stay(tiny_folder: Path, tmp_path: Path) -> None:
+    asked = [(PROMPTS[i % len(PROMPTS)], end) for i, end in enumerate((" a", " b", " c"))]
+    items = [request("loglikelihood", pair, i) for i, pair in enumerate(asked)]
+    expected = model(tiny_folder).loglikelihood(items)
+    lm, calls = model(tiny_folder, batch_size=1, responses=str(tmp_path)), []
+
+    def broken(_: Any, __: Any, output: Any) -> Any:
+        calls.append(1)
+        return output * float("nan") if len(calls) > 1 else output
+
+    hook = lm.model.lm_head.register_forward_hook(broken)
+    with pytest.raises(InputError, match=r"^the model's answer to a loglikelihood request[^\n]*NaN"):
+        lm.loglikelihood(items)
+    lm.close()
+    hook.remove()
+    again = model(tiny_folder, batch_size=1, responses=str(tmp_path))
+    assert len(again.answering.store.known) == 1
+    assert [one for one, _ in again.loglikelihood(items)] == pytest.approx([one for one, _ in expected])
+    again.close()
+
+
 def fresh(folder: Path, store: Path, items: list, **arguments) -> list:
     lm = model(folder, responses=str(store), **arguments)
     try:

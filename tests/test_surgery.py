@@ -531,7 +531,7 @@ def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeyp
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(InputError, match="cannot be written: no space left"):
+    with pytest.raises(InputError, match="no space left on device"):
         cut_to(folder, model, Plan("L0H0-1"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -588,7 +588,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monk
         "sync": (artefacts, "_sync"),
     }[where]
     monkeypatch.setattr(room, target, full)
-    with pytest.raises(InputError, match="cannot be written: no space left") as error:
+    with pytest.raises(InputError, match="cannot be written: no space left on device; free some space") as error:
         cut_to(folder, model, Plan("L0H0-1"))
     assert "\n" not in str(error.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -33,10 +33,10 @@ from transformers import (
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import nonfinite_tensor, weights_fingerprint
-from lmeval_prune.artefacts import content_digest, new_folder, read_artefact, write_artefact
+from lmeval_prune.artefacts import TEMPORARY, content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.checkpoints.identity import TRAINING, WEIGHTS
-from lmeval_prune.errors import DiskError, InputError, disk_error, first_few, first_line
+from lmeval_prune.errors import InputError, first_few, first_line
 
 _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
@@ -348,10 +348,8 @@ def save_checkpoint(
             write_artefact(growing / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
     except Exception as error:
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # the last is a tokenizer's
-            kind = DiskError if disk_error(error, folder) else InputError
-            raise kind(
-                f"{folder} cannot be written ({first_line(error)}); what was there is as it was, free some space or "
-                f"name another folder"
+            raise InputError(
+                f"{folder} cannot be written ({first_line(error)}); what was there is as it was, name another folder"
             ) from error
         raise
 
@@ -386,13 +384,13 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) 
 
 
 def _files(folder: Path) -> list[str]:
-    """Files, links and empty folders under a folder, but for the manifest; their names from there."""
+    """Files, links and empty folders under a folder, but for the manifest and a lock; their names from there."""
     found = [
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
         if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
     ]
-    return [path for path in found if path != MANIFEST]
+    return [path for path in found if path != MANIFEST and not path.startswith(TEMPORARY)]
 
 
 def _is_other(path: Path, written: str) -> bool:

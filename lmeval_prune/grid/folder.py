@@ -16,15 +16,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 from annotated_types import Interval, Len, Predicate
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import file_name, new_folder, read_artefact, write_artefact
+from lmeval_prune.artefacts import file_name, held, new_folder, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
@@ -155,16 +155,13 @@ class GridFolder:
         """Hold a cell, a preparation or a measure; yields False if somebody else does."""
         folder = self.path / "locks"
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / f"{file_name(key)}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            lock.release()
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(held(folder / f"{file_name(key)}.lock", timeout=0))
+                mine = True
+            except Timeout:
+                mine = False
+            yield mine
 
     # ------------------------------------------------------------------ failures and measures
 

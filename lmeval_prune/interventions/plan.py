@@ -26,7 +26,15 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
 from lmeval_prune.architectures.blocks import in_features, out_features
-from lmeval_prune.artefacts import alone, file_name, read_artefact, read_tensors, write_bytes
+from lmeval_prune.artefacts import (
+    COMPUTED,
+    alone,
+    check_finite,
+    file_name,
+    read_artefact,
+    read_tensors,
+    write_bytes,
+)
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import SCHEMA_VERSION, Contents, Intervention, change_input, interventions_on
 from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
@@ -100,8 +108,7 @@ class Plan(Intervention):
             raise InputError(f"channels={self.channels!r} cannot be read; {_HELP}")
         channels = {label: text_of(ranges_in(label, given)) for label, given in self.channels.items()}
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
-        for name, tensor in {**self.compensation, **self.scores}.items():
-            check_finite(name, tensor)
+        check_finite({**self.compensation, **self.scores}, "the plan", COMPUTED)
         if self.compensation:
             object.__setattr__(self, "tensors", hash_of(self.compensation))
         super().__post_init__()
@@ -314,23 +321,6 @@ def text_of(runs: Iterable[tuple[int, int]]) -> str:
 def ranges_of(numbers: Iterable[int]) -> str:
     """Return numbers as text, `"3,5-9"`."""
     return text_of(ranges_in("", list(numbers)))
-
-
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Refuse scores, statistics or weights that are no finite numbers.
-
-    Args:
-        name: with the layer's, e.g. `heads.L0`.
-        tensor: the values.
-
-    Raises:
-        InputError: some are NaN or infinite.
-    """
-    if not tensor.isfinite().all():
-        raise InputError(
-            f"{name} has NaN or infinite values: the model computes there what its type cannot hold; give its weights "
-            f"in float32 or bfloat16"
-        )
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:

@@ -24,14 +24,27 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypeVar
+from weakref import finalize
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 from annotated_types import Len, Lt
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import append_to, checked, digest, from_json, read_artefact, write_artefact, write_bytes
+from lmeval_prune.artefacts import (
+    COMPUTED,
+    append_to,
+    checked,
+    digest,
+    from_json,
+    held,
+    lock_of,
+    make_folder,
+    read_artefact,
+    write_artefact,
+    write_bytes,
+)
 from lmeval_prune.errors import InputError, disk_error, first_line, writing
 from lmeval_prune.models.identity import differing
 from lmeval_prune.models.lengths import Ending
@@ -103,15 +116,17 @@ class AnswerStore:
         about = self.folder / "answers.json"
         self._file: Any = None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
             if foreign and not about.exists():
                 raise InputError(f"{folder} holds {foreign[0]} and is not an answer store; give a new folder")
             if about.exists():
                 read_artefact(about, SCHEMA, SCHEMA_VERSION)
-            self.path, self._lock = self._own(rank)
-            if os.path.lexists(self.path):
-                append_to(self.path).close()
+            with ExitStack() as stack:
+                self.path = self._own(rank, stack)
+                if os.path.lexists(self.path):
+                    append_to(self.path).close()
+                self._release = finalize(self, stack.pop_all().close)  # when nobody has the store any more, too
         except Timeout:
             raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
         except OSError as error:
@@ -128,17 +143,16 @@ class AnswerStore:
                 self._take(record["key"], record["response"], record)
                 self.versions[record.get("request") or record["key"]] = record.get("versions")
         except BaseException:
-            self._lock.release()
+            self._release()
             raise
 
-    def _own(self, rank: int | None) -> tuple[Path, FileLock]:
-        """The file that this process writes, and its lock, which is held."""
+    def _own(self, rank: int | None, stack: ExitStack) -> Path:
+        """Return the file that this process writes, and hold its lock."""
         for number in itertools.count() if rank is None else [rank]:
             path = self.folder / f"rank-{number}.jsonl"
-            lock = _lock_of(path)
             try:
-                lock.acquire(timeout=0)
-                return path, lock
+                stack.enter_context(held(lock_of(path)))
+                return path
             except Timeout:
                 if rank is not None:
                     raise
@@ -148,9 +162,17 @@ class AnswerStore:
         """Write one answer; it is with the operating system when this returns.
 
         Raises:
+            InputError: it is none that can be read again, e.g. NaN; the others stay.
             DiskError: the disk takes no more; the next run that opens the store goes on behind the last whole line.
         """
         line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
+        try:
+            _record(from_json(line, self.path), self.path)
+        except InputError:
+            raise InputError(
+                f"the model's answer to a {about.get('kind')} request of task {about.get('task')!r} is "
+                f"{str(response)[:60]}, which is not stored; where it is NaN, {COMPUTED}"
+            ) from None
         try:
             with writing(self.path):
                 if self._file is None:
@@ -172,7 +194,7 @@ class AnswerStore:
     def close(self) -> None:
         """Close the file and let other runs write."""
         self._close_file()
-        self._lock.release()
+        self._release()
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -185,9 +207,9 @@ class AnswerStore:
         with ExitStack() as stack:
             paths = []
             for path in self.folder.glob("rank-*.jsonl"):
-                lock = self._lock if path == self.path else _lock_of(path)
                 with suppress(Timeout):
-                    stack.enter_context(lock.acquire(timeout=0))
+                    if path != self.path:
+                        stack.enter_context(held(lock_of(path), timeout=0))
                     paths.append(path)
             if not paths:
                 return
@@ -203,11 +225,6 @@ def _as_row(record: dict[str, Any]) -> dict[str, Any]:
     """A record with JSON where the table has texts."""
     versions = json.dumps(record["versions"]) if record.get("versions") else None
     return {**record, "versions": versions, "response": json.dumps(record["response"], ensure_ascii=False)}
-
-
-def _lock_of(path: Path) -> FileLock:
-    """Held by the process that writes `rank-N.jsonl`."""
-    return FileLock(path.with_name(f".{path.stem}.lock"))
 
 
 def read_answers(folder: Path) -> Iterator[dict[str, Any]]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, is_transposed
+from lmeval_prune.artefacts import COMPUTED, check_finite
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
-from lmeval_prune.interventions.plan import check_finite
 from lmeval_prune.pruners.calibration import CalibrationText
 
 
@@ -62,7 +62,8 @@ class Moments:
         Raises:
             InputError: naming the projection.
         """
-        check_finite(f"the input of {projection}", self.deviations if self.products is None else self.products)
+        statistics = self.deviations if self.products is None else self.products
+        check_finite({projection: statistics}, "what was read of the inputs", COMPUTED)
 
     @property
     def variance(self) -> Tensor:

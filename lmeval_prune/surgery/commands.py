@@ -191,6 +191,7 @@ def prune(
     if cut:
         _check_apart(output, cut)
         check_folder(cut, [pretrained])
+        check_writable(cut, folder=True)
         check_cuttable(bare, wanted_parts[0])
         check_plain(bare.model, pretrained)
     check_writable(output)
@@ -281,10 +282,12 @@ def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = No
     Raises:
         InputError: as of `cut_to`; before weights are loaded, where it can be.
     """
+    from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.surgery.cut import cut_to
 
     check_folder(output, [pretrained])
+    check_writable(output, folder=True)
     model = loaded_for(pretrained, plan, revision, keep_shapes)
     done = cut_to(output, model, plan, tokenizer_of(pretrained, revision), keep_shapes)
     _report(output, done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +34,9 @@ from lmeval_prune.distillation.trainer import DistillTrainer, Filled, attend_wit
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.pruners.base import PRUNERS, pruner_class
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.surgery.cut import cut_to
 from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
 from tests.conftest import ROOT
@@ -639,6 +642,12 @@ def still_host(dense: TrainOptions, folder: Path) -> str:
 
 
 # ---------------------------------------------------------------- refusals
+
+
+def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> None:
+    (about,) = re.findall(r"\n +method: (.+?)\n +options: ", DistillOptions.__doc__ or "", re.DOTALL)
+    by_layer = {name for name in PRUNERS if issubclass(pruner_class(name), SequentialPruner)}
+    assert by_layer == set(PRUNERS) & set(re.findall(r"\w+", about.partition(";")[2]))
 
 
 @pytest.mark.parametrize(

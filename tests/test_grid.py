@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import content_digest, new_folder
-from lmeval_prune.checkpoints.skeleton import skeleton
+from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
 from lmeval_prune.grid import work as work_module
@@ -493,7 +493,9 @@ def test_a_type_that_only_the_weights_know_is_not_taken_for_another(tiny_folder:
 
 def test_a_model_is_built_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    monkeypatch.setattr(cells_module, "skeleton", lambda *args, **kwargs: built.append(1) or skeleton(*args, **kwargs))
+    monkeypatch.setattr(
+        cells_module, "language_skeleton", lambda *args, **kwargs: built.append(1) or language_skeleton(*args, **kwargs)
+    )
     cells_of(Grid.of(described(tiny_folder)))
     assert len(built) == 1
 

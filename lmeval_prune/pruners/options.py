@@ -54,8 +54,8 @@ class PruneOptions:
     Attributes:
         ratio: share that is removed: of the parameters of what parts names; of --budget heads, of all query heads
         unit: what heads are removed by: head (each by itself), group (a key-value head with its query heads) or
-            balanced (one query head of every group at once). Default: group, or head where every head has its own
-            keys and values; with --budget heads, head
+            balanced (one query head of every group at once). Default: group where the model has groups that can be cut,
+            else head; with --budget heads, head
         ffn_ratio: with --budget heads, the share of all feed-forward channels that is removed
         ffn_multiple: as many channels stay in each block as make a multiple of this
         allocation: global (scores of all layers are compared) or uniform (each layer loses its share: layers stay

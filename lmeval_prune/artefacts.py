@@ -428,9 +428,11 @@ def read_artefact(
         found = content.get("schema") if isinstance(content, dict) else type(content).__name__
         raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {str(found)[:80]!r})")
     number = content.get("schema_version")
-    if not isinstance(number, int) or isinstance(number, bool) or number > version:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise InputError(f"{path} is damaged: its schema_version is {str(number)[:40]!r}, not a number")
+    if number > version:
         raise InputError(
-            f"{path} has schema version {str(number)[:80]}; this lmeval-prune reads up to {version}: upgrade it"
+            f"{path} has schema version {str(number)[:40]}; this lmeval-prune reads up to {version}: upgrade it"
         )
     return checked(content, fields, path), hashlib.sha256(data).hexdigest()
 

@@ -365,7 +365,7 @@ def answer(
         if places.setdefault(key, place) == place and key not in store.known:
             about[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
             about[key] |= {"prompt": digest(request.args[0]), "head": head}
-            if request_digest in store.versions:
+            if store.versions.get(request_digest, versions) != versions:
                 outdated[differing(store.versions[request_digest], versions)] += 1
     for reason, count in outdated.items():
         logger.warning("%d kept answers %s; they are not used", count, reason)

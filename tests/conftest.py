@@ -11,8 +11,13 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("LMEVAL_PRUNE_DATA", None)
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples for the same code, so that a run can be repeated; HYPOTHESIS_PROFILE=default draws new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell

@@ -365,7 +365,7 @@ def _fronts(rows: dict[tuple[str, str], Row], costs: dict[str, dict[str, Any]], 
     gains = np.array([rows[name, task].mean * (-1 if rows[name, task].lower_is_better else 1) for name in names])
     found = {}
     for figure, (_, less) in COSTS.items():
-        ends = np.array([measured_range(costs[name], figure) for name in names])
+        ends = np.array([measured_range(costs[name], figure) for name in names], dtype=float)
         known = ~np.isnan(ends).any(1)
         once = figure in TIMED and any(figure in costs[name] and not known[i] for i, name in enumerate(names))
         if not once and (ends[known] != ends[known][:1]).any():  # a cost that is the same for all has no front

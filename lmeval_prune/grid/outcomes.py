@@ -108,8 +108,9 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     """
     try:
         table = parquet.read_table(path, columns=columns)
+        table.validate(full=True)  # texts that are no UTF-8, too
         table.select(columns or ["task", "doc_id", "question"])
-    except (OSError, KeyError, pa.ArrowException) as error:
+    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
         raise InputError(
             f"{path} cannot be read ({first_line(error)}); delete {path.parent} and run the grid"
         ) from None

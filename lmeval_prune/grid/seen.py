@@ -102,7 +102,7 @@ def _seen(path: Path) -> frozenset[str]:
     if questions.is_file():
         try:
             texts = parquet.read_table(questions, columns=["question"])["question"].to_pylist()
-        except (OSError, KeyError, pa.ArrowException):
+        except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException):
             return frozenset()
         return frozenset(digest(text) for text in texts)
     try:

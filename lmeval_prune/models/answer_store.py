@@ -262,12 +262,13 @@ def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) 
     try:
         columns = columns or schema.names
         table = parquet.read_table(path)
+        table.validate(full=True)  # texts that are no UTF-8, too
         for name in _ADDED.intersection(columns).difference(table.column_names):
             table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
         return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
     except FileNotFoundError:
         return schema.empty_table()
-    except (OSError, KeyError, pa.ArrowException) as error:
+    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}); the store is damaged") from None
 
 

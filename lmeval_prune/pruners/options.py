@@ -58,8 +58,9 @@ class PruneOptions:
             else head; with --budget heads, head
         ffn_ratio: with --budget heads, the share of all feed-forward channels that is removed
         ffn_multiple: as many channels stay in each block as make a multiple of this
-        allocation: global (scores of all layers are compared) or uniform (each layer loses its share: layers stay
-            alike, which a plain checkpoint needs); of a budget of parameters also standardised (heads and channels of
+        allocation: global (scores of all layers are compared) or uniform (each layer loses its share, and what
+            rounding leaves is carried to the next; where the share is a whole number of units, layers stay alike, which
+            a plain checkpoint needs); of a budget of parameters also standardised (heads and channels of
             all layers are compared, by how far they are from their layer's mean), flap_reference (the same as FLAP's
             released code counts) and log (later layers lose more); default: the method's
         p_min: with several steps, the share that the schedule starts from and raises to the ratio. With a ratio and an

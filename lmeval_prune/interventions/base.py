@@ -7,6 +7,7 @@ answers, its place in the results file, its artefact.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
 from lmeval_prune.settings import as_json, frozen, typed, types_of
 
+logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
 
 
@@ -102,6 +104,8 @@ def check_weights(known: list[str], name: str, revision: str, model_map: ModelMa
         if model_map.weights not in known:
             raise InputError(f"{made} other weights ({name}) than this model's ({model_map.name}); {fix}")
         return
+    if not known and model_map.weights:
+        logger.warning("%s %s, and does not say for which weights: its name decides", made, name)
     if name and model_map.name and name.lower() != model_map.name.lower():
         raise InputError(f"{made} {name}, this model is {model_map.name}; {fix}")
     if revision and model_map.revision and revision != model_map.revision:

@@ -20,10 +20,7 @@ from typing import Any, get_args, get_origin
 from jsonargparse import ArgumentParser
 
 from lmeval_prune.errors import InputError, nearest, yaml_fault
-
-KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
-LISTS = {int: "whole numbers separated by commas", float: "numbers separated by commas"}
-PAIRS = "NAME=VALUE pairs separated by commas"
+from lmeval_prune.settings import describe, is_readable, kinds, typed
 
 
 def either(*names: str) -> Callable[[Any], Any]:
@@ -70,9 +67,9 @@ def read(
     about = f"YAML recipe: its section `{section}` gives options, and the command line counts over it"
     parser.add_argument("--config", metavar="FILE", help=about)
     leading = getattr(function, "first", "name")
-    if leading in parser.kinds and words and not words[0].startswith("-"):
+    if leading in parser.known and words and not words[0].startswith("-"):
         words = [f"--{leading}", *words]
-    if "names" in parser.kinds:
+    if "names" in parser.known:
         count = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         words = ["--names", ",".join(words[:count]), *words[count:]] if count else words
     try:
@@ -80,7 +77,7 @@ def read(
             words = _with_recipe(parser, command, words, getattr(function, "either", ()), [command, *commands])
         found = parser.parse_args(words).as_dict()
     except argparse.ArgumentError as error:
-        raise InputError(_one_line(parser, str(error))) from None
+        raise InputError(_one_line(str(error))) from None
     del found["config"]
     return {f"{name}_" if iskeyword(name) else name: value for name, value in found.items()}
 
@@ -94,34 +91,36 @@ class Parser(ArgumentParser):
     """Reads options that are written as this module says.
 
     Attributes:
-        kinds: what the value of each option must be, in words.
+        known: names of its options.
         repeated: options that may be given several times.
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.kinds: dict[str, str] = {}
+        self.known: set[str] = set()
         self.repeated: set[str] = set()
         super().__init__(**settings, formatter_class=argparse.HelpFormatter, exit_on_error=False, allow_abbrev=False)
 
     def add_argument(self, *names: str, **settings: Any) -> Any:
-        """Add an option; see the base class."""
+        """Add an option; its value is read as every setting is, by its type and bounds."""
         hint = settings.get("type") or getattr(settings.get("action"), "_typehint", None)
-        origin, items, default = get_origin(hint), get_args(hint), settings.get("default")
+        default, (kind, *_) = settings.get("default"), kinds(hint)
         name = names[-1].strip("-+").rstrip("_")
-        self.kinds[name] = next((KINDS[kind] for kind in (hint, *items) if kind in KINDS), "text")
-        if hint is bool:
-            settings |= {"nargs": "?", "const": True, "metavar": "true|false"}
-        elif origin is tuple:
-            self.kinds[name] = LISTS.get(items[0], "names separated by commas")
-            settings |= {"action": None, "type": partial(_listed, items[0]), "metavar": "A,B,…"}
-        elif dict in (origin, *map(get_origin, items)):  # None, too, where it can be left out
-            self.kinds[name] = PAIRS
-            settings |= {"action": None, "type": _pairs, "metavar": "NAME=VALUE,…"}
-        elif hint is str or set(items) == {str, type(None)}:
-            settings |= {"action": None, "type": _text, "metavar": settings.get("metavar") or name.upper()}
-        elif origin is Sequence:
+        self.known.add(name)
+        if get_origin(kind) is Sequence:
             self.repeated.add(name)
-            settings |= {"action": "append", "type": items[0], "default": []}
+            settings |= {"action": "append", "type": get_args(kind)[0], "default": []}
+        elif kind is bool:
+            settings |= {
+                "action": None,
+                "type": partial(_value, hint),
+                "nargs": "?",
+                "const": True,
+                "metavar": "true|false",
+            }
+        elif is_readable(hint):
+            letters = "A,B,…" if get_origin(kind) is tuple else "NAME=VALUE,…" if get_origin(kind) is dict else None
+            settings |= {"action": None, "type": partial(_value, hint)}
+            settings["metavar"] = letters or settings.get("metavar") or name.upper()
         settings["help"] = settings.get("help") or ""
         if settings.get("required"):
             settings["help"] += " (required)"
@@ -143,8 +142,8 @@ def _with_recipe(
     given = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     for source, found in ((f"{options.config}: ", recipe), ("", given)):
         for name in found:
-            if name not in parser.kinds or name in ("help", "config"):
-                raise InputError(f"{source}{command} has no option {name!r}{nearest(str(name), parser.kinds)}")
+            if name not in parser.known or name in ("help", "config"):
+                raise InputError(f"{source}{command} has no option {name!r}{nearest(str(name), parser.known)}")
         if len(set(either) & set(found)) > 1:
             raise InputError(f"{source}give {' or '.join(either)}, not both")
     replaced = {*given, *(either if set(either) & set(given) else ())}
@@ -191,16 +190,21 @@ def _spelled(name: str, value: Any, repeated: set[str]) -> list[str]:
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}" for value in values]
 
 
-def _text(value: Any) -> str:
-    """As it was typed; `str` itself would be read as YAML where None is allowed."""
-    return str(value)
+def _value(annotation: Any, word: Any) -> Any:
+    """Read the word of a command line by an annotation."""
+    origins = {get_origin(kind) for kind in kinds(annotation)}
+    try:
+        value = _pairs(word) if dict in origins else _items(word) if tuple in origins else word
+        return typed("value", value, annotation)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be {describe(annotation)}, not {word!r}") from None
 
 
-def _listed(kind: type, value: Any) -> tuple[Any, ...]:
-    """`A,B`, or what a recipe has, as a tuple of one kind."""
-    if isinstance(value, str):
-        value = json.loads(value) if value.startswith("[") else [v for v in map(str.strip, value.split(",")) if v]
-    return tuple(kind(str(item)) for item in value)
+def _items(word: Any) -> Any:
+    """Split `A,B`; a recipe has a list, also as JSON."""
+    if not isinstance(word, str):
+        return word
+    return json.loads(word) if word.startswith("[") else [item for item in map(str.strip, word.split(",")) if item]
 
 
 def _pairs(value: Any) -> dict[str, Any]:
@@ -212,9 +216,10 @@ def _pairs(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _one_line(parser: Parser, message: str) -> str:
-    """What jsonargparse says about an option's value, in one line of ours."""
-    name, value = (re.search(p, message) for p in (r'(?:argument --|key ")(\w+)', r"value: '?(.*?)'?$"))
-    if name and value:
-        return f"--{name[1]} must be {parser.kinds[name[1]]}, not {value[1]!r}"
-    return " ".join(message.split())
+def _one_line(message: str) -> str:
+    """Return what argparse says of an option in one line."""
+    return re.sub(
+        r"^argument (\S+): (must be)?",
+        lambda of: f"{of[1]} {of[2]}" if of[2] else f"{of[1]}: ",
+        " ".join(message.split()),
+    )

@@ -7,13 +7,22 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
-from numbers import Integral, Real
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from lmeval_prune.errors import InputError
+from annotated_types import Ge, Interval
 
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+from lmeval_prune.errors import InputError, nearest
+
+# Bounds of fields, in annotations: `ratio: Share`.
+Share = Annotated[float, Interval(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Interval(ge=0, lt=1)]
+Count = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
+NonNegative = Annotated[float, Interval(ge=0, lt=math.inf)]
+Seed = Annotated[int, Interval(ge=0, lt=2**31)]
 
 
 class FrozenMapping(Mapping[str, Any]):
@@ -69,56 +78,149 @@ def as_json(name: str, value: Any) -> Any:
 
 
 def typed(name: str, value: Any, annotation: Any) -> Any:
-    """What a user wrote, as a `bool`, `int`, `float` or `str`, where the annotation is one of these (or `| None`).
+    """Read what a user wrote by the annotation of its field.
+
+    Args:
+        name: of the field, for the message.
+        value: as JSON, YAML or a command line has it: `"3"` is a whole number, too, and a number is a text.
+        annotation: `bool`, `int`, `float`, `str`, `Literal`, `tuple` or `dict` of these, any of them `| None`, with
+            bounds (`Annotated[float, Interval(ge=0, le=1)]`). A value for any other annotation is returned as it is.
 
     Raises:
-        InputError: it is of another type.
+        InputError: the value is of another type or out of bounds.
     """
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    (kind, *others) = [kind for kind in kinds if kind is not types.NoneType] or [None]
-    if others or kind not in _READERS or (value is None and types.NoneType in kinds):
+    if not is_readable(annotation):
         return value
-    reader, words = _READERS[kind]
+    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:
-        return reader(value)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise InputError(f"{name}={value!r} is {words}") from None
+        if isinstance(plain, bool) and bool not in kinds(annotation):
+            raise ValueError
+        result = _adapter(annotation).validate_python(plain)
+        if any(isinstance(item, float) and math.isnan(item) for item in _leaves(result)):
+            raise ValueError
+        return result
+    except ValueError:  # pydantic's ValidationError is one
+        raise InputError(f"{name}={value!r} must be {describe(annotation)}") from None
 
 
-types_of = functools.cache(get_type_hints)  # of a dataclass's fields, or of a function's parameters
+def describe(annotation: Any) -> str:
+    """Describe in words what a field takes: `a number, at least 0 and below 1`."""
+    kind = next(kind for kind in kinds(annotation) if kind is not types.NoneType)
+    origin = get_origin(kind)
+    if origin is Literal:
+        *others, last = map(str, get_args(kind))
+        words = f"{', '.join(others)} or {last}" if others else last
+    elif origin is tuple:
+        words = f"{_PLURALS[kinds(get_args(kind)[0])[0]]} separated by commas"
+    else:
+        words = _NOUNS.get(origin or kind, "text")
+    bounds = " and ".join(
+        f"{word} {limit}" if limit != math.inf else "finite"
+        for bound in _bounds(annotation)
+        for key, word in _BOUNDS.items()
+        if (limit := getattr(bound, key, None)) is not None
+    )
+    return f"{words}, {bounds}" if bounds else words
 
 
-def _bool(value: Any) -> bool:
-    return _WORDS[str(value).lower()]
+_NOUNS = {bool: "true or false", int: "a whole number", float: "a number", dict: "NAME=VALUE pairs separated by commas"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "names", bool: "truths"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "at least of length"}
+_READABLE = (bool, int, float, str, types.NoneType, Any)
 
 
-def _int(value: Any) -> int:
-    number = int(value) if isinstance(value, str | Integral) else float(value)
-    if isinstance(value, bool) or number != int(number):
-        raise ValueError
-    return int(number)
+@functools.cache
+def types_of(declaration: Any) -> dict[str, Any]:
+    """Annotations of a dataclass's fields, or of a function's parameters, with their bounds."""
+    return get_type_hints(declaration, include_extras=True)
 
 
-def _float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real | str) or math.isnan(float(value)):
-        raise TypeError
-    return float(value)
+@functools.cache
+def _adapter(annotation: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(annotation, config=ConfigDict(coerce_numbers_to_str=True))
 
 
-def _str(value: Any) -> str:
-    """Return a text; of a number its own, for lm-eval reads `name=3` as one. Truths and None may mean several."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number and not isinstance(value, str | os.PathLike):
-        raise TypeError
-    return str(value)
+def kinds(annotation: Any) -> tuple[Any, ...]:
+    """Alternatives of a union, without bounds."""
+    if get_origin(annotation) is Annotated:
+        return kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(kind for item in get_args(annotation) for kind in kinds(item))
+    return (annotation,)
 
 
-_READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    bool: (_bool, "neither true nor false"),
-    int: (_int, "not a whole number"),
-    float: (_float, "not a number"),
-    str: (_str, "not a text; quotes make one of a word such as true"),
-}
+def _bounds(annotation: Any) -> tuple[Any, ...]:
+    """What `Annotated` adds to a type, or to an alternative of a union."""
+    if get_origin(annotation) is Annotated:
+        return annotation.__metadata__
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(bound for item in get_args(annotation) for bound in _bounds(item))
+    return ()
+
+
+@functools.cache
+def is_readable(annotation: Any) -> bool:
+    """Whether a type is made of those that users write; `Any` alone and unions of two kinds are not read."""
+    others = [kind for kind in kinds(annotation) if kind is not types.NoneType]
+    if len(others) != 1 or others == [Any]:
+        return False
+    origin = get_origin(others[0])
+    if origin in (tuple, dict):
+        return all(item in (..., *_READABLE) or is_readable(item) for item in get_args(others[0]))
+    return origin is Literal or others[0] in _READABLE
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of frozen dataclasses whose values users write: each field is read by its type and bounds, or refused.
+
+    A subclass with a `__post_init__` of its own (for what several fields say together) calls this one.
+    """
+
+    @classmethod
+    def label(cls, name: str) -> str:
+        """Name a field in messages; a method puts its own name before it."""
+        return name
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = typed(self.label(each.name), getattr(self, each.name), types_of(type(self)).get(each.name, Any))
+            object.__setattr__(self, each.name, value)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], what: str) -> Self:
+        """Make it of a dictionary.
+
+        Args:
+            values: fields by name.
+            what: subject of the message, e.g. `method flap`.
+
+        Raises:
+            InputError: a field is unknown, missing or not of its type.
+        """
+        known = {each.name: each for each in fields(cls) if each.init}
+        for name in values:
+            if name not in known:
+                has = f"it has {', '.join(known)}" if known else "it has none"
+                raise InputError(f"{what} has no setting {name!r}; {has}{nearest(str(name), known)}")
+        missing = [
+            name
+            for name, each in known.items()
+            if each.default is MISSING and each.default_factory is MISSING and name not in values
+        ]
+        if missing:
+            raise InputError(f"{what} needs {', '.join(missing)}")
+        return cls(**values)
 
 
 def device_named(name: str | None, strictly: bool = True) -> Any:

@@ -193,8 +193,10 @@ class Settings:
         return name
 
     def __post_init__(self) -> None:
+        declaration: Any = type(self)
         for each in fields(self):
-            value = typed(self.label(each.name), getattr(self, each.name), types_of(type(self)).get(each.name, Any))
+            annotation = types_of(declaration).get(each.name, Any)
+            value = typed(self.label(each.name), getattr(self, each.name), annotation)
             object.__setattr__(self, each.name, value)
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,11 +30,11 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.trainer import check_arguments, train
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.pruners.allocation import share_of
 from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.schedule import check_methods, settled, stages
-from lmeval_prune.pruners.selection import Removed, select_channels, select_heads, share_of
-from lmeval_prune.pruners.sequential import SequentialPruner
+from lmeval_prune.pruners.schedule import check_methods, least_removed, settled, stages
+from lmeval_prune.pruners.sequential import SequentialPruner, count_removed
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
 _OF_THE_FILE = ("schema", "schema_version", "created_by", "files")
@@ -118,8 +119,7 @@ def check(host: Host) -> None:
         wanted = settled(wanted, pruner, model_map, of_channels)
         check_methods(pruner, of_channels, model_map, wanted, True)
         check_cuttable(model_map, bool(wanted.ratio))
-        allocations = [wanted.allocation or one.allocation for one in (pruner, of_channels)]
-        _check_stages(model_map, wanted, *allocations)
+        _check_stages(model_map, wanted, {"heads": pruner, "channels": of_channels})
     check_arguments(options)
     if options.teacher:
         host.check_teacher(options.teacher)
@@ -131,7 +131,7 @@ def check(host: Host) -> None:
             )
 
 
-def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str, of_blocks: str) -> None:
+def _check_stages(model_map: ModelMap, wanted: PruneOptions, pruners: Mapping[str, Pruner]) -> None:
     """Refuse a schedule with a stage that removes nothing.
 
     Raises:
@@ -142,21 +142,10 @@ def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str, of
             "unit=head leaves heads in the groups that key-value heads are shared by, and training would fill them "
             "again; use group or balanced"
         )
-    of_heads, of_channels = wanted.schedules()
-    scores = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
-    # one block after the other, so that as many go as can with ffn_multiple
-    channel_scores = {x: torch.full((width,), i * 1.0) for i, (x, width) in enumerate(model_map.channels().items())}
-    heads: Removed = {}
-    channels: Removed = {}
     before = (0, 0)
-    for stage in range(1, wanted.steps + 1):
-        if wanted.ratio:
-            heads = select_heads(model_map, scores, of_heads.at(stage), wanted.unit or "head", allocation, heads)
-        if wanted.ffn_ratio:
-            channels = select_channels(
-                model_map, channel_scores, of_channels.at(stage), wanted.ffn_multiple, of_blocks, channels
-            )
-        after = (sum(map(len, heads.values())), sum(map(len, channels.values())))
+    for stage, removed in enumerate(least_removed(model_map, wanted, pruners), start=1):
+        counts = count_removed(removed)
+        after = (counts["heads"], counts["channels"])
         if after[0] <= before[0] and after[1] <= before[1]:
             raise InputError(
                 f"stage {stage} of {wanted.steps} has nothing left to remove: {after[0]} of {model_map.total_heads} "
@@ -239,11 +228,11 @@ def _run_stage(
     process.wait_for_everyone()
     if process.is_main_process:
         before = note["stages"][-1]["heads"] if note["stages"] else {}
-        of_heads, of_channels = options.pruning().schedules()
+        ratio, ffn_ratio = options.pruning().shares(stage)
         about = {
             "stage": stage,
-            "ratio": of_heads.at(stage),
-            "ffn_ratio": of_channels.at(stage),
+            "ratio": ratio,
+            "ffn_ratio": ffn_ratio,
             "removed": own["removed"],
             "heads": {x.label: _originals(one, before.get(x.label)) for x, one in zip(layers, kept, strict=True)},
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
@@ -304,13 +293,13 @@ def due(wanted: PruneOptions, stage: int, base: ModelMap, model_map: ModelMap, a
         model_map: what is left of it.
         allocation: `global` or `uniform`.
     """
-    of_heads, of_channels = wanted.schedules()
+    of_heads, of_channels = wanted.shares(stage)
     heads = [layer.heads for layer in base.attention]
     channels = list(base.channels().values())
     ratios = []
     for share, sizes, left in (
-        (of_heads.at(stage), heads, model_map.total_heads),
-        (of_channels.at(stage), channels, sum(model_map.channels().values())),
+        (of_heads, heads, model_map.total_heads),
+        (of_channels, channels, sum(model_map.channels().values())),
     ):
         pots = sizes if allocation == "uniform" else [sum(sizes)]
         gone = sum(sizes) - left

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import either
-from lmeval_prune.surgery.commands import as_options
+from lmeval_prune.options import as_options, either
 
 
 def adapter(
@@ -117,8 +116,8 @@ def model(
     if format not in ("checkpoint", "gguf"):
         raise InputError(f"--format {format} is not known; use checkpoint or gguf")
     from lmeval_prune.export.servers import model_lines
-    from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.surgery.commands import load_plan, write_cut
+    from lmeval_prune.interventions.plan import Plan, load_plan
+    from lmeval_prune.surgery.commands import write_cut
 
     with as_options():
         wanted = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
@@ -153,12 +152,12 @@ def _gguf(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import manifest_of
-    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
+    from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
     from lmeval_prune.export.gguf_tensors import TYPES
     from lmeval_prune.export.gguf_tokenizer import check_tokenizer
-    from lmeval_prune.surgery.commands import check_plain, loaded_for, tokenizer_of
-    from lmeval_prune.surgery.cut import cut, identity_of
+    from lmeval_prune.surgery.cut import cut_checkpoint, identity_of
 
     if not output.endswith(".gguf"):
         raise InputError(f"--output {output} must end in .gguf")
@@ -174,7 +173,7 @@ def _gguf(
         check_tokenizer(tokenizer, splitting)
     check_writable(output)
     if plan:
-        done = cut(loaded_for(pretrained, plan, revision, zeroed), plan, zeroed)
+        done = cut_checkpoint(pretrained, plan, revision, zeroed)
         written, manifest = done.model, done.manifest
     else:
         written = with_weights(bare, pretrained, revision)

@@ -352,7 +352,7 @@ def test_the_file_that_llama_cpp_serves_is_looked_at(
     assert "is a qwen2 model, and the adapter is for llama" in said(
         gguf_base(tmp_path / "qwen2.gguf", kinds.F16, "qwen2")
     )
-    assert "of shape [64, 32]: it is another model" in said(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
+    assert "of shape [32, 32]: it is another model" in said(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
     assert "there is no file" in said(tmp_path / "none.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     assert "no whole GGUF file" in said(tmp_path / "broken.gguf")
@@ -389,8 +389,8 @@ def test_what_no_adapter_can_do_is_one_line(
     assert "is a file; name a folder" in refused(
         capsys, "--pretrained", str(tiny_folder), "--output", str(tmp_path / "file"), "--heads", "L0H0"
     )
-    assert "--dtype int8 is not known" in refused(capsys, *given, "--heads", "L0H0", "--dtype", "int8")
-    assert "--format onnx is not known" in refused(capsys, *given, "--heads", "L0H0", "--format", "onnx")
+    assert "--dtype must be" in refused(capsys, *given, "--heads", "L0H0", "--dtype", "int8")
+    assert "--format must be" in refused(capsys, *given, "--heads", "L0H0", "--format", "onnx")
     saved("gpt2", tmp_path / "gpt2")
     to = ("--output", str(tmp_path / "out"), "--heads", "L0H0")
     assert "gpt2 models are not written as GGUF" in refused(

@@ -581,7 +581,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert "name what is to be removed" in refused("llama", "out")
     assert "give plan or heads, not both" in refused("llama", "out", "--heads", "L0H1", "--plan", "plan.json")
     assert "are for --format gguf" in refused("llama", "out", "--heads", "L0H1", "--dtype", "float32")
-    assert "--format onnx is not known" in refused("llama", "out", "--heads", "L0H1", "--format", "onnx")
+    assert "--format must be" in refused("llama", "out", "--heads", "L0H1", "--format", "onnx")
     assert "no attention in layer 9" in refused("llama", "out", "--heads", "L9H1")
     error = refused("llama", "out", "--heads", "L0H*")
     assert "all 4 heads of layer L0" in error and "--allow_empty_layer" in error and "=true" not in error

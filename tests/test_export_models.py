@@ -598,7 +598,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
             assert f"{tmp_path / method} is quantised, and cannot be cut" in refused(method, "out.gguf", *words)
     to = ("--format", "gguf")
     assert "must end in .gguf" in refused("llama", "out", *to)
-    assert "--dtype int4 is not known" in refused("llama", "out.gguf", *to, "--dtype", "int4")
+    assert "--dtype must be" in refused("llama", "out.gguf", *to, "--dtype", "int4")
     assert "--zeroed needs" in refused("llama", "out.gguf", *to, "--zeroed")
     assert "gpt2 models are not written as GGUF" in refused("gpt2", "out.gguf", *to)
     assert "qwen3 has no form for a model whose layers differ" in refused("qwen3", "out.gguf", *to, "--heads", "L0H0-1")

@@ -11,7 +11,6 @@ from transformers import DynamicCache
 
 from lmeval_prune import InputError, Plan, TokenFilter, map_model
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.plan import ranges_of
 from lmeval_prune.interventions.probe_pruning import ProbePruning, extreme, shares
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -44,7 +43,7 @@ def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
                 x = inputs_of(model_map, text)[f"{layer.label}.{part}"]
             gone = lowest(x.square().sum(0), weight_of(module), width, ratio)
             heads = [f"{layer.label}H{head}" for head in gone] if part == "o_proj" else []
-            found = Plan(heads, {layer.label: ranges_of(gone)} if part == "down" else {})
+            found = Plan(heads, {layer.label: gone} if part == "down" else {})
             plan = plan.joined(found) or found
     return plan
 

@@ -185,7 +185,7 @@ class Plan(Intervention):
 
     def joined(self, other: Intervention) -> Plan | None:
         """Return the union with a plan that was made after this one, or with a head mask."""
-        plan = other.converted(Plan) if isinstance(other, HeadMask) else other
+        plan = plan_of(other) if isinstance(other, HeadMask) else other
         if not isinstance(plan, Plan):
             return None
         channels = dict(self.channels)
@@ -267,6 +267,11 @@ class Plan(Intervention):
             attached["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
             attached["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
         return attached
+
+
+def plan_of(mask: HeadMask) -> Plan:
+    """Return a head mask as a plan."""
+    return Plan(mask.heads, allow_empty_layer=mask.allow_empty_layer, origin=mask.origin)
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:

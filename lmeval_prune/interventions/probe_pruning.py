@@ -35,7 +35,7 @@ from lmeval_prune.interventions.attention_call import (
 from lmeval_prune.interventions.base import Intervention, change_input, interventions_on
 from lmeval_prune.interventions.filtered_attention import valid_tokens
 from lmeval_prune.interventions.head_mask import HeadMask, dropped_columns
-from lmeval_prune.interventions.plan import Plan, dropped_channels, plan_of
+from lmeval_prune.interventions.plan import Plan, plan_of
 
 logger = logging.getLogger(__name__)
 STATES = ("request", "run")
@@ -381,7 +381,7 @@ class Chooser:
                 drops = [dropped_columns(layer, numbers) for layer, numbers in gone]
             else:
                 lost = [n for x, n in plan.channels_by_layer(self.model_map) if x.label == block.label]
-                drops = [dropped_channels(block, numbers) for numbers in lost]
+                drops = [dropped_columns(block, numbers) for numbers in lost]
             for drop in drops:
                 found = found.masked_fill(drop.to(found.device), 0)
         return found

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import torch
 
-from lmeval_prune.checkpoints.pruned import load_pretrained
 from lmeval_prune.architectures import position_limit
+from lmeval_prune.checkpoints.pruned import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError
 

@@ -182,9 +182,7 @@ class Host(ABC):
         folder = self.part_folder(Path(embedded.resolve(self.options.pretrained)))
         for stage in (read_manifest(folder) or {}).get("stages", []):
             given = stage["plan"].get("channels", {})
-            emptied = [
-                x for x, text in given.items() if len(Channels(text).numbers) == stage["parent"]["channels"][x]
-            ]
+            emptied = [x for x, text in given.items() if len(Channels(text).numbers) == stage["parent"]["channels"][x]]
             if filled := ", ".join([*stage["removed"]["fillers"], *emptied]):
                 raise InputError(
                     f"{self.options.pretrained} was cut with zeroed fillers ({filled}), which training would fill "

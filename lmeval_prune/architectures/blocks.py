@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lmeval_prune.architectures.heads import label_of
 from lmeval_prune.architectures.table import Family
 
 if TYPE_CHECKING:  # heads are named and counted without torch, too
     from torch import nn
+
+
+def label_of(stack: str, layer: int) -> str:
+    """Return `"L5"`, or `"encoder.L5"` in a model with several stacks."""
+    return f"{stack}.L{layer}" if stack else f"L{layer}"
 
 
 @dataclass(frozen=True)

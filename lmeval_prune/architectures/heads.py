@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lmeval_prune.architectures.blocks import label_of
 from lmeval_prune.artefacts import from_json
 from lmeval_prune.errors import InputError
 
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
 _RANGE = r"(?:\*|\d{1,18}(?:-\d{1,18})?)"
 _NAME = re.compile(rf"(?:(?P<stack>encoder|decoder|cross)\.)?L(?P<layer>{_RANGE})H(?P<head>{_RANGE})", re.IGNORECASE)
 _HELP = "write heads as L5H3, L5H0-3 or L5H*, joined by +, e.g. heads=L5H3+L15H0"
-
-
-def label_of(stack: str, layer: int) -> str:
-    """Return `"L5"`, or `"encoder.L5"` in a model with several stacks."""
-    return f"{stack}.L{layer}" if stack else f"L{layer}"
 
 
 class Head(NamedTuple):

@@ -43,7 +43,7 @@ class LlmPruner(Pruner):
         name = pruner_name(self)
         if getattr(model_map.model, "is_quantized", False):
             raise InputError(f"{name} needs gradients, which a quantised model lacks; load it in float32 or bfloat16")
-        if not _is_causal(model_map):
+        if not model_map.predicts_next_token:
             raise InputError(
                 f"{name} needs the loss of a causal language model; this {model_map.model_type} model is none"
             )
@@ -176,15 +176,3 @@ def _only_these_learn(model: nn.Module, modules: list[nn.Module]) -> Iterator[No
 
 def _kind(module: nn.Module) -> torch.dtype:
     return torch.promote_types(weight_of(module).dtype, torch.float32)
-
-
-def _is_causal(model_map: ModelMap) -> bool:
-    """Return whether it gives logits of the next token, from the tokens before it alone."""
-    model: Any = model_map.model
-    parts = (part for layer in model_map.attention for part in layer.module.modules())
-    return (
-        model_map.stacks == ("",)
-        and getattr(model, "get_output_embeddings", lambda: None)() is not None
-        and bool(getattr(model, "can_generate", bool)())
-        and all(getattr(part, "is_causal", True) for part in parts)
-    )

@@ -23,7 +23,7 @@ from lmeval_prune.architectures.blocks import in_features
 from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
-from lmeval_prune.interventions.plan import Plan, ranges_of
+from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_at
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
@@ -224,7 +224,7 @@ def plan_of(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
     """Return a plan of what is removed, with other fields of it."""
     members = {tuple(key.split(".", 1)): sorted(numbers) for key, numbers in removed.items() if numbers}
     heads = tuple(f"{label}H{n}" for (kind, label), numbers in members.items() if kind == HEADS for n in numbers)
-    channels = {label: ranges_of(numbers) for (kind, label), numbers in members.items() if kind != HEADS}
+    channels = {label: numbers for (kind, label), numbers in members.items() if kind != HEADS}
     return Plan(heads, channels, allow_empty_layer=allow_empty_layer, **fields)
 
 

@@ -53,7 +53,7 @@ def importance(
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import by_member, make_pruner
     from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
-    from lmeval_prune.reporting.importance_map import draw
+    from lmeval_prune.reporting.maps import draw_head_scores
 
     pruner, target = make_pruner(method, options or {}), device_named(device)
     kinds = KINDS if channels else (HEADS,)
@@ -67,7 +67,7 @@ def importance(
     made = {**pruner.identity, **({"calibration": calibration.about()} if calibration else {})}
     Plan(scores=scores, made=made).save(output, model_map)
     heads = {layer.label: by_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
-    draw(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
+    draw_head_scores(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{n}") for label, values in heads.items() for n, x in enumerate(values))
     print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")
     print("lowest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:6]))

@@ -483,7 +483,7 @@ def killed_at(step: int, folder: Path, model: nn.Module, plan: Plan) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_killed_save_leaves_the_last_checkpoint(
     exchange: bool, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -491,7 +491,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(
     """Killed at every step: the folder is the old checkpoint or the new one, and the next save works.
 
     Where two names cannot be exchanged, it may be missing, and then the next save finds it, even one that fails. By
-    default every fourth step, and the last ones, when the folder takes its place.
+    default every eighth step, and the last ones, when the folder takes its place.
     """
     if not exchange:
         monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
@@ -502,7 +502,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(
     shutil.copytree(folder, tmp_path / "counted" / "cut")
     count = killed_at(0, tmp_path / "counted" / "cut", model, Plan("L0H0-1"))
     assert count > 20
-    for step in [*range(1, count - 12, stride), *range(max(1, count - 12), count + 1)]:
+    for step in [*range(1, count - 8, stride), *range(max(1, count - 8), count + 1)]:
         assert killed_at(step, folder, model, Plan("L0H0-1")) == 255
         if not folder.exists():
             missing += 1

@@ -27,13 +27,13 @@ from lmeval_prune.grid import work as work_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder, measuring
-from lmeval_prune.grid.measures import decoding_rate
 from lmeval_prune.grid.pruned import Pruned
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.ray_runner import OnRay
 from lmeval_prune.grid.run import run
 from lmeval_prune.grid.work import Job, Loaded
 from lmeval_prune.interventions import HeadMask
+from lmeval_prune.models import checkpoint
 from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -371,11 +371,6 @@ def test_it_says_for_whom_it_waits(
     assert said == ["waiting for another run that has 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
 
 
-def test_noise_makes_no_decoding_fast() -> None:
-    assert decoding_rate(1.0, 3.0) == 16
-    assert decoding_rate(3.0, 2.9) == decoding_rate(2.9, 2.9) == 4 * 32 / 2.9
-
-
 # ---------------------------------------------------------------------- the hash
 
 
@@ -494,7 +489,7 @@ def test_a_type_that_only_the_weights_know_is_not_taken_for_another(tiny_folder:
 def test_a_model_is_built_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     monkeypatch.setattr(
-        cells_module, "language_skeleton", lambda *args, **kwargs: built.append(1) or language_skeleton(*args, **kwargs)
+        checkpoint, "language_skeleton", lambda *args, **kwargs: built.append(1) or language_skeleton(*args, **kwargs)
     )
     cells_of(Grid.of(described(tiny_folder)))
     assert len(built) == 1

@@ -25,7 +25,7 @@ _CURRENCIES, UNIT_LETTERS = words("currencies"), words("unit_letters")
 _SAID = words("said_with_a_number")
 _CHINESE_SAID = re.compile(f"{phrases('said_with_a_number', 'zh')}$")
 _NO_NAMES = UNIT_LETTERS | {"a", "A", "I"}  # letters that are no variables
-_MARKS_AFTER = frozenset("π∞'′″")
+_JOINED = frozenset(["pi", "sqrt", *"π∞'′″"])  # right after a number
 _SUBTRACTABLE = frozenset(["digits", "open", "command"])
 _SIGN_AFTER = frozenset(["equals", "open", "operator", "relation", "stop", "chinese", "money", "arrow", ""])
 
@@ -288,9 +288,9 @@ class Prose:
                 return following == "digits" and tokens.kind(after + 2) == "close"
             case "close":
                 return tokens.kind(after - 2) == "stop" and tokens[after - 2].text in ",;"
-            case "word":
-                return tight and ((len(text) == 1 and text not in UNIT_LETTERS) or text.lower() in ("pi", "sqrt"))
-        return tight and text in _MARKS_AFTER
+            case "word" if len(text) == 1:
+                return tight and text not in UNIT_LETTERS
+        return tight and text.lower() in _JOINED
 
     def _stop_joins(self, stop: int) -> bool:
         """Return whether a stop joins digits: 5:45, 3,4; 1 … 9."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from lmeval_prune.scoring.clauses import UNIT_LETTERS, Clause, Prose
+from lmeval_prune.scoring.clauses import UNIT_LETTERS, Clause, Prose, Side
 from lmeval_prune.scoring.latex import clean, plain
 from lmeval_prune.scoring.numbers import MAX_DIGITS, Number, rounds_to, same_number
 from lmeval_prune.scoring.vocabulary import pattern, phrases, words
@@ -64,16 +64,15 @@ def _first_number(prose: Prose) -> Number | None:
 def _stating_clauses(prose: Prose) -> list[Clause]:
     """Return the clauses from the first that is no condition; after a sentence, what it concludes."""
     clauses = prose.clauses()
-    if len(clauses) > 1:
-        clauses = [clause for clause in clauses if not _is_condition(prose, clause)] or clauses
     if len(clauses) < 2:
         return clauses
+    clauses = [clause for clause in clauses if not _is_condition(prose, clause)] or clauses
     if not prose.has_free(clauses[0]):
         clauses = [clause for clause in clauses if prose.has_free(clause)] or clauses
-    first = clauses[0]
-    if len(first.sides) == 1 and prose.has_verb(first) and not prose.is_number_alone(first):
-        return [clause for clause in clauses[1:] if _begins_with(prose, clause, _CONCLUSIONS)] or clauses
-    return clauses
+    first, *rest = clauses
+    if len(first.sides) > 1 or prose.is_number_alone(first) or not prose.has_verb(first):
+        return clauses
+    return [clause for clause in rest if _begins_with(prose, clause, _CONCLUSIONS)] or clauses
 
 
 def _last_number(prose: Prose) -> Number | None:
@@ -125,18 +124,23 @@ def number_of_clause(prose: Prose, clause: Clause) -> Number | None:
 
 def _number_of_sides(prose: Prose, clause: Clause) -> Number | None:
     tokens, sides = prose.tokens, clause.sides
-    if any(tokens.word(stop - 2) in ("or", "and") for _, stop in sides[1:-1]):  # x = 3 or y = 5
-        return None
-    names = any(stop - start == 1 and tokens.name(start) for start, stop in sides)
-    if prose.is_unsolved(sides[-2]) and not names:
+    if _is_unsolved(prose, sides):
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
-    bare = first is not None and prose.is_bare(sides[0])
-    if first is None or not clause.equates:
-        return None if bare and tokens.kind(sides[0][1]) == "arrow" else final  # 3 → 12
-    if bare and not (final and same_number(first, final)):
-        return None if prose.is_unsolved(sides[-1]) else first
-    return final or first
+    bare = first if first and prose.is_bare(sides[0]) else None
+    if bare and tokens.kind(sides[0][1]) == "arrow":  # 3 → 12
+        return None
+    if bare and clause.equates and not (final and same_number(bare, final)):
+        return None if prose.is_unsolved(sides[-1]) else bare
+    return final or (first if clause.equates else None)
+
+
+def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:
+    """Return whether sides give no value, or several: 2x = x + 15; x = 3 or y = 5."""
+    if any(prose.tokens.word(stop - 2) in ("or", "and") for _, stop in sides[1:-1]):
+        return True
+    names = any(stop - start == 1 and prose.tokens.name(start) for start, stop in sides)
+    return prose.is_unsolved(sides[-2]) and not names
 
 
 def _number_of_phrase(prose: Prose, start: int, stop: int) -> Number | None:
@@ -215,15 +219,17 @@ def is_bare_number(text: str) -> bool:
     kinds = [token.kind for token in tokens]
     before, after = kinds[: number.first], kinds[number.last + 1 :]
     named = before.index("equals") + 1 if "equals" in before else 0
-    units = [token.text for token in tokens[number.last + 1 :] if token.kind == "word"]
-    if named > 5 or len(units) > 6 or any(len(u) == 1 and u != "a" and u not in UNIT_LETTERS for u in units):
-        return False
     if not _AROUND_A_NUMBER.issuperset(before[named:]) or not _NOT_AFTER_A_NUMBER.isdisjoint(after):
         return False
-    if kinds.count("open") != kinds.count("close") or text.lstrip().startswith("--"):
+    if named > 5 or kinds.count("open") != kinds.count("close") or text.lstrip().startswith("--"):
         return False
-    words_before = (i for i in range(named, number.first) if prose.is_word(i))
-    return all(map(prose.may_stand_before, words_before)) and read_number(text) is not None
+    units = [token.text for token in tokens[number.last + 1 :] if token.kind == "word"]
+    introductory = (i for i in range(named, number.first) if prose.is_word(i))
+    return _may_be_units(units) and all(map(prose.may_stand_before, introductory)) and read_number(text) is not None
+
+
+def _may_be_units(units: list[str]) -> bool:
+    return len(units) <= 6 and not any(len(unit) == 1 and unit != "a" and unit not in UNIT_LETTERS for unit in units)
 
 
 def numbers_in(text: str) -> list[str]:

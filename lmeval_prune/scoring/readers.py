@@ -219,10 +219,11 @@ class FormulaReader:
         if (CUT_OFF.search(line) or _SUPPOSES.search(line)) and len(_PROSE.findall(line)) > 2:
             return None
         formulas = [formula for formula in _FORMULA.finditer(tail) if not _NAME.fullmatch(_content(formula))]
-        meant = [f for f in formulas if not _CONDITION.search(tail[max(0, f.start() - 40) : f.start()])] or formulas
-        rest = tail[meant[-1].end() :] if meant else ""
-        if meant and not re.search(r"\d", _FORMULA.sub("", rest)) and not DENIED.search(rest):
-            return _result(_content(meant[-1]))
+        meant = [f for f in formulas if not _CONDITION.search(tail[max(0, f.start() - 40) : f.start()])]
+        for formula in (meant or formulas)[-1:]:
+            rest = tail[formula.end() :]
+            if not re.search(r"\d", _FORMULA.sub("", rest)) and not DENIED.search(rest):
+                return _result(_content(formula))
         if not DENIED.search(line) and _MATHEMATICAL.search(line) and not _PROSE.search(line):
             return self.read(line, "end")
         return None

@@ -29,7 +29,7 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.pruned import refused_as
+from lmeval_prune.checkpoints.loading import refused_as
 from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.errors import InputError, first_line, nearest
 from lmeval_prune.export.manifest import adapter_name, read_adapters

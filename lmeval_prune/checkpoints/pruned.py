@@ -27,16 +27,6 @@ _HEADS = (
     "Seq2SeqLM, CausalLM, MaskedLM, SequenceClassification, TokenClassification, QuestionAnswering, MultipleChoice, "
     "NextSentencePrediction, PreTraining"
 )
-    "Seq2SeqLM",
-    "CausalLM",
-    "MaskedLM",
-    "SequenceClassification",
-    "TokenClassification",
-    "QuestionAnswering",
-    "MultipleChoice",
-    "NextSentencePrediction",
-    "PreTraining",
-]
 
 
 class Removed(TypedDict):

@@ -304,7 +304,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
 
 def _problems(name: str) -> tuple[Any, list[Any]]:
     """A task, and the problems of its training split."""
-    task = load_task(task_manager([name], {"data_split": "train"}), name)
+    task = load_task(task_manager({"data_split": "train"}), name)
     try:
         return task, list(_training_docs(name, task))
     except InputError:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lmeval_prune.kernels.token_filter import ops
 
 from lmeval_prune import HeadMask, map_model
 from lmeval_prune.architectures import ModelMap
@@ -21,7 +22,7 @@ from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.scheduler import Statistics
-from lmeval_prune.interventions import Intervention, filter_in_store, interventions_on
+from lmeval_prune.interventions import Intervention, interventions_on
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, put_in_front
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -205,7 +206,7 @@ def test_decisions_where_the_tensors_are_are_the_same(monkeypatch: pytest.Monkey
     model, found = model_of("llama"), []
     requests = some_requests(model, seed=4, prompts=6)
     for on_device in (False, True):
-        monkeypatch.setattr(filter_in_store, "on_device", lambda _, on_device=on_device: on_device)
+        monkeypatch.setattr(ops, "on_device", lambda _, on_device=on_device: on_device)
         with TokenFilter(**QUICK).applied_to(model):
             found.append((answers(Engine(model, Letters(), max_rows=4), requests), counts(model)))
     assert found[0] == found[1]
@@ -266,7 +267,7 @@ def test_slots_take_what_memory_counts(
     cache = caches[-1]
     states: list[Any] = [state for states in cache.states.values() for state in states.values()]
     tensors = [one for each in (cache.keys, cache.values, cache.places, cache.lengths) for one in each.values()]
-    tensors += [one for state in states for one in state._tensors]
+    tensors += [tensor for state in states for tensor in state.tensors]
     held = sum(one.numel() * one.element_size() for one in tensors)
     assert len(states) == 2 and cache.count < 50
     assert held <= memory < held + 2 * held // cache.count

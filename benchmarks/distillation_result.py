@@ -412,7 +412,8 @@ def finish(work: Path) -> None:
     if not found:
         print("no row is done yet")
         return
-    from lmeval_prune.distillation.report import write as report
+    from distillation_report import write as report
+
     from lmeval_prune.tasks import data
 
     environments: list[dict[str, Any]] = []

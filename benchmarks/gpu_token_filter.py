@@ -29,10 +29,6 @@ sys.path.insert(0, str(ROOT))
 import torch
 import transformers
 from _record import commit, processor, write
-from lmeval_prune.kernels.filtered_attention import naive as naive_attention
-from lmeval_prune.kernels.filtered_attention import ops as attention
-from lmeval_prune.kernels.token_filter import ops as token_filter
-from lmeval_prune.kernels.token_filter.state import Memory, Rule
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 
 from lmeval_prune import map_model
@@ -40,6 +36,10 @@ from lmeval_prune.interventions.filtered_attention import FilteredAttention
 from lmeval_prune.interventions.filtered_cache import FilteredLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
+from lmeval_prune.kernels.filtered_attention import naive as naive_attention
+from lmeval_prune.kernels.filtered_attention import ops as attention
+from lmeval_prune.kernels.token_filter import ops as token_filter
+from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
 SHAPES = {
     "llama-2-13b": {

@@ -41,7 +41,6 @@ COMMANDS = {
     "grid compare": "lmeval_prune.grid.commands:compare",
     "athena train": "lmeval_prune.athena.commands:train",
     "distill": "lmeval_prune.distillation.commands:distill",
-    "report distillation": "lmeval_prune.distillation.commands:report",
 }
 
 # Options that name what a command writes, alone; and commands of which several processes share an output, with locks of

@@ -95,6 +95,8 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     try:
         if isinstance(plain, bool) and bool not in kinds(annotation):
             raise ValueError
+        if isinstance(plain, float) and not math.isfinite(plain) and float not in kinds(annotation):
+            raise ValueError
         result = _adapter(annotation).validate_python(plain)
         if any(isinstance(item, float) and math.isnan(item) for item in _leaves(result)):
             raise ValueError
@@ -189,15 +191,18 @@ class Settings:
 
     @classmethod
     def label(cls, name: str) -> str:
-        """Name a field in messages; a method puts its own name before it."""
+        """Return how messages name a field; a method puts its own name before it."""
         return name
 
     def __post_init__(self) -> None:
-        declaration: Any = type(self)
-        for each in fields(self):
-            annotation = types_of(declaration).get(each.name, Any)
-            value = typed(self.label(each.name), getattr(self, each.name), annotation)
-            object.__setattr__(self, each.name, value)
+        kind: Any = type(self)  # mypy takes a type for what cannot be hashed
+        annotations = types_of(kind)
+        for field in fields(self):
+            try:
+                value = typed(field.name, getattr(self, field.name), annotations[field.name])
+            except InputError as error:
+                raise InputError(self.label(str(error))) from None
+            object.__setattr__(self, field.name, value)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], what: str) -> Self:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from distillation_report import Results
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -41,7 +42,6 @@ from lmeval_prune.checkpoints.pruned import checkpoint_columns, load_pretrained,
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
 from lmeval_prune.distillation.host import NOTE, note_of
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
-from lmeval_prune.distillation.report import Results
 from lmeval_prune.errors import DiskError
 from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.export.manifest import read_adapters

@@ -73,19 +73,19 @@ def test_fields_are_read_by_their_types(registered: None, value: Any, expected: 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("abc", "scale.factor='abc' is not a number"),
-        (True, "scale.factor=True is not a number"),
-        (float("nan"), "scale.factor=nan is not a number"),
-        ({"every": "2.5"}, "scale.every='2.5' is not a whole number"),
-        ({"every": 2.5}, "scale.every=2.5 is not a whole number"),
-        ({"every": True}, "scale.every=True is not a whole number"),
-        ({"every": None}, "scale.every=None is not a whole number"),
-        ({"layers": [1]}, r"scale.layers=\[1\] is not a whole number"),
-        ({"rule": True}, "scale.rule=True is not a text; quotes make one"),
-        ({"rule": None}, "scale.rule=None is not a text"),
-        ({"rule": float("inf")}, "scale.rule=inf is not a text"),
-        ({"rule": ["all"]}, r"scale.rule=\['all'\] is not a text"),
-        ({"squared": "perhaps"}, "scale.squared='perhaps' is neither true nor false"),
+        ("abc", "scale.factor='abc' must be a number"),
+        (True, "scale.factor=True must be a number"),
+        (float("nan"), "scale.factor=nan must be a number"),
+        ({"every": "2.5"}, "scale.every='2.5' must be a whole number"),
+        ({"every": 2.5}, "scale.every=2.5 must be a whole number"),
+        ({"every": True}, "scale.every=True must be a whole number"),
+        ({"every": None}, "scale.every=None must be a whole number"),
+        ({"layers": [1]}, r"scale.layers=\[1\] must be a whole number"),
+        ({"rule": True}, "scale.rule=True must be text"),
+        ({"rule": None}, "scale.rule=None must be text"),
+        ({"rule": float("inf")}, "scale.rule=inf must be text"),
+        ({"rule": ["all"]}, r"scale.rule=\['all'\] must be text"),
+        ({"squared": "perhaps"}, "scale.squared='perhaps' must be true or false"),
         ({"of": torch.ones(3)}, "scale.of holds a Tensor, which cannot be told from another one"),
         ({"of": [object()]}, "scale.of holds a object"),
         ({"of": {1: 2}}, "scale.of holds a dict"),
@@ -175,7 +175,7 @@ def test_an_older_artefact_has_the_defaults_of_newer_fields_and_a_newer_one_is_r
 def test_what_is_in_an_artefact_is_checked(tmp_path: Path) -> None:
     path, model_map = tmp_path / "one.json", map_model(tiny("llama"))
     Scale(0.7).save(path, model_map)
-    with pytest.raises(InputError, match=r"one.json: .*factor='abc' is not a number"):
+    with pytest.raises(InputError, match=r"one.json: .*factor='abc' must be a number"):
         Scale.load(edited(path, lambda content: content["settings"].update(factor="abc")))
     for heads, message in (([], "names no head"), (5, "cannot be read")):
         HeadMask("L0H1").save(path, model_map)

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from distillation_paper import TABLE_4, head_share
+from distillation_report import Results, main, table_1, table_2, table_3a, table_3b, table_4, write
 
 from lmeval_prune import InputError
-from lmeval_prune.cli import main
-from lmeval_prune.distillation.paper import TABLE_4, head_share
-from lmeval_prune.distillation.report import Results, table_1, table_2, table_3a, table_3b, table_4, write
 
 HOST = "ATHENA over MiniLM"
 RIGHT = {  # of three questions on each of two splits
@@ -255,7 +254,7 @@ def test_the_command_writes_it_all(content: dict[str, Any], tmp_path: Path, caps
     content["rows"]["ours 0.25 0"]["stages"] = [{"stage": 1, "removed": {"heads": 6}, "log": log}]
     results = tmp_path / "results.json"
     results.write_text(json.dumps(content))
-    assert main(["report", "distillation", "--results", str(results), "--output", str(tmp_path / "out")]) == 0
+    assert main(["--results", str(results), "--output", str(tmp_path / "out")]) == 0
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"tables.md", "rows.csv", "ratios.png", "ratios.svg"} | {
         f"athena_over_minilm_25.{kind}" for kind in ("png", "svg")
@@ -276,10 +275,10 @@ def test_the_command_writes_it_all(content: dict[str, Any], tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("broken", ["{}", '{"rows": {"a": {"host": "x"}}, "questions": {}}', "rows"])
-def test_other_files_are_refused(tmp_path: Path, broken: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, broken: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.json"
     path.write_text(broken)
     with pytest.raises(InputError, match=r"field|not valid JSON"):
         write(path, tmp_path / "out")
-    with pytest.raises(InputError, match="no such file"):
-        write(tmp_path / "none.json", tmp_path / "out")
+    assert main(["--results", str(tmp_path / "none.json"), "--output", str(tmp_path / "out")]) == 2
+    assert "no such file" in capsys.readouterr().err

@@ -14,10 +14,6 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need triton (pip install lmeval-prune[kernels])")
 
-from lmeval_prune.kernels.filtered_attention import naive as naive_attention
-from lmeval_prune.kernels.filtered_attention import ops as attention
-from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
-from lmeval_prune.kernels.token_filter.state import Memory, Rule, fresh_states
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -27,6 +23,10 @@ from lmeval_prune.interventions import filtered_cache, interventions_on
 from lmeval_prune.interventions.filtered_cache import FilteredLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
+from lmeval_prune.kernels.filtered_attention import naive as naive_attention
+from lmeval_prune.kernels.filtered_attention import ops as attention
+from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
+from lmeval_prune.kernels.token_filter.state import Memory, Rule, fresh_states
 from tests.tiny_models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from lmeval_prune.kernels.token_filter.state import DEVIATIONS, KNOWN, MEAN, SEEN, SKIPPED, THRESHOLD
 from numba import njit
+
+from lmeval_prune.kernels.token_filter.state import DEVIATIONS, KNOWN, MEAN, SEEN, SKIPPED, THRESHOLD
 
 
 @njit(cache=True)

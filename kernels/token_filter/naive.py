@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import torch
+
 from lmeval_prune.kernels.token_filter.state import Rule
 
 __all__ = ["Rule", "State", "attention", "cosine", "decide", "first_threshold", "similarity"]

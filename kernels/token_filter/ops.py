@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+
 from lmeval_prune.kernels.dispatch import device_of, on_device, takes_kernel, too_wide
 from lmeval_prune.kernels.token_filter import parallel
 from lmeval_prune.kernels.token_filter.state import Memory, Rule

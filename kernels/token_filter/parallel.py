@@ -12,6 +12,7 @@ triangular matrices, and carries, which are sums over chunks of the same kind, a
 from __future__ import annotations
 
 import torch
+
 from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
 CHUNK = 64  # tokens

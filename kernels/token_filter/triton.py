@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from lmeval_prune.kernels.token_filter.state import COLUMNS, Memory
 
 _COLUMNS = tl.constexpr(COLUMNS)

@@ -1,4 +1,4 @@
-"""`lmeval-prune distill` and `report distillation`."""
+"""`lmeval-prune distill`."""
 
 from __future__ import annotations
 
@@ -44,20 +44,4 @@ def distill(**options: Any) -> int:
         f"{wanted.output}: test it with\n  lm_eval --model {model} --model_args pretrained={wanted.output} "
         f"--tasks {task}{metadata}{chat}"
     )
-    return 0
-
-
-def report(results: str, output: str) -> int:
-    """Write the second paper's tables from results, beside its figures.
-
-    Args:
-        results: file of rows, as benchmarks/distillation_result.py writes it
-        output: folder for the tables and pictures
-    """
-    from pathlib import Path
-
-    from lmeval_prune.distillation.report import write
-
-    for path in write(Path(results), Path(output)):
-        print(path)
     return 0

@@ -26,7 +26,7 @@ from lmeval_prune.artefacts import checked, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
-from lmeval_prune.settings import as_json, frozen, typed, types_of
+from lmeval_prune.settings import Settings, as_json, frozen
 
 logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
@@ -113,13 +113,13 @@ def check_weights(known: list[str], name: str, revision: str, model_map: ModelMa
 
 
 @dataclass(frozen=True)
-class Intervention(ABC):
+class Intervention(Settings, ABC):
     """A change to a model's computation.
 
-    A subclass is a frozen dataclass. Its fields are numbers, texts, truths, None, or lists and dictionaries of these.
-    What is given for a `bool`, `int`, `float` or `str` (or one of them `| None`) is read as such or refused. A field
-    declared with `compare=False` says how an intervention is checked or carried out, not what it computes, and is no
-    part of its identity. A subclass with a `__post_init__` of its own calls this one.
+    A subclass is a frozen dataclass. Its fields are read by their types and bounds (`ratio: ShareBelowOne`, see
+    `Settings`): numbers, texts, booleans, None, or lists and dictionaries of these. A field declared with
+    `compare=False` says how an intervention is checked or carried out, not what it computes, and is no part of its
+    identity. A subclass with a `__post_init__` of its own calls this one.
 
     Attributes:
         contents: (of the class) the fields of its artefact, a `TypedDict`.
@@ -140,12 +140,16 @@ class Intervention(ABC):
     by_sequence: ClassVar[bool] = False
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
 
+    @classmethod
+    def label(cls, name: str) -> str:
+        """Name a field in messages: `METHOD.field`."""
+        return f"{method_name(cls)}.{name}"
+
     def __post_init__(self) -> None:
-        hints = types_of(type(self))
-        for one in fields(self):
-            name = f"{method_name(type(self))}.{one.name}"
-            value = typed(name, getattr(self, one.name), hints.get(one.name, Any))
-            object.__setattr__(self, one.name, frozen(name, value) if one.compare else value)
+        super().__post_init__()
+        for item in fields(self):
+            if item.compare:
+                object.__setattr__(self, item.name, frozen(self.label(item.name), getattr(self, item.name)))
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Fill in what the fields leave open for this model (ranges, defaults), and refuse what does not fit it.

@@ -14,12 +14,12 @@ METHODS = {
 
 
 def method_class(name: str) -> Any:
-    """The class of a method."""
+    """Return the class of a method."""
     module, _, attribute = METHODS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def method_name(kind: type) -> str:
-    """Name of a class in the table; of one that is not there, its own."""
+    """Return the name of a class in the table; of one that is not there, its own."""
     path = f"{kind.__module__}:{kind.__qualname__}"
     return next((name for name, target in METHODS.items() if target == path), path)

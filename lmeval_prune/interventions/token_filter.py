@@ -76,8 +76,7 @@ class TokenFilter(Intervention):
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Refuse models without causal attention that can be handled; see the base class."""
-        modules = (module for layer in model_map.attention for module in layer.module.modules())
-        if model_map.stacks != ("",) or not all(getattr(module, "is_causal", True) for module in modules):
+        if not model_map.is_causal:
             raise InputError(f"token_filter is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
         count, total = len(self.layers(model_map)), len(model_map.attention)

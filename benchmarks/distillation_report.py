@@ -1,23 +1,29 @@
-"""The second paper's tables from rows of results, beside its own figures, with paired tests against the dense host.
+"""Write the second paper's tables from rows of results, beside its own figures, with paired tests.
 
-A row is one model: of which kind, on which split, by which seed, and which questions it answers rightly. What was never
-measured is left out; nothing is run here.
+    python benchmarks/distillation_report.py [--results FILE] [--output FOLDER]
+
+A row is one model, as `distillation_result.py` writes it: of which kind, on which split, by which seed, and which
+questions it answers rightly. What was never measured is left out; nothing is run here.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
+import distillation_paper as paper
 import numpy as np
 import pandas as pd
+from _record import RESULTS
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_json, write_text
-from lmeval_prune.distillation import curves, paper
+from lmeval_prune.distillation import curves
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.documents import plain
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
@@ -549,3 +555,21 @@ def _draw(found: Results, stem: Path) -> None:
     axes.set_ylabel("accuracy, %")
     made.legend(frameon=False, fontsize=7, loc="outside right center")
     save(made, stem)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the second paper's tables from rows of results.")
+    parser.add_argument("--results", type=Path, default=RESULTS / "distillation.json")
+    parser.add_argument("--output", type=Path, default=RESULTS.parent.parent / "docs/results/distillation")
+    options = parser.parse_args(argv)
+    try:
+        for path in write(options.results, options.output):
+            print(path)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

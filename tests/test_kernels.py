@@ -94,8 +94,17 @@ def stored(heads: int, capacity: int, width: int, width_v: int, lengths: torch.T
     return keys.masked_fill(behind, torch.nan), values.masked_fill(behind, torch.nan), places
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "width_v"), [(4, 2, 16, 16), (3, 3, 20, 12), (10, 2, 40, 64)])
+SHAPES = [(4, 2, 16, 16), (3, 3, 20, 12), (10, 2, 40, 64)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "width_v", "dtype"),
+    [
+        pytest.param(*shape, dtype, marks=[] if i == j else pytest.mark.long)
+        for i, shape in enumerate(SHAPES)
+        for j, dtype in enumerate(TYPES)
+    ],
+)
 def test_decode_is_its_twin(heads: int, kv_heads: int, width: int, width_v: int, dtype: torch.dtype) -> None:
     for some, splits in product(LENGTHS, (1, 4)):
         lengths = torch.tensor(some, device=DEVICE, dtype=torch.int32)
@@ -162,6 +171,9 @@ RULES = {
 }
 
 
+QUICK = {("kv", False), ("as printed", False), ("value", False), ("all", False), ("short", False), ("long", True)}
+
+
 def text(rows: int = 3, heads: int = 3, tokens: int = 24, width: int = 5, width_v: int = 7) -> Any:
     """Keys, values, and which tokens are no padding: on the left, on the right, anywhere, nowhere."""
     key = random(rows, heads, tokens, width).double() + 1
@@ -205,7 +217,12 @@ def same_memory(found: Memory, expected: Memory, tolerance: float = 1e-9) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "shared"), [*((name, False) for name in RULES), *((name, True) for name in ("kv", "all", "last", "long"))]
+    ("name", "shared"),
+    [
+        pytest.param(name, shared, marks=[] if (name, shared) in QUICK else pytest.mark.long)
+        for shared, names in ((False, RULES), (True, ("kv", "all", "last", "long")))
+        for name in names
+    ],
 )
 def test_decisions_are_the_literal_ones(name: str, shared: bool) -> None:
     """Token by token in one launch each, all at once, and a part after another."""

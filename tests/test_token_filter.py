@@ -75,7 +75,7 @@ def smollm2() -> tuple[Any, Any]:
 # --------------------------------------------------------------------------- decisions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 4), st.integers(1, 6), st.integers(1, 40), st.floats(0, 1), st.sampled_from(SIMILARITIES),
     st.sampled_from(["inverse_variance", "as_printed"]), st.floats(0, 0.99), st.integers(1, 12), st.floats(1e-4, 1), st.integers(0, 10**6),

@@ -38,7 +38,8 @@ from lmeval_prune.artefacts import alone, check_writable, file_name, final_path,
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.athena.training import begun_with
 from lmeval_prune.checkpoints import pruned
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, load_pretrained, manifest_in, removed_from
+from lmeval_prune.checkpoints.loading import load_pretrained
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
 from lmeval_prune.distillation.host import NOTE, note_of
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import refused_as
+from lmeval_prune.checkpoints.loading import refused_as
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),

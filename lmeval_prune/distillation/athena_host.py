@@ -16,11 +16,12 @@ from lmeval_prune.athena.batches import Collator
 from lmeval_prune.athena.data import Material as AthenaMaterial
 from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
+from lmeval_prune.checkpoints.loading import refused_as
+from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.host import Host, Material, Seen
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.data import load
 
 _OF_TEXTS = {"task": None, "chat": False, "answer": "{}", "answer_field": None}
@@ -45,10 +46,8 @@ class AthenaHost(Host):
         return self._tokenizer(self.options.pretrained)
 
     def _tokenizer(self, folder: str) -> Any:
-        try:
+        with refused_as(f"the tokenizer in {folder} cannot be read"):
             found = AutoTokenizer.from_pretrained(Path(folder) / checkpoint.ENCODER, trust_remote_code=False)
-        except (*UNREADABLE, KeyError) as error:
-            raise InputError(f"the tokenizer in {folder} cannot be read ({first_line(error)})") from error
         if found.mask_token is None:
             raise InputError(f"the encoder in {folder} has no mask token, which takes the place of numbers")
         return found

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from lmeval_prune.athena.data import other_folds, question_key, without_test
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import load_pretrained, read_manifest, save_checkpoint
-from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
+from lmeval_prune.checkpoints.loading import load_pretrained, refused_as
+from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
+from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.host import NOTE, Host, Material, Seen, note_of
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
@@ -56,10 +57,8 @@ class LanguageHost(Host):
         return self._tokenizer(self.options.pretrained)
 
     def _tokenizer(self, name: str) -> Any:
-        try:
+        with refused_as(f"{name} has no tokenizer that can be read"):
             found = AutoTokenizer.from_pretrained(embedded.resolve(name), trust_remote_code=False)
-        except (*UNREADABLE, KeyError) as error:
-            raise InputError(f"{name} has no tokenizer that can be read ({first_line(error)})") from error
         if found.eos_token_id is None:
             raise InputError(f"the tokenizer of {name} has no token that ends a text; set its eos_token")
         return found

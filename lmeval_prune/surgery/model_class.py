@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import AttentionLayer, map_model
 from lmeval_prune.architectures.blocks import attribute_of, in_features
-from lmeval_prune.checkpoints.pruned import has_own_layers, pruned_class, stock_class
+from lmeval_prune.checkpoints.loading import has_own_layers, pruned_class, stock_class
 from lmeval_prune.errors import InputError
 from lmeval_prune.surgery.kept import Kept, KeptHeads
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.athena.batches import Example
+from lmeval_prune.athena.batches import Example, examples_of
 from lmeval_prune.athena.checkpoint import begin
-from lmeval_prune.athena.data import Grounded
+from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.model import Athena
 from tests.tiny_models import tiny
 
@@ -60,9 +60,9 @@ def document(number: int) -> dict[str, Any]:
     }
 
 
-def grounded() -> list[Grounded]:
+def grounded() -> list[GroundedProblem]:
     """All our problems."""
-    return [one for number in range(len(PROBLEMS)) if (one := Grounded.of(document(number)))]
+    return [one for number in range(len(PROBLEMS)) if (one := GroundedProblem.of(document(number)))]
 
 
 def host(encoder: Path, **settings: Any) -> Athena:
@@ -80,10 +80,9 @@ def host(encoder: Path, **settings: Any) -> Athena:
 
 def examples(model: Athena) -> list[Example]:
     """Our problems as examples of a host."""
-    settings = model.settings
-    made = [one.example(model.tokenizer, settings.max_length, settings.constants) for one in grounded()]
-    assert all(made)
-    return [one for one in made if one]
+    made = examples_of(grounded(), model.tokenizer, model.settings)
+    assert len(made) == len(PROBLEMS)
+    return made
 
 
 def data_folder(folder: Path, rows: int = 30) -> Path:

@@ -30,11 +30,6 @@ sys.path.insert(0, str(ROOT))
 import torch
 import transformers
 from _record import commit, processor, write
-from lmeval_prune.kernels.filtered_attention import naive as naive_attention
-from lmeval_prune.kernels.filtered_attention import ops as attention
-from lmeval_prune.kernels.masked_projection import naive as naive_projection
-from lmeval_prune.kernels.masked_projection import ops as projection
-from lmeval_prune.kernels.token_filter import ops as token_filter
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 
 from lmeval_prune import map_model
@@ -43,6 +38,11 @@ from lmeval_prune.interventions.filter_on_device import DeviceSequences
 from lmeval_prune.interventions.filtered_attention import FilteredAttention, FilteredLayer, Sequences
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
+from lmeval_prune.kernels.filtered_attention import naive as naive_attention
+from lmeval_prune.kernels.filtered_attention import ops as attention
+from lmeval_prune.kernels.masked_projection import naive as naive_projection
+from lmeval_prune.kernels.masked_projection import ops as projection
+from lmeval_prune.kernels.token_filter import ops as token_filter
 
 SHAPES = {
     "llama-2-13b": {

@@ -121,7 +121,7 @@ def filter_map(
     from lmeval_prune.interventions import interventions_on
     from lmeval_prune.models.arguments import Arguments
     from lmeval_prune.pruners.calibration import encode
-    from lmeval_prune.reporting.filter_map import draw
+    from lmeval_prune.reporting.maps import draw_skipped_tokens
 
     try:
         given = json.loads(token_filter) if token_filter.lstrip().startswith("{") else token_filter
@@ -154,6 +154,7 @@ def filter_map(
     if not skipped:
         raise InputError("with a ratio of 0 nothing is filtered; give a larger one")
     share = f"{report['realised']:.1%} of tokens × layers skipped (target {report['target']:.0%})"
-    draw(pieces, list(skipped), torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}", Path(output))
+    matrix, title = torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}"
+    draw_skipped_tokens(pieces, list(skipped), matrix, title, Path(output))
     print(f"{output}.png and .svg: {share}")
     return 0

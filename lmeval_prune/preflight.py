@@ -61,7 +61,7 @@ def check_task(name: str) -> None:
     """
     if not name.startswith("prune_") or Path(name).is_file():
         return
-    texts = (path.read_text(encoding="utf-8") for path in Path(tasks.__path__[-1]).rglob("*.yaml"))
+    texts = (path.read_text(encoding="utf-8") for path in Path(tasks.__path__[0]).rglob("*.yaml"))
     names = {found[1] for text in texts if (found := re.search(r"^(?:task|group): (prune_\w+)", text, re.MULTILINE))}
     if name not in names:
         raise InputError(f"there is no task {name}{nearest(name, names)}; `lm_eval ls tasks` lists them")

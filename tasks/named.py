@@ -25,7 +25,7 @@ def task_manager(names: Sequence[str], metadata: Mapping[str, Any] | None = None
     """
     from lm_eval.tasks import TaskManager
 
-    folder = Path(__file__).parent
+    folder = Path(__file__).resolve().parent
     ours = TaskManager(include_path=[folder], include_defaults=False, metadata=dict(metadata or {}))
     if all(_is_complete(ours, name) for name in names):
         return ours
@@ -39,7 +39,7 @@ def _full_manager() -> TaskManager:
     """Read lm-eval's index of tasks and ours."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=[Path(__file__).parent])
+    return TaskManager(include_path=[Path(__file__).resolve().parent])
 
 
 def _is_complete(manager: TaskManager, name: str) -> bool:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from lm_eval.api.metrics import mean
-from lmeval_prune.tasks.results import SAME, Scores, same_text
-from lmeval_prune.tasks.scored import ScoredTask
 
 from lmeval_prune.errors import InputError, reported
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
+from lmeval_prune.tasks.results import SAME, Scores, same_text
+from lmeval_prune.tasks.scored import ScoredTask
 
 
 class PassAtTask(ScoredTask):

@@ -17,10 +17,10 @@ from typing import Any
 
 from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
-from lmeval_prune.tasks.results import Scores, mathematics
 
 from lmeval_prune.errors import InputError, reported
 from lmeval_prune.scoring import MARKED
+from lmeval_prune.tasks.results import Scores, mathematics
 
 PARTS = ("level", "complexity", "grade", "subject")  # fields of documents by which accuracy is reported
 

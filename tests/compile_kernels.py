@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from lmeval_prune.kernels.filtered_attention import triton as attention
 from lmeval_prune.kernels.masked_projection import triton as projection
 from lmeval_prune.kernels.token_filter import triton as token_filter
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 ROOM = {80: 163 * 1024, 90: 227 * 1024}  # of shared memory a program, A100 and H100
 TYPES = {

@@ -8,13 +8,13 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 
 import pytest
-from lmeval_prune.tasks.data import load
 
 from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.equations import expression, parse
 from lmeval_prune.athena.problems import Problem, gold_equation
 from lmeval_prune.athena.thoughts import Expansion, Thought, labelled_steps, merged
 from lmeval_prune.scoring import evaluate
+from lmeval_prune.tasks.data import load
 
 N = [("num", i) for i in range(4)]
 

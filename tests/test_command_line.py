@@ -290,6 +290,7 @@ def test_the_source_archive_can_build_the_wheel() -> None:
     from hatchling.builders.sdist import SdistBuilder
 
     files = {file.relative_path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
+    assert {"lmeval_prune/tasks/data.py", "lmeval_prune/kernels/dispatch.py", "lmeval_prune/configs/README.md"} <= files
     assert {"tasks/data.py", "lmeval_prune/plugin/bridge.pth", "lmeval_prune/_hatch_hook.py", "LICENSE"} <= files
     assert not any(name.startswith((".venv", "out/")) for name in files)
 

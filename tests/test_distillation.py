@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from lmeval_prune.tasks.data import load
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
@@ -38,6 +37,7 @@ from lmeval_prune.pruners.base import PRUNERS, pruner_class
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.surgery.cut import cut_to
+from lmeval_prune.tasks.data import load
 from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
 from tests.conftest import ROOT
 from tests.tiny_models import tiny

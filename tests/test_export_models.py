@@ -479,7 +479,7 @@ def test_a_gguf_file_stops_and_begins_where_the_model_does(tmp_path: Path, capsy
     settings = json.loads((tmp_path / "ends" / "generation_config.json").read_text())
     (tmp_path / "ends" / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, 7, 8, 9]}))
     assert export(tmp_path / "ends", tmp_path / "no.gguf", "--format", "gguf") == 2
-    assert "[7, 8, 9] among them, and llama.cpp has places for 2" in capsys.readouterr().err
+    assert "[7, 8, 9] among them, and llama.cpp has names for 2" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*"))
 
 
@@ -578,10 +578,10 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     saved("llama", tmp_path / "gelu", hidden_act="gelu", **small)
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
     saved("llama", tmp_path / "yarn", rope_parameters=yarn, **small)
-    assert "name what is to go" in refused("llama", "out")
+    assert "name what is to be removed" in refused("llama", "out")
     assert "give plan or heads, not both" in refused("llama", "out", "--heads", "L0H1", "--plan", "plan.json")
     assert "are for --format gguf" in refused("llama", "out", "--heads", "L0H1", "--dtype", "float32")
-    assert "--format onnx is not known" in refused("llama", "out", "--heads", "L0H1", "--format", "onnx")
+    assert "--format must be" in refused("llama", "out", "--heads", "L0H1", "--format", "onnx")
     assert "no attention in layer 9" in refused("llama", "out", "--heads", "L9H1")
     error = refused("llama", "out", "--heads", "L0H*")
     assert "all 4 heads of layer L0" in error and "--allow_empty_layer" in error and "=true" not in error
@@ -598,7 +598,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
             assert f"{tmp_path / method} is quantised, and cannot be cut" in refused(method, "out.gguf", *words)
     to = ("--format", "gguf")
     assert "must end in .gguf" in refused("llama", "out", *to)
-    assert "--dtype int4 is not known" in refused("llama", "out.gguf", *to, "--dtype", "int4")
+    assert "--dtype must be" in refused("llama", "out.gguf", *to, "--dtype", "int4")
     assert "--zeroed needs" in refused("llama", "out.gguf", *to, "--zeroed")
     assert "gpt2 models are not written as GGUF" in refused("gpt2", "out.gguf", *to)
     assert "qwen3 has no form for a model whose layers differ" in refused("qwen3", "out.gguf", *to, "--heads", "L0H0-1")

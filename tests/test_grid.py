@@ -27,7 +27,6 @@ from lmeval_prune.grid import work as work_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder, measuring
-from lmeval_prune.grid.measures import decoding_rate
 from lmeval_prune.grid.pruned import Pruned
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.ray_runner import OnRay
@@ -369,11 +368,6 @@ def test_it_says_for_whom_it_waits(
         assert run(given, str(tmp_path)).new == 2
     said = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
     assert said == ["waiting for another run that has 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
-
-
-def test_noise_makes_no_decoding_fast() -> None:
-    assert decoding_rate(1.0, 3.0) == 16
-    assert decoding_rate(3.0, 2.9) == decoding_rate(2.9, 2.9) == 4 * 32 / 2.9
 
 
 # ---------------------------------------------------------------------- the hash

@@ -18,11 +18,6 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need triton (pip install lmeval-prune[kernels])")
 
-from lmeval_prune.kernels.filtered_attention import naive as naive_attention
-from lmeval_prune.kernels.filtered_attention import ops as attention
-from lmeval_prune.kernels.masked_projection import naive as naive_projection
-from lmeval_prune.kernels.masked_projection import ops as projection
-from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
 from transformers import DynamicCache
 
 from lmeval_prune import map_model
@@ -32,6 +27,11 @@ from lmeval_prune.interventions.filter_on_device import DeviceSequences
 from lmeval_prune.interventions.filtered_attention import Sequences
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
+from lmeval_prune.kernels.filtered_attention import naive as naive_attention
+from lmeval_prune.kernels.filtered_attention import ops as attention
+from lmeval_prune.kernels.masked_projection import naive as naive_projection
+from lmeval_prune.kernels.masked_projection import ops as projection
+from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
 from tests.tiny_models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

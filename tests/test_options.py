@@ -14,6 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import grimp
 import pytest
 import yaml
 
@@ -329,22 +330,36 @@ def test_without_a_router_nothing_of_sprint_is_imported() -> None:
     assert done.stdout.splitlines() == ["[]", "Routing True"], done.stderr[-2000:]
 
 
+def test_the_linter_of_imports_sees_all_modules() -> None:
+    folders = {
+        "lmeval_prune": ROOT / "lmeval_prune",
+        **{f"lmeval_prune.{name}": ROOT / name for name in ("tasks", "kernels")},
+    }
+    files = {
+        ".".join([package, *path.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")
+        for package, folder in folders.items()
+        for path in folder.rglob("*.py")
+    }
+    assert {"lmeval_prune.tasks.named", "lmeval_prune.kernels.dispatch"} < files
+    assert grimp.build_graph("lmeval_prune", cache_dir=None).modules == files
+
+
 def test_no_room_names_one_above_it() -> None:
     """Not even in a string that is imported later, which the linter of imports cannot see."""
-    (layers,) = [
-        [[name.strip() for name in re.split("[|:]", layer)] for layer in contract["layers"]]
-        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-        if contract["type"] == "layers"
-    ]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    name_of_ours = re.compile(r"lmeval_prune(\.\w+)+(:\w+)?")
     above: list[str] = []
     for layer in layers:
-        for room in layer:
-            place = ROOT / room.replace(".", "/")
-            for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
-                named = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-                for text in filter(
-                    re.compile(r"lmeval_prune(\.\w+)+(:\w+)?").fullmatch, filter(lambda v: isinstance(v, str), named)
-                ):
-                    assert not text.startswith(tuple(above)), f"{path} names {text}"
-        above += layer
-    assert "lmeval_prune.sprint" in above
+        rooms = re.split(r"\s*[|:]\s*", layer)
+        for room in rooms:
+            target = (ROOT / "lmeval_prune" / room).resolve()  # a link, of tasks and kernels
+            for path in target.rglob("*.py") if target.is_dir() else [target.with_suffix(".py")]:
+                constants = [
+                    node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+                ]
+                for text in constants:
+                    if isinstance(text, str) and name_of_ours.fullmatch(text):
+                        assert text.split(".")[1].partition(":")[0] not in above, f"{path} names {text}"
+        above += rooms
+    assert {"sprint", "models", "tasks"} < set(above)

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
-from lmeval_prune.tasks.named import load_task, load_tasks
 
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, named, results, scored
+from lmeval_prune.tasks.named import load_task, load_tasks
 from tests.conftest import task_manager
 
 SIZES = {

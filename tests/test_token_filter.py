@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval import simple_evaluate
-from lmeval_prune.kernels.token_filter import compiled, naive
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
 from lmeval_prune import HeadMask, InputError, RowMasks, map_model
@@ -26,6 +25,7 @@ from lmeval_prune.interventions import filtered_attention, interventions_on
 from lmeval_prune.interventions.attention_call import put_in_front
 from lmeval_prune.interventions.filtered_attention import FilteredLayer
 from lmeval_prune.interventions.token_filter import CHOICES, TokenFilter
+from lmeval_prune.kernels.token_filter import compiled, naive
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import data
 from tests.conftest import task_manager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from lmeval_prune.kernels.dispatch import device_of, takes_kernel, too_wide, unlike
-from lmeval_prune.kernels.filtered_attention import naive
 
 from lmeval_prune.errors import InputError
+from lmeval_prune.kernels.dispatch import device_of, takes_kernel, too_wide, unlike
+from lmeval_prune.kernels.filtered_attention import naive
 
 
 def decode(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from lmeval_prune.kernels.dispatch import INTERPRETED, processors
 
 _LOG2_E = tl.constexpr(1.4426950408889634)

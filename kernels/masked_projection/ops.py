@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from lmeval_prune.kernels.dispatch import device_of, takes_kernel, unlike
-from lmeval_prune.kernels.masked_projection import naive
 
 from lmeval_prune.errors import InputError
+from lmeval_prune.kernels.dispatch import device_of, takes_kernel, unlike
+from lmeval_prune.kernels.masked_projection import naive
 
 
 def project(

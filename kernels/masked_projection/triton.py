@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from lmeval_prune.kernels.dispatch import INTERPRETED
 
 # The first is the interpreter's; narrow ones are for decode steps, which are bound by reading the weight.

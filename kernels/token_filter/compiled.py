@@ -9,9 +9,10 @@ import math
 from typing import Any
 
 import numpy as np
+from numba import njit
+
 from lmeval_prune.kernels.token_filter.parallel import PADDING, SCORED
 from lmeval_prune.kernels.token_filter.state import COLUMNS, DEVIATIONS, KNOWN, MEAN, SEEN, SKIPPED, THRESHOLD
-from numba import njit
 
 __all__ = ["COLUMNS", "THRESHOLD", "decide", "thresholds"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+
 from lmeval_prune.kernels.dispatch import device_of, takes_kernel, too_wide
 from lmeval_prune.kernels.token_filter import parallel
 

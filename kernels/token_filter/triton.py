@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
 from lmeval_prune.kernels.token_filter.parallel import FIRST, PADDING, SCORED
 
 _PADDING, _FIRST, _SCORED = tl.constexpr(PADDING), tl.constexpr(FIRST), tl.constexpr(SCORED)

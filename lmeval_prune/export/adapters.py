@@ -1,9 +1,9 @@
 """Heads as LoRA adapters: pruning a head is a low-rank update of its layer's output projection.
 
-A picks the inputs that the pruned heads fill (rows of the identity), B is their columns of the weight, negated: what is
-added cancels what they write. B is taken from the weights in the type that the server computes in. In that type the
-merged columns are exactly zero, and it is checked before an adapter is written; unmerged, in 16 bits, what is left is
-of the size of rounding.
+A selects the inputs of the pruned heads (rows of the identity), B holds their columns of the weight, negated: what is
+added cancels what the heads write. B is taken from the weights in the type in which the server computes. In that type
+the merged columns are exactly zero, which is checked before an adapter is written; unmerged, in 16 bits, what is left
+is of the size of rounding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save
@@ -24,8 +24,7 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.gguf_adapter import check_gguf_base, write_gguf_adapter
-from lmeval_prune.export.gguf_names import gguf_architecture
-from lmeval_prune.export.gguf_tensors import TYPES
+from lmeval_prune.export.gguf_format import SERVER_DTYPES, gguf_architecture
 from lmeval_prune.export.manifest import (
     MANIFEST,
     SCHEMA,
@@ -36,26 +35,28 @@ from lmeval_prune.export.manifest import (
     read_adapters,
 )
 from lmeval_prune.export.projections import Projections
-from lmeval_prune.export.servers import RANKS, largest_rank
+from lmeval_prune.export.servers import VLLM_RANKS, largest_rank
 from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import hash_of
+from lmeval_prune.settings import typed
 from lmeval_prune.surgery.cut import is_quantised
 
-FORMATS = ("peft", "gguf")
-PLAIN = ("Linear", "Conv1D", "FalconLinear")  # classes that multiply by their weight, and nothing else
+Format = Literal["peft", "gguf"]
+ServerDtype = Literal["bfloat16", "float16", "float32"]
+PLAIN_LINEAR_CLASSES = ("Linear", "Conv1D", "FalconLinear")  # multiply by their weight, and do nothing else
 
 
 class AdapterExport:
-    """Writes adapters, a folder a mask, one after the other; what is there already is kept.
+    """An export of adapters, a folder each; adapters that exist already are kept.
 
     Args:
         pretrained, revision: the model whose weights they are made from, as for lm_eval.
-        masks: heads of one adapter each.
-        output: folder for their folders.
+        masks: the heads of each adapter.
+        output: folder for the adapters' folders.
         dtype: type in which the server computes; default that of the weights.
         format: `peft`, or `gguf` for llama.cpp.
-        served: what the server's model is called, if not `pretrained`.
+        served: the server's name of the model, if not `pretrained`.
 
     Raises:
         InputError: a mask does not fit the model, or such a model cannot have adapters.
@@ -67,14 +68,12 @@ class AdapterExport:
         masks: Sequence[HeadMask],
         output: str,
         dtype: str | None = None,
-        format: str = "peft",
+        format: Format = "peft",
         served: str | None = None,
         revision: str | None = None,
     ) -> None:
-        if format not in FORMATS:
-            raise InputError(f"--format {format} is not known; use {' or '.join(FORMATS)}")
-        if dtype is not None and dtype not in TYPES:
-            raise InputError(f"--dtype {dtype} is not known; use {', '.join(TYPES)}")
+        typed("format", format, Format)
+        typed("dtype", dtype, ServerDtype | None)
         if Path(output).is_file():
             raise InputError(f"{output} is a file; name a folder for the adapters")
         self.output, self.format = Path(output), format
@@ -83,22 +82,17 @@ class AdapterExport:
         check_adaptable(self.model_map, pretrained)
         self.architecture = gguf_architecture(self.model_map) if format == "gguf" else ""
         self.projections = Projections(pretrained, self.model_map, revision)
-        self.kind = TYPES[dtype] if dtype else self.projections.weight(self.model_map.attention[0]).dtype
-        self.dtype = str(self.kind).removeprefix("torch.")
-        if self.kind not in (*TYPES.values(), torch.float64) or (format == "gguf" and self.dtype not in TYPES):
+        stored = self.projections.weight(self.model_map.attention[0]).dtype
+        self.torch_dtype = SERVER_DTYPES[dtype] if dtype else stored
+        self.dtype = str(self.torch_dtype).removeprefix("torch.")
+        if self.dtype not in SERVER_DTYPES and (format == "gguf" or self.torch_dtype != torch.float64):
             raise InputError(f"the weights are {self.dtype}, in which no server computes; give --dtype float32")
         if format == "gguf" and self.served.endswith(".gguf"):
-            check_gguf_base(Path(self.served), self.architecture, self.model_map, self.kind)
+            check_gguf_base(Path(self.served), self.architecture, self.model_map, self.torch_dtype)
         self.masks = self._named(masks)
         self.rank = max(self._rank(mask) for mask in self.masks.values())
-        if format == "peft" and self.rank > RANKS[-1]:
-            worst, mask = next((name, mask) for name, mask in self.masks.items() if self._rank(mask) == self.rank)
-            heads, empty = "+".join(mask.heads), " --allow_empty_layer" if mask.allow_empty_layer else ""
-            raise InputError(
-                f"{worst} needs rank {self.rank} in one layer, and vLLM takes up to {RANKS[-1]}; write a whole "
-                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --pretrained {pretrained} "
-                f"--output FOLDER --heads {heads}{empty}`"
-            )
+        if format == "peft":
+            self._check_rank(pretrained)
         self.base = {
             "pretrained": self.served,
             "name": self.model_map.name,
@@ -107,16 +101,23 @@ class AdapterExport:
             **self.model_map.signature(),
         }
 
+    def _check_rank(self, pretrained: str) -> None:
+        if self.rank > VLLM_RANKS[-1]:
+            worst, mask = next((name, mask) for name, mask in self.masks.items() if self._rank(mask) == self.rank)
+            heads, empty = "+".join(mask.heads), " --allow_empty_layer" if mask.allow_empty_layer else ""
+            raise InputError(
+                f"{worst} needs rank {self.rank} in one layer, and vLLM takes up to {VLLM_RANKS[-1]}; write a whole "
+                f"checkpoint with these heads zeroed: `lmeval-prune export model --zeroed --pretrained {pretrained} "
+                f"--output FOLDER --heads {heads}{empty}`"
+            )
+
     def _named(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
-        """Masks of single heads in the model's order, each once, by name; those of one layer stand together."""
-        known = any(mask.origin for mask in masks)  # artefacts know the weights that they were made for
-        fit_to = map_model(self.projections.model) if known else self.model_map
-        found = {}
-        for mask in masks:
-            resolved = mask.fit_to(fit_to)
-            found[adapter_name(resolved.heads)] = resolved
-        order = {name: [layer.index for layer, _ in self._layers(mask)] for name, mask in found.items()}
-        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+        """Return different masks by the names of their adapters, ordered by layer."""
+        has_origin = any(mask.origin for mask in masks)  # artefacts know the weights that they were made for
+        model_map = map_model(self.projections.model) if has_origin else self.model_map
+        resolved = [mask.fit_to(model_map) for mask in masks]
+        resolved.sort(key=lambda mask: [layer.index for layer, _ in self._layers(mask)])
+        return {adapter_name(mask.heads): mask for mask in resolved}
 
     def _layers(self, mask: HeadMask) -> list[tuple[AttentionLayer, list[int]]]:
         return HeadMask(mask.heads, allow_empty_layer=True).by_layer(self.model_map)
@@ -128,7 +129,7 @@ class AdapterExport:
         """Write the adapters.
 
         Yields:
-            Name of an adapter, and whether it was written now; it was there, made from the same weights, if not.
+            Name of an adapter, and whether it was written now; if not, it existed, made from the same weights.
 
         Raises:
             InputError: its folder holds something else, the adapter is not exact, or another export writes there.
@@ -137,52 +138,49 @@ class AdapterExport:
             with alone(self.output):
                 self._check_folder()
                 for name, mask in self.masks.items():
-                    yield name, self._made(name, mask)
+                    folder = self.output / name
+                    exists = folder.exists()
+                    if exists:
+                        self._check_kept(folder, mask)
+                    else:
+                        updates = list(self.updates(mask))
+                        with new_folder(folder) as temporary:
+                            self._write(temporary, name, mask, updates)
+                    yield name, not exists
         except OSError as error:
             raise InputError(f"{self.output} cannot be written: {error.strerror or error}") from error
 
-    def _made(self, name: str, mask: HeadMask) -> bool:
-        """Whether an adapter was written, and not there."""
-        folder = self.output / name
-        if folder.exists():
-            self._check_kept(folder, mask)
-            return False
-        updates = list(self.updates(mask))
-        with new_folder(folder) as half:
-            self._write(half, name, mask, updates)
-        return True
-
     def _check_folder(self) -> None:
-        """Refuse a folder with adapters for the same server that it would serve wrongly beside these."""
-        for name, one in read_adapters(self.output).items() if has_adapters(self.output) else ():
-            if (one["format"], one["base"]["pretrained"]) != (self.format, self.served):
+        """Refuse a folder whose adapters the same server would serve wrongly beside these."""
+        for name, adapter in read_adapters(self.output).items() if has_adapters(self.output) else ():
+            if (adapter["format"], adapter["base"]["pretrained"]) != (self.format, self.served):
                 continue
-            if one["dtype"] != self.dtype:
-                differs = f"dtype ({one['dtype']}, not {self.dtype})"
-            elif one["base"]["checkpoint"] != self.base["checkpoint"]:
+            differs = None
+            if adapter["dtype"] != self.dtype:
+                differs = f"dtype ({adapter['dtype']}, not {self.dtype})"
+            elif adapter["base"]["checkpoint"] != self.base["checkpoint"]:
                 differs = "base model of the same name"
-            else:
-                continue
-            raise InputError(f"{self.output / name} is an adapter of another {differs}; name another folder")
+            if differs:
+                raise InputError(f"{self.output / name} is an adapter of another {differs}; name another folder")
 
     def updates(self, mask: HeadMask) -> Iterator[Update]:
-        """What a mask's adapter adds, layer by layer; checked."""
+        """Compute a mask's updates, layer by layer, each checked."""
         for layer, heads in self._layers(mask):
-            weight = self.projections.weight(layer).to(self.kind)
+            weight = self.projections.weight(layer).to(self.torch_dtype)
             yield Update.of(self.projections.name(layer), layer, heads, weight, self.rank)
 
     def _check_kept(self, folder: Path, mask: HeadMask) -> None:
         try:
-            there = read_adapter(folder)
+            manifest = read_adapter(folder)
         except InputError as error:
-            raise InputError(f"{folder} is there and is no adapter of lmeval-prune's; name another folder") from error
-        asked = {"heads": list(mask.heads), "format": self.format, "dtype": self.dtype}
-        asked["base"] = json.loads(json.dumps(self.base))
-        differs = [name for name, value in asked.items() if there[name] != value]
+            raise InputError(f"{folder} exists and is no adapter of lmeval-prune's; name another folder") from error
+        expected = {"heads": list(mask.heads), "format": self.format, "dtype": self.dtype}
+        expected["base"] = json.loads(json.dumps(self.base))
+        differs = [name for name, value in expected.items() if manifest[name] != value]
         if differs:
             raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
-        for name, known in there["files"].items():
-            if not (folder / name).is_file() or content_digest(folder / name) != known:
+        for name, sha256 in manifest["files"].items():
+            if not (folder / name).is_file() or content_digest(folder / name) != sha256:
                 raise InputError(f"{folder}/{name} is not as it was written; remove {folder} to make it again")
 
     def _write(self, folder: Path, name: str, mask: HeadMask, updates: list[Update]) -> None:
@@ -190,25 +188,25 @@ class AdapterExport:
             write_gguf_adapter(folder / "adapter.gguf", self.architecture, name, updates)
         else:
             tensors = {
-                f"base_model.model.{one.module}.lora_{part}.weight": tensor.contiguous()
-                for one in updates
-                for part, tensor in (("A", one.lora_a), ("B", one.lora_b))
+                f"base_model.model.{update.module}.lora_{part}.weight": tensor.contiguous()
+                for update in updates
+                for part, tensor in (("A", update.lora_a), ("B", update.lora_b))
             }
             write_bytes(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
             config = json.dumps(self._peft_config(updates), indent=2) + "\n"
             write_bytes(folder / "adapter_config.json", config.encode())
-        used = {one.module: one.lora_b[:, : one.columns] for one in updates}
-        modules = {one.module: list(one.heads) for one in updates}
+        columns = {update.module: update.lora_b[:, : update.columns] for update in updates}
+        modules = {update.module: list(update.heads) for update in updates}
         content = {
             "name": name,
             "heads": list(mask.heads),
             "format": self.format,
             "dtype": self.dtype,
             "rank": self.rank,
-            "hash": digest([hash_of(used), modules, self.dtype]),
+            "hash": digest([hash_of(columns), modules, self.dtype]),
             "base": self.base,
             "modules": modules,
-            "files": {one.name: content_digest(one) for one in sorted(folder.iterdir())},
+            "files": {file.name: content_digest(file) for file in sorted(folder.iterdir())},
         }
         write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
 
@@ -223,7 +221,7 @@ class AdapterExport:
             "lora_alpha": self.rank,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": [one.module for one in updates],
+            "target_modules": [update.module for update in updates],
             "fan_in_fan_out": is_transposed(self.model_map.attention[0].o_proj),
             "init_lora_weights": True,
             "use_rslora": False,
@@ -233,9 +231,9 @@ class AdapterExport:
         }
 
     def memory(self, slots: int, rank: int) -> int:
-        """Bytes that so many slots of a rank take in vLLM, restricted to the output projections."""
-        widths = sum(in_features(one.o_proj) + out_features(one.o_proj) for one in self.model_map.attention)
-        return slots * largest_rank(rank) * widths * self.kind.itemsize
+        """Return the bytes that adapter slots of a rank take in vLLM, restricted to the output projections."""
+        widths = sum(in_features(layer.o_proj) + out_features(layer.o_proj) for layer in self.model_map.attention)
+        return slots * largest_rank(rank) * widths * self.torch_dtype.itemsize
 
 
 def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
@@ -250,7 +248,7 @@ def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
             f"its dequantised weights by --pretrained, and {pretrained} as --served"
         )
     for layer in model_map.attention:
-        if type(layer.o_proj).__name__ not in PLAIN:
+        if type(layer.o_proj).__name__ not in PLAIN_LINEAR_CLASSES:
             raise InputError(
                 f"the output projection {layer.name} of this {model_map.model_type} model is a "
                 f"{type(layer.o_proj).__name__}, no plain projection, which LoRA cannot update"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.options import either
@@ -17,8 +19,8 @@ def adapter(
     mask: Sequence[str] = (),
     layers: tuple[int, ...] = (),
     each: str | None = None,
-    dtype: str | None = None,
-    format: str = "peft",
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    format: Literal["peft", "gguf"] = "peft",
     served: str | None = None,
     revision: str | None = None,
     allow_empty_layer: bool = False,
@@ -28,14 +30,14 @@ def adapter(
 
     Args:
         pretrained: the model, as for lm_eval
-        output: folder for a folder an adapter; adapters of the same weights that are there are kept
-        heads: of one adapter, e.g. L5H3+L15H0; may be given several times
-        mask: an artefact of one adapter; may be given several times
+        output: folder for the adapters' folders; existing adapters of the same weights are kept
+        heads: heads of an adapter, e.g. L5H3+L15H0; may be given several times
+        mask: artefact with the heads of an adapter; may be given several times
         layers: an adapter for every head of these layers, as a sweep prunes them
         each: an adapter for each of these heads, e.g. L5H0-3+L10H2
         dtype: type in which the server will compute: bfloat16, float16 or float32 (default: that of the weights)
         format: peft (vLLM, SGLang, lm_eval --model hf) or gguf (llama.cpp)
-        served: what the server's --model will be, if not --pretrained; for llama.cpp a GGUF file
+        served: the server's --model, if not --pretrained; for llama.cpp a GGUF file
         revision: of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a mask of another model, if it fits
@@ -43,46 +45,54 @@ def adapter(
     from lmeval_prune.architectures import Head, map_model
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.export.adapters import AdapterExport
-    from lmeval_prune.export.manifest import read_adapters
-    from lmeval_prune.export.servers import adapter_lines
     from lmeval_prune.interventions import HeadMask
 
     with as_options():
-        masks = [HeadMask(one, allow_empty_layer=allow_empty_layer) for one in heads]
-        masks += [_mask(one, allow_other_model, allow_empty_layer) for one in mask]
+        masks = [HeadMask(names, allow_empty_layer=allow_empty_layer) for names in heads]
+        masks += [_load_mask(path, allow_other_model, allow_empty_layer) for path in mask]
         pool = [f"L{layer}H*" for layer in layers] + ([each] if each else [])
         if pool:
             model_map = map_model(skeleton_of(pretrained, revision))
             masks += [HeadMask(str(head), allow_empty_layer=True) for head in Head.parse("+".join(pool), model_map)]
         if not masks:
-            raise InputError(
-                "name what is to be pruned: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3"
-            )
+            raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
         export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
-        written = kept = 0
         try:
-            for name, new in export.run():
-                written, kept = written + new, kept + (not new)
-                if new:
-                    print(f"{export.output / name}", flush=True)
+            counts = Counter(_print_new(export.output / name, is_new) for name, is_new in export.run())
         except KeyboardInterrupt:
             print(f"interrupted; the same command goes on in {output}")
             return 130
-        alike = {"format": format, "base": export.base, "dtype": export.dtype}
-        there = {name: one for name, one in read_adapters(output).items() if alike.items() <= one.items()}
-        rank = max(one["rank"] for one in there.values())
-        projection = next(iter(next(iter(there.values()))["modules"])).rpartition(".")[2]
-        counts = f"{written} adapters written, {kept} kept"
-        print(f"{output}: {counts}; rank {export.rank}, {export.dtype}; merged, all are exact")
-        config = export.model_map.model.config
-        where = (export.served, None if served else revision, export.output)
-        lines = adapter_lines(*where, format, list(there), rank, export.dtype, projection, config)
-        if any("vllm serve" in line for line in lines):
-            size = export.memory(len(there) + 1, rank) / 1e6
-            print(f"their slots take {size:.3g} MB in vLLM; with a smaller --max-loras some requests wait")
-        for line in lines:
-            print(f"\n{line}")
+        print(
+            f"{output}: {counts[True]} adapters written, {counts[False]} kept; rank {export.rank}, {export.dtype}; "
+            f"merged, all are exact"
+        )
+        _print_serving(export, None if served else revision)
         return 0
+
+
+def _print_new(folder: Path, is_new: bool) -> bool:
+    if is_new:
+        print(folder, flush=True)
+    return is_new
+
+
+def _print_serving(export: Any, revision: str | None) -> None:
+    """Print how to serve an export's adapters, with those in its folder that the same server takes."""
+    from lmeval_prune.export.manifest import read_adapters
+    from lmeval_prune.export.servers import adapter_lines
+
+    alike = {"format": export.format, "base": export.base, "dtype": export.dtype}
+    adapters = [each for each in read_adapters(export.output).values() if alike.items() <= each.items()]
+    names, rank = [each["name"] for each in adapters], max(each["rank"] for each in adapters)
+    projection = next(iter(adapters[0]["modules"])).rpartition(".")[2]
+    server_model = (export.served, revision, export.output)
+    config = export.model_map.model.config
+    lines = adapter_lines(*server_model, export.format, names, rank, export.dtype, projection, config)
+    if any("vllm serve" in line for line in lines):
+        size = export.memory(len(names) + 1, rank) / 1e6
+        print(f"their slots take {size:.3g} MB in vLLM; with a smaller --max-loras some requests wait")
+    for line in lines:
+        print(f"\n{line}")
 
 
 @either("plan", "heads")
@@ -91,56 +101,51 @@ def model(
     output: str,
     plan: str | None = None,
     heads: str | None = None,
-    format: str = "checkpoint",
+    format: Literal["checkpoint", "gguf"] = "checkpoint",
     zeroed: bool = False,
-    dtype: str | None = None,
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     splitting: str | None = None,
     revision: str | None = None,
     allow_empty_layer: bool = False,
     allow_other_model: bool = False,
 ) -> int:
-    """Export a model without what a plan removes, and print how to serve it; a checkpoint is what `cut` writes.
+    """Export a model pruned by a plan, and print how to serve it; a checkpoint is the same as `cut` writes.
 
     Args:
         pretrained: the model, as for lm_eval
         output: folder of the checkpoint, or the GGUF file
-        plan: the plan, or a mask; an artefact
+        plan: artefact of a plan or a mask
         heads: instead of a plan, e.g. L5H3+L15H0
         format: checkpoint (transformers, vLLM, SGLang) or gguf (llama.cpp; without a plan: the model as it is)
-        zeroed: leave what the plan removes in the model, with zero weights
+        zeroed: set what the plan removes to zero instead of removing it
         dtype: type of the matrices in a GGUF file: bfloat16, float16 or float32 (default: that of the weights)
-        splitting: what llama.cpp calls the rule by which the tokenizer splits text, where it is not recognised
+        splitting: llama.cpp's name of the rule by which the tokenizer splits text, where it is not recognised
         revision: of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a plan of another model, if it fits
     """
-    if format not in ("checkpoint", "gguf"):
-        raise InputError(f"--format {format} is not known; use checkpoint or gguf")
     from lmeval_prune.export.servers import model_lines
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.surgery.commands import load_plan, write_cut
 
     with as_options():
-        wanted = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
-        wanted = load_plan(plan, allow_other_model, allow_empty_layer) if plan else wanted
+        pruned = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
+        pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
+        config = None
         if format == "gguf":
-            _gguf(pretrained, wanted, output, zeroed, dtype, splitting, revision)
-            config = None
+            _write_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
+        elif pruned is None:
+            raise InputError("name what is to be removed: --plan FILE or --heads L5H3+L15H0")
+        elif dtype or splitting:
+            raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
         else:
-            if wanted is None:
-                raise InputError("name what is to go: --plan FILE or --heads L5H3+L15H0")
-            if dtype or splitting:
-                raise InputError(
-                    "--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer"
-                )
-            done = write_cut(pretrained, wanted, output, revision, zeroed)
-            config = done.model.config
+            config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
         for line in model_lines(output, format, config):
             print(f"\n{line}")
         return 0
 
 
-def _gguf(
+def _write_gguf(
     pretrained: str,
     plan: Any,
     output: str,
@@ -154,16 +159,14 @@ def _gguf(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import manifest_of
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.export.gguf_format import SERVER_DTYPES
     from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
-    from lmeval_prune.export.gguf_tensors import TYPES
     from lmeval_prune.export.gguf_tokenizer import check_tokenizer
     from lmeval_prune.surgery.commands import check_plain, loaded_for, tokenizer_of
     from lmeval_prune.surgery.cut import cut, identity_of
 
     if not output.endswith(".gguf"):
         raise InputError(f"--output {output} must end in .gguf")
-    if dtype is not None and dtype not in TYPES:
-        raise InputError(f"--dtype {dtype} is not known; use {', '.join(TYPES)}")
     if zeroed and not plan:
         raise InputError("--zeroed needs --plan FILE or --heads L5H3+L15H0")
     bare = skeleton_of(pretrained, revision)
@@ -174,32 +177,32 @@ def _gguf(
         check_tokenizer(tokenizer, splitting)
     check_writable(output)
     if plan:
-        done = cut(loaded_for(pretrained, plan, revision, zeroed), plan, zeroed)
-        written, manifest = done.model, done.manifest
+        result = cut(loaded_for(pretrained, plan, revision, zeroed), plan, zeroed)
+        model, manifest = result.model, result.manifest
     else:
-        written = with_weights(bare, pretrained, revision)
-        manifest = manifest_of(written) or {"parent": identity_of(map_model(written)), "stages": [], "notes": []}
-    notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # which is not used here
+        model = with_weights(bare, pretrained, revision)
+        manifest = manifest_of(model) or {"parent": identity_of(map_model(model)), "stages": [], "notes": []}
+    notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
     manifest = {**manifest, "notes": notes}
-    kind = TYPES[dtype] if dtype else None
-    architecture = write_gguf_model(output, written, manifest, tokenizer, kind, splitting)
+    torch_dtype = SERVER_DTYPES[dtype] if dtype else None
+    architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
     print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
     for note in notes:
         print(f"  {note}")
 
 
-def _mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> Any:
-    """A mask artefact, or a plan that has nothing but heads."""
+def _load_mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> Any:
+    """Read a mask, or a plan that removes heads alone."""
     from dataclasses import replace
 
     from lmeval_prune.interventions import HeadMask, Plan, load_intervention
 
     loaded = load_intervention(path, allow_other_model)
-    found = loaded.converted(HeadMask)
-    if not isinstance(found, HeadMask):
+    mask = loaded.converted(HeadMask)
+    if not isinstance(mask, HeadMask):
         what = "channels or updated weights" if isinstance(loaded, Plan) else "no heads"
         raise InputError(
-            f"{path} has {what}, which no adapter of the output projection can do; cut it: "
+            f"{path} has {what}, which no adapter of the output projection can remove; cut it: "
             f"`lmeval-prune export model --plan {path}`"
         )
-    return replace(found, allow_empty_layer=found.allow_empty_layer or allow_empty_layer)
+    return replace(mask, allow_empty_layer=mask.allow_empty_layer or allow_empty_layer)

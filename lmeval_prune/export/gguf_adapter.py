@@ -1,4 +1,4 @@
-"""Writes an adapter as llama.cpp reads it, and looks at the model file that it is for."""
+"""Adapters as llama.cpp reads them, and the check of the model file that they are for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from gguf import GGUFReader
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, out_features
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.export.gguf_names import output_projection
-from lmeval_prune.export.gguf_tensors import KINDS, Tensors
+from lmeval_prune.export.gguf_format import GGUF_TYPES, GGUFFile, output_projection
 from lmeval_prune.export.updates import Update
 
 
@@ -20,22 +19,22 @@ def write_gguf_adapter(path: Path, architecture: str, name: str, updates: Iterab
     """Write a GGUF file with an adapter.
 
     Args:
-        path: where to.
+        path: of the file.
         architecture: llama.cpp's name of the model's, which the server compares with that of the model.
         name: of the adapter.
-        updates: what it adds to output projections.
+        updates: of the output projections.
     """
     updates = list(updates)
-    tensors = Tensors(path, architecture)
-    tensors.writer.add_type("adapter")
-    tensors.writer.add_name(name)
-    tensors.writer.add_string("adapter.type", "lora")
-    tensors.writer.add_float32("adapter.lora.alpha", float(len(updates[0].lora_a)))
-    for one in updates:
-        projection = output_projection(one.index)
-        tensors.add(f"{projection}.lora_a", one.lora_a, one.lora_a.dtype)
-        tensors.add(f"{projection}.lora_b", one.lora_b, one.lora_b.dtype)
-    tensors.write()
+    file = GGUFFile(path, architecture)
+    file.writer.add_type("adapter")
+    file.writer.add_name(name)
+    file.writer.add_string("adapter.type", "lora")
+    file.writer.add_float32("adapter.lora.alpha", float(len(updates[0].lora_a)))
+    for update in updates:
+        projection = output_projection(update.index)
+        file.add(f"{projection}.lora_a", update.lora_a, update.lora_a.dtype)
+        file.add(f"{projection}.lora_b", update.lora_b, update.lora_b.dtype)
+    file.write()
 
 
 def check_gguf_base(path: Path, architecture: str, model_map: ModelMap, dtype: torch.dtype) -> None:
@@ -56,22 +55,21 @@ def check_gguf_base(path: Path, architecture: str, model_map: ModelMap, dtype: t
         )
     try:
         file = GGUFReader(path)
-        own = file.fields["general.architecture"].contents()
+        file_architecture = file.fields["general.architecture"].contents()
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise InputError(f"{path} is no whole GGUF file ({first_line(error)})") from error
-    if own != architecture:
-        raise InputError(f"{path} is a {own} model, and the adapter one of {architecture}")
-    kinds = {one.name: (one.tensor_type, [int(size) for size in one.shape]) for one in file.tensors}
+    if file_architecture != architecture:
+        raise InputError(f"{path} is a {file_architecture} model, and the adapter is for {architecture}")
+    tensors = {tensor.name: tensor for tensor in file.tensors}
     for layer in model_map.attention:
         name = output_projection(layer.index)
-        if name not in kinds:
-            raise InputError(f"{path} has no tensor {name}: it is another model")
-        kind, shape = kinds[name]
-        if kind != KINDS[dtype]:
-            known = [str(one).removeprefix("torch.") for one, its in KINDS.items() if its == kind]
+        shape = [in_features(layer.o_proj), out_features(layer.o_proj)]
+        if name not in tensors or tensors[name].shape.tolist() != shape:
+            raise InputError(f"{path} has no tensor {name} of shape {shape}: it is another model")
+        kind = tensors[name].tensor_type
+        if kind != GGUF_TYPES[dtype]:
+            known = [str(dtype).removeprefix("torch.") for dtype, known in GGUF_TYPES.items() if known == kind]
             hint = (
                 f"give --dtype {known[0]}" if known else "an adapter cannot cancel rounded weights; serve a plain file"
             )
-            raise InputError(f"{path} has {name} in {kind.name}, not {KINDS[dtype].name}: {hint}")
-        if shape != [in_features(layer.o_proj), out_features(layer.o_proj)]:
-            raise InputError(f"{path} has {name} of shape {shape}: it is another model")
+            raise InputError(f"{path} has {name} in {kind.name}, not {GGUF_TYPES[dtype].name}: {hint}")

@@ -1,4 +1,4 @@
-"""Writes a model as llama.cpp reads it, layers that differ included."""
+"""Models as llama.cpp reads them, layers that differ included."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import new_file
+from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.gguf_names import gguf_architecture, rope_of, tensor_names
-from lmeval_prune.export.gguf_tensors import KINDS, Tensors
-from lmeval_prune.export.gguf_tokenizer import add_tokenizer, ends_of
+from lmeval_prune.export.gguf_format import GGUF_TYPES, GGUFFile, gguf_architecture, rope_of, tensor_names
+from lmeval_prune.export.gguf_tokenizer import add_tokenizer
 
 MANIFEST = "lmeval_prune.manifest"  # among the file's settings, as JSON
-_INTERLEAVED = ("llama", "deci")  # rotate neighbouring rows of queries and keys
+INTERLEAVED_ARCHITECTURES = ("llama", "deci")  # rotate neighbouring rows of queries and keys
 
 
 def write_gguf_model(
@@ -33,12 +33,12 @@ def write_gguf_model(
     """Write a GGUF file with a model and its tokenizer; it appears whole.
 
     Args:
-        path: where to; what stands there is replaced.
-        model: a causal language model of a family in `gguf_names.FAMILIES`, its layers alike or not.
-        manifest: what to say of it.
+        path: of the file, which is replaced.
+        model: a causal language model of a family in `gguf_format.FAMILIES`, its layers alike or not.
+        manifest: of the model, kept among the file's settings.
         tokenizer: of the model; None: the file has none, and is asked by tokens.
-        dtype: type of the matrices, if not the model's; what has one dimension is float32.
-        splitting: what llama.cpp calls the rule by which the tokenizer splits text, where it is not recognised.
+        dtype: of the matrices, if not the model's; vectors are float32.
+        splitting: llama.cpp's name of the rule by which the tokenizer splits text, where it is not recognised.
 
     Returns:
         The architecture.
@@ -46,56 +46,56 @@ def write_gguf_model(
     Raises:
         InputError: llama.cpp has no form for such a model or tokenizer, or nothing can be written.
     """
-    path = Path(path)
     model_map = map_model(model)
     architecture = check_writable_as_gguf(model_map)
     dtype = dtype or model.dtype
-    if dtype not in KINDS:
+    if dtype not in GGUF_TYPES:
         raise InputError(f"the weights are {dtype}, which llama.cpp does not read; give --dtype float32")
-    file_type = "ALL_F32" if dtype == torch.float32 else f"MOSTLY_{KINDS[dtype].name}"
-    with new_file(path) as half:
-        tensors = Tensors(half, architecture)
-        _add_settings(tensors.writer, model_map, architecture)
-        tensors.writer.add_file_type(LlamaFileType[file_type])
-        tensors.writer.add_string(MANIFEST, json.dumps(manifest))
+    file_type = "ALL_F32" if dtype == torch.float32 else f"MOSTLY_{GGUF_TYPES[dtype].name}"
+    with new_file(Path(path)) as temporary:
+        file = GGUFFile(temporary, architecture)
+        _add_settings(file.writer, model_map)
+        file.writer.add_file_type(LlamaFileType[file_type])
+        file.writer.add_string(MANIFEST, json.dumps(manifest))
         if tokenizer is None:
-            tensors.writer.add_tokenizer_model("no_vocab")
+            file.writer.add_tokenizer_model("no_vocab")
         else:
-            add_tokenizer(tensors.writer, tokenizer, model.config.vocab_size, splitting, ends_of(model))
-        _add_tensors(tensors, model_map, architecture, dtype)
-        tensors.write()
+            ends = end_tokens(getattr(model, "generation_config", None)) or end_tokens(model.config)
+            add_tokenizer(file.writer, tokenizer, model.config.vocab_size, splitting, ends)
+        _add_tensors(file, model_map, architecture, dtype)
+        file.write()
     return architecture
 
 
 def check_writable_as_gguf(model_map: ModelMap) -> str:
-    """The architecture that a model is written as; on a model without weights, too.
+    """Return the architecture that a model, with weights or without, is written as.
 
     Raises:
         InputError: llama.cpp has no form for it, or it is not written here yet.
     """
     config = model_map.model.config
     architecture = gguf_architecture(model_map)
-    kind = rope_of(config)["rope_type"]
-    if kind not in ("default", "linear", "llama3"):
-        raise InputError(f"rotary embedding of type {kind} is not written as GGUF yet; write a checkpoint instead")
+    rope_type = rope_of(config)["rope_type"]
+    if rope_type not in ("default", "linear", "llama3"):
+        raise InputError(f"rotary embedding of type {rope_type} is not written as GGUF yet; write a checkpoint instead")
     if config.hidden_act != "silu":
         raise InputError(f"llama.cpp's {architecture} computes with silu, this model with {config.hidden_act}")
     return architecture
 
 
-def _add_settings(writer: GGUFWriter, model_map: ModelMap, architecture: str) -> None:
+def _add_settings(writer: GGUFWriter, model_map: ModelMap) -> None:
     config, first = model_map.model.config, model_map.attention[0]
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     writer.add_type("model")
     writer.add_name(model_map.name)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(min(window, config.max_position_embeddings))  # there is no sliding window in llama.cpp's
+    writer.add_context_length(min(window, config.max_position_embeddings))  # llama.cpp's have no sliding window
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(model_map.attention))
-    writer.add_head_count(_one_or_all([layer.heads for layer in model_map.attention]))
-    writer.add_head_count_kv(_one_or_all([layer.kv_heads for layer in model_map.attention]))
-    writer.add_feed_forward_length(_one_or_all([block.channels for block in model_map.feed_forward]))
+    writer.add_head_count(_number_or_list([layer.heads for layer in model_map.attention]))
+    writer.add_head_count_kv(_number_or_list([layer.kv_heads for layer in model_map.attention]))
+    writer.add_feed_forward_length(_number_or_list([block.channels for block in model_map.feed_forward]))
     writer.add_key_length(first.head_dim)
     writer.add_value_length(first.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -107,29 +107,29 @@ def _add_settings(writer: GGUFWriter, model_map: ModelMap, architecture: str) ->
         writer.add_rope_scaling_factor(rope["factor"])
 
 
-def _one_or_all(numbers: Sequence[int]) -> Any:
+def _number_or_list(numbers: Sequence[int]) -> Any:
     return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
-def _add_tensors(tensors: Tensors, model_map: ModelMap, architecture: str, dtype: torch.dtype) -> None:
+def _add_tensors(file: GGUFFile, model_map: ModelMap, architecture: str, dtype: torch.dtype) -> None:
     model = model_map.model
-    heads = {}
-    if architecture in _INTERLEAVED:
+    heads_of_rows = {}
+    if architecture in INTERLEAVED_ARCHITECTURES:
         names = {module: name for name, module in model.named_modules()}
         for layer in model_map.attention:
-            heads[f"{names[layer.module]}.q_proj"] = layer.heads
-            heads[f"{names[layer.module]}.k_proj"] = layer.kv_heads
-    own_name = tensor_names(architecture, len(model_map.attention))
+            heads_of_rows[f"{names[layer.module]}.q_proj"] = layer.heads
+            heads_of_rows[f"{names[layer.module]}.k_proj"] = layer.kv_heads
+    gguf_name_of = tensor_names(architecture, len(model_map.attention))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
             continue  # read from the embeddings where it is missing
-        own = own_name(name)
-        if own is None:
+        gguf_name = gguf_name_of(name)
+        if gguf_name is None:
             raise InputError(f"llama.cpp's {architecture} has no tensor for {name} of this model")
-        kind = dtype if tensor.dim() > 1 else torch.float32
-        tensors.add(own, tensor, kind, heads.get(name.rpartition(".")[0], 0))
+        heads = heads_of_rows.get(name.rpartition(".")[0], 0)
+        file.add(gguf_name, tensor, dtype if tensor.dim() > 1 else torch.float32, heads)
     if rope_of(model.config)["rope_type"] == "llama3":
-        own_frequencies = model.model.rotary_emb.inv_freq.to(torch.float64)
-        steps = torch.arange(len(own_frequencies), dtype=torch.float64) / len(own_frequencies)
-        plain = rope_of(model.config)["rope_theta"] ** -steps
-        tensors.add("rope_freqs.weight", plain / own_frequencies, torch.float32)
+        frequencies = model.model.rotary_emb.inv_freq.to(torch.float64)
+        exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
+        unscaled = rope_of(model.config)["rope_theta"] ** -exponents
+        file.add("rope_freqs.weight", unscaled / frequencies, torch.float32)

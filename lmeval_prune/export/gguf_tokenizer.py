@@ -10,131 +10,46 @@ from gguf import GGUFWriter, TokenType
 
 from lmeval_prune.errors import InputError, nearest
 
-# How text is split before pieces are merged: by what is in the tokenizer's file, llama.cpp's name of the rule. With the
-# names in `_WHOLE`, llama.cpp takes a piece that is a token as it is (`ignore_merges`); with others it always merges.
-_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SPLITTINGS = {
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Names of llama.cpp's splitting rules (`pre` in its llama-vocab.cpp). Under the first ones it takes a piece that is a
+# token as it is (`ignore_merges`); under the others it always merges.
+RULES_IGNORING_MERGES = _words("""
+    falcon-h1 falcon3 glm4 glm5 granite-embed-multi-97m jina-v5-nano lfm2 llama-bpe llama-v3 llama3 midm-2.0
+    minicpm5 pixtral tekken youtu
+""")
+RULES_MERGING = _words("""
+    a.x-4.0 afmoe bailingmoe bailingmoe2 bloom chameleon chatglm-bpe codeshell command-r dbrx deepseek-coder
+    deepseek-llm deepseek-r1-qwen deepseek-v3 exaone exaone-moe exaone4 falcon gigachat gpt-2 gpt-4o
+    gpt3-finnish granite-docling grok-2 hunyuan hunyuan-dense jais jais-2 jina-de jina-es jina-v1-en
+    jina-v2-code jina-v2-de jina-v2-es kanana2 kimi-k2 kormo llada-moe llama4 megrez mellum minerva-7b
+    minimax-m2 modern-bert mpt olmo phi-2 poro-chat qwen2 qwen35 refact roberta-bpe sarvam-moe seed-coder
+    smaug-bpe smollm solar-open stablelm2 starcoder superbpe tiny_aya trillion viking
+""")
+RULES = RULES_IGNORING_MERGES | RULES_MERGING
+
+# The rules that are recognised, by the steps of `pre_tokenizer` in tokenizer.json.
+_CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_PUNCTUATION_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+RULE_OF_STEPS = {
     ("bytes",): "gpt-2",
     ("digits", "bytes"): "smollm",
-    (_CASELESS + r"\p{N}{1,3}" + _REST,): "llama-bpe",
-    (_CASELESS + r"\p{N}" + _REST,): "qwen2",
+    (_CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _PUNCTUATION_AND_SPACES,): "llama-bpe",
+    (_CONTRACTIONS_AND_WORDS + r"\p{N}" + _PUNCTUATION_AND_SPACES,): "qwen2",
     (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
         r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ): "tekken",
 }
-_WHOLE = frozenset(
-    [
-        "minicpm5",
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-        "falcon3",
-        "falcon-h1",
-        "pixtral",
-        "midm-2.0",
-        "lfm2",
-        "jina-v5-nano",
-        "youtu",
-        "glm4",
-        "glm5",
-        "tekken",
-        "granite-embed-multi-97m",
-    ]
-)
-_NAMES = _WHOLE | frozenset(
-    [
-        "deepseek-llm",
-        "deepseek-coder",
-        "deepseek-v3",
-        "falcon",
-        "mpt",
-        "starcoder",
-        "gpt-2",
-        "phi-2",
-        "jina-es",
-        "jina-de",
-        "gigachat",
-        "jina-v2-es",
-        "jina-v2-de",
-        "a.x-4.0",
-        "mellum",
-        "modern-bert",
-        "jais-2",
-        "sarvam-moe",
-        "jina-v1-en",
-        "jina-v2-code",
-        "roberta-bpe",
-        "refact",
-        "command-r",
-        "qwen2",
-        "deepseek-r1-qwen",
-        "kormo",
-        "qwen35",
-        "stablelm2",
-        "olmo",
-        "dbrx",
-        "smaug-bpe",
-        "poro-chat",
-        "chatglm-bpe",
-        "viking",
-        "jais",
-        "smollm",
-        "codeshell",
-        "bloom",
-        "gpt3-finnish",
-        "exaone",
-        "exaone4",
-        "exaone-moe",
-        "chameleon",
-        "minerva-7b",
-        "megrez",
-        "gpt-4o",
-        "llama4",
-        "kanana2",
-        "tiny_aya",
-        "superbpe",
-        "trillion",
-        "granite-docling",
-        "bailingmoe",
-        "bailingmoe2",
-        "llada-moe",
-        "seed-coder",
-        "hunyuan",
-        "hunyuan-dense",
-        "kimi-k2",
-        "grok-2",
-        "afmoe",
-        "minimax-m2",
-        "solar-open",
-    ]
-)
 # Tokens at which llama.cpp stops by their text.
-_ENDS = frozenset(
-    [
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<EOT>",
-        "_<EOT>",
-        "<|end_of_text|>",
-        "<end_of_utterance>",
-    ]
-)
-
-
-def ends_of(model: Any) -> list[int]:
-    """The tokens at which a model's generation stops."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return list(found) if isinstance(found, list | tuple) else [found]
-    return []
+END_TEXTS = _words("""
+    <|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> <|end_of_text|>
+    <end_of_utterance>
+""")
 
 
 def add_tokenizer(
@@ -146,138 +61,136 @@ def add_tokenizer(
         writer: of the file.
         tokenizer: transformers' fast one, byte-level BPE.
         size: of the model's vocabulary, which may be larger.
-        splitting: llama.cpp's name of the rule by which text is split, where it is not one of those known here.
+        splitting: llama.cpp's name of the rule by which text is split, where it is not recognised.
         ends: tokens at which the model's generation stops.
 
     Raises:
-        InputError: it is of another kind, splits text in a way that is not known here, or is not the model's.
+        InputError: as of `check_tokenizer`, or the tokenizer has more tokens than the model.
     """
     check_tokenizer(tokenizer, splitting, ends)
-    own = _description(tokenizer)
+    description = _read_description(tokenizer)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitting or splitting_of(own))
-    added = {one["id"]: one for one in own["added_tokens"]}
-    pieces = {number: piece for piece, number in own["model"]["vocab"].items()}
-    pieces |= {number: one["content"] for number, one in added.items()}
+    writer.add_tokenizer_pre(splitting or splitting_of(description))
+    added = {token["id"]: token for token in description["added_tokens"]}
+    pieces = {number: piece for piece, number in description["model"]["vocab"].items()}
+    pieces |= {number: token["content"] for number, token in added.items()}
     if max(pieces) >= size:
         raise InputError(f"the tokenizer has {max(pieces) + 1} tokens, the model {size}: it is another model's")
-    kinds = [_kind(number, pieces, added) for number in range(size)]
     writer.add_token_list([pieces.get(number, f"[PAD{number}]") for number in range(size)])
-    writer.add_token_types(kinds)
-    writer.add_token_merges([_merge(pair) for pair in own["model"]["merges"]])
+    writer.add_token_types([_token_type(number, pieces, added) for number in range(size)])
+    merges = description["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    _add_special_tokens(writer, tokenizer, ends)
+    writer.add_add_space_prefix(False)
+    templates = tokenizer.chat_template  # a text, or several by name
+    if templates:
+        named = isinstance(templates, dict)
+        writer.add_chat_template(
+            [{"name": name, "template": text} for name, text in templates.items()] if named else templates
+        )
+
+
+def _add_special_tokens(writer: GGUFWriter, tokenizer: Any, ends: Sequence[int]) -> None:
     numbers = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
-    for name, number in {**numbers, **_further_ends(tokenizer, ends)}.items():
+    for name, number in {**numbers, **_name_further_ends(tokenizer, ends)}.items():
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
     tokens = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(numbers["bos"] is not None and tokens[:1] == [numbers["bos"]])
     writer.add_add_eos_token(numbers["eos"] is not None and tokens[-1:] == [numbers["eos"]])
-    writer.add_add_space_prefix(False)
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        writer.add_chat_template([{"name": name, "template": one} for name, one in template.items()])
-    elif template:
-        writer.add_chat_template(template)
 
 
 def check_tokenizer(tokenizer: Any, splitting: str | None = None, ends: Sequence[int] = ()) -> None:
-    """Refuse a tokenizer that `add_tokenizer` would refuse.
+    """Refuse a tokenizer with which llama.cpp would make other tokens.
 
     Raises:
-        InputError: as of `add_tokenizer`.
+        InputError: it is no byte-level BPE, changes text or merges otherwise than llama.cpp, or splits it by a rule
+            that is not known.
     """
-    own = _description(tokenizer)
-    _further_ends(tokenizer, ends)
-    name = splitting or splitting_of(own)
-    if name not in _NAMES:
-        raise InputError(f"--splitting {name} is no rule of llama.cpp's{nearest(name, _NAMES)}")
-    whole = bool(own["model"].get("ignore_merges"))
-    if whole != (name in _WHOLE):
+    description = _read_description(tokenizer)
+    _name_further_ends(tokenizer, ends)
+    rule = splitting or splitting_of(description)
+    if rule not in RULES:
+        raise InputError(f"--splitting {rule} is no rule of llama.cpp's{nearest(rule, RULES)}")
+    ignores_merges = bool(description["model"].get("ignore_merges"))
+    if ignores_merges != (rule in RULES_IGNORING_MERGES):
         raise InputError(
-            f"the tokenizer has ignore_merges {str(whole).lower()}, and llama.cpp's {name} the opposite: it would "
-            f"make other tokens; name another rule by --splitting, or write a checkpoint"
+            f"the tokenizer has ignore_merges {str(ignores_merges).lower()}, and llama.cpp's {rule} the opposite: it "
+            f"would make other tokens; name another rule by --splitting, or write a checkpoint"
         )
 
 
-def _further_ends(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
-    """The places for tokens at which generation stops, beside the tokenizer's own.
-
-    Raises:
-        InputError: there are more than llama.cpp has places for, and knows by their text.
-    """
+def _name_further_ends(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
+    """Give end tokens beside the tokenizer's own the names that llama.cpp has for them."""
     first = tokenizer.eos_token_id
-    further = [one for one in ends if one != first and tokenizer.convert_ids_to_tokens(one) not in _ENDS]
-    places = ("eos", "eot", "eom") if first is None else ("eot", "eom")
-    if len(further) > len(places):
+    further = [token for token in ends if token != first and tokenizer.convert_ids_to_tokens(token) not in END_TEXTS]
+    names = ("eos", "eot", "eom") if first is None else ("eot", "eom")
+    if len(further) > len(names):
         raise InputError(
-            f"generation stops at {len(ends)} tokens, {further} among them, and llama.cpp has places for {len(places)} "
+            f"generation stops at {len(ends)} tokens, {further} among them, and llama.cpp has names for {len(names)} "
             f"of these; take some out of eos_token_id in generation_config.json"
         )
-    return dict(zip(places, further, strict=False))
+    return dict(zip(names, further, strict=False))
 
 
-def _description(tokenizer: Any) -> dict[str, Any]:
-    """What is in the file tokenizer.json."""
+def _read_description(tokenizer: Any) -> dict[str, Any]:
+    """Return the content of tokenizer.json, if it is a byte-level BPE that llama.cpp can follow."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    found: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {"model": {}}
-    if found["model"].get("type") != "BPE" or not any(one["type"] == "ByteLevel" for one in _steps(found)):
+    description: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {"model": {}}
+    steps = _pre_tokenizer_steps(description)
+    if description["model"].get("type") != "BPE" or not any(step["type"] == "ByteLevel" for step in steps):
         raise InputError(
             "the tokenizer is no byte-level BPE (SentencePiece, for one), which is not written as GGUF yet; write a "
             "checkpoint, and convert that with llama.cpp's own script"
         )
-    normalizer = found.get("normalizer") or {"type": "Sequence", "normalizers": []}
-    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
-    changing = [one["type"] for one in steps if one["type"] != "NFC"]
-    changing += ["add_prefix_space"] * any(one.get("add_prefix_space") for one in _steps(found))
-    changing += [name for name in ("continuing_subword_prefix", "end_of_word_suffix") if found["model"].get(name)]
-    if changing:
+    normalizer = description.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    normalizers = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    unknown = [normalizer["type"] for normalizer in normalizers if normalizer["type"] != "NFC"]
+    unknown += ["add_prefix_space"] * any(step.get("add_prefix_space") for step in steps)
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+    unknown += [affix for affix in affixes if description["model"].get(affix)]
+    if unknown:
         raise InputError(
-            f"the tokenizer has {changing[0]}, which llama.cpp does not do: it would make other tokens; write a "
+            f"the tokenizer has {unknown[0]}, which llama.cpp does not do: it would make other tokens; write a "
             f"checkpoint instead of GGUF"
         )
-    return found
+    return description
 
 
 def splitting_of(description: dict[str, Any]) -> str:
-    """What llama.cpp calls the rule by which a tokenizer splits text.
+    """Return llama.cpp's name of the rule by which a tokenizer splits text.
 
     Args:
-        description: what is in its file tokenizer.json.
+        description: content of its tokenizer.json.
 
     Raises:
-        InputError: it is none of those known here.
+        InputError: the rule is not recognised.
     """
-    rules = []
-    for step in _steps(description):
+    steps = []
+    for step in _pre_tokenizer_steps(description):
         if step["type"] == "Split":
             plain = step["behavior"] == "Isolated" and not step["invert"]
-            rules.append(step["pattern"].get("Regex", "") if plain else f"Split {step['behavior']}")
+            steps.append(step["pattern"].get("Regex", "") if plain else f"Split {step['behavior']}")
         elif step["type"] == "Digits" and step["individual_digits"]:
-            rules.append("digits")
+            steps.append("digits")
         elif step["type"] == "ByteLevel" and step["use_regex"]:
-            rules.append("bytes")
+            steps.append("bytes")
         elif step["type"] != "ByteLevel":
-            rules.append(step["type"])
-    if tuple(rules) not in _SPLITTINGS:
+            steps.append(step["type"])
+    if tuple(steps) not in RULE_OF_STEPS:
         raise InputError(
             "the tokenizer splits text by a rule that is not known here; name llama.cpp's by --splitting (one of those "
-            f"in its llama-vocab.cpp; known by themselves: {', '.join(_SPLITTINGS.values())})"
+            f"in its llama-vocab.cpp; known by themselves: {', '.join(RULE_OF_STEPS.values())})"
         )
-    return _SPLITTINGS[tuple(rules)]
+    return RULE_OF_STEPS[tuple(steps)]
 
 
-def _steps(description: dict[str, Any]) -> list[dict[str, Any]]:
+def _pre_tokenizer_steps(description: dict[str, Any]) -> list[dict[str, Any]]:
     step = description.get("pre_tokenizer") or {"type": "none"}
     return step["pretokenizers"] if step["type"] == "Sequence" else [step]
 
 
-def _kind(number: int, pieces: dict[int, str], added: dict[int, dict[str, Any]]) -> TokenType:
-    if number not in pieces:
-        return TokenType.UNUSED
+def _token_type(number: int, pieces: dict[int, str], added: dict[int, dict[str, Any]]) -> TokenType:
     if number in added:
         return TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
-    return TokenType.NORMAL
-
-
-def _merge(pair: Any) -> str:
-    return pair if isinstance(pair, str) else " ".join(pair)
+    return TokenType.NORMAL if number in pieces else TokenType.UNUSED

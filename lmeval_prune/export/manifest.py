@@ -1,4 +1,4 @@
-"""What an exported adapter is called, and the manifest beside it, by which a served adapter is known again."""
+"""Names and manifests of exported adapters, by which a served adapter is known again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmeval_prune.errors import InputError
 
 SCHEMA, VERSION = "lmeval-prune/adapter", 1
 MANIFEST = "lmeval_prune.json"
-_LONGEST = 120  # of a name: file systems end at 255
+LONGEST_NAME = 120  # file systems allow 255
 
 
 class Base(TypedDict):
@@ -41,17 +41,17 @@ class Adapter(TypedDict):
 
 
 def adapter_name(heads: Sequence[str]) -> str:
-    """The name of the adapter of some heads: its folder's, and the one that a server knows it by.
+    """Return the name of the adapter of some heads: of its folder, and in the server.
 
     Args:
         heads: names of single heads, in the model's order: `("L5H3", "L15H0")` is `L5H3+L15H0`.
     """
     name = "+".join(heads)
-    return file_name(name) if len(name) <= _LONGEST else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
+    return file_name(name) if len(name) <= LONGEST_NAME else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of an adapter.
+    """Read the manifest of an adapter.
 
     Raises:
         InputError: there is none, or it is broken.
@@ -64,33 +64,33 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """The manifests of all adapters in a folder, by their names; fewest heads first.
+    """Read the manifests of all adapters in a folder, by name, fewest heads first.
 
     Raises:
         InputError: there is no such folder, it has no adapter, or a manifest is broken.
     """
     if not Path(folder).is_dir():
         raise InputError(f"there is no folder {folder}; make it with `lmeval-prune export adapter`")
-    found = {one["name"]: one for one in map(read_adapter, _places(Path(folder)))}
-    if not found:
+    adapters = [read_adapter(path) for path in _adapter_folders(Path(folder))]
+    if not adapters:
         raise InputError(f"{folder} has no adapters; make some with `lmeval-prune export adapter`")
-    order = {name: (len(one["heads"]), [len(x) for x in one["heads"]], one["heads"]) for name, one in found.items()}
-    return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+    adapters.sort(key=lambda adapter: (len(adapter["heads"]), [len(x) for x in adapter["heads"]], adapter["heads"]))
+    return {adapter["name"]: adapter for adapter in adapters}
 
 
 def has_adapters(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder has adapters; it need not be there."""
-    return bool(_places(Path(folder)))
+    """Return whether a folder exists and has adapters."""
+    return bool(_adapter_folders(Path(folder)))
 
 
-def _places(folder: Path) -> list[Path]:
-    """Folders of adapters in a folder; those of checkpoints, whose manifests have the same name, are passed over."""
-    found = [one.parent for one in folder.glob(f"*/{MANIFEST}") if not one.parent.name.startswith(".")]
-    return [one for one in found if not _is_other(one / MANIFEST)]
+def _adapter_folders(folder: Path) -> list[Path]:
+    """Return the folders of adapters; checkpoints, whose manifests have the same file name, are left out."""
+    paths = [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
+    return [path.parent for path in paths if not _is_checkpoint(path)]
 
 
-def _is_other(path: Path) -> bool:
+def _is_checkpoint(manifest: Path) -> bool:
     try:
-        return bool(read_json(path).get("schema", SCHEMA) != SCHEMA)
+        return bool(read_json(manifest).get("schema", SCHEMA) != SCHEMA)
     except InputError:
         return False  # broken: to be refused

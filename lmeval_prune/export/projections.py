@@ -1,4 +1,4 @@
-"""Reads a model's output projections one at a time, so that a pool of adapters needs no whole model in memory."""
+"""Output projections read one at a time, so that many adapters need no whole model in memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from lmeval_prune.errors import InputError, first_line
 
 
 class Projections:
-    """The weights of output projections, from a checkpoint's safetensors files where they have them by name.
+    """Weights of output projections, from a checkpoint's safetensors files.
 
-    Else (other formats, names that transformers changes as it loads) the model is loaded once.
+    Where these do not have them by name (other formats, names that transformers changes as it loads), the model is
+    loaded once.
 
     Args:
         pretrained, revision: the model, as for lm_eval.
@@ -35,11 +36,11 @@ class Projections:
         self._last: tuple[str, Tensor] | None = None
 
     def name(self, layer: AttentionLayer) -> str:
-        """Full name of a layer's output projection."""
+        """Return the full name of a layer's output projection."""
         return self.names[layer.o_proj]
 
     def weight(self, layer: AttentionLayer) -> Tensor:
-        """A projection's weight as it is stored, (outputs, inputs); the last one that was read is remembered.
+        """Return a projection's weight as it is stored, (outputs, inputs); the last one is kept in memory.
 
         Raises:
             InputError: it cannot be read.
@@ -60,40 +61,38 @@ class Projections:
                 continue
             try:
                 with safe_open(file, "pt") as opened:
-                    found: Tensor = opened.get_tensor(f"{known}.weight")
+                    weight: Tensor = opened.get_tensor(f"{known}.weight")
             except (OSError, SafetensorError) as error:
                 raise InputError(f"the weights of {self.pretrained} cannot be read ({first_line(error)})") from error
-            if list(found.shape) == shape:
-                if not found.isfinite().all():
+            if list(weight.shape) == shape:
+                if not weight.isfinite().all():
                     raise InputError(broken_weights(self.pretrained, tensor_in_layer(f"{name}.weight")))
-                return found.T if transposed else found
-        whole = self.model.get_submodule(name).weight.detach()
-        return whole.T if transposed else whole
+                return weight.T if transposed else weight
+        weight = self.model.get_submodule(name).weight.detach()
+        return weight.T if transposed else weight
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        """By tensor, the file that it is in."""
-        found: dict[str, Path] = {}
+        """The file of each tensor."""
+        file_of: dict[str, Path] = {}
         for file in self._safetensors():
             try:
                 with safe_open(file, "pt") as opened:
-                    found |= dict.fromkeys(opened.keys(), Path(file))
+                    file_of |= dict.fromkeys(opened.keys(), Path(file))
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{file} cannot be read ({first_line(error)}); fetch the model again") from error
-        return found
+        return file_of
 
     def _safetensors(self) -> list[Path]:
-        """The files that transformers would read, of a folder or a hub; none if there are no safetensors.
-
-        Others beside them do not count: a folder may hold weights of other days.
-        """
-        settings: dict[str, Any] = {"revision": self.revision}
+        """Return the safetensors files that transformers would read; a folder may hold older ones beside them."""
         source = embedded.resolve(self.pretrained)
         for name in ("model.safetensors", "model.safetensors.index.json"):
             try:
-                file = cached_file(source, name, **settings)
+                file = cached_file(source, name, revision=self.revision)
                 if file and name.endswith(".json"):
-                    return [Path(one) for one in get_checkpoint_shard_files(source, file, **settings)[0]]
+                    return [
+                        Path(shard) for shard in get_checkpoint_shard_files(source, file, revision=self.revision)[0]
+                    ]
             except (OSError, ValueError):
                 continue
             if file:
@@ -102,5 +101,5 @@ class Projections:
 
     @cached_property
     def model(self) -> Any:
-        """The whole model, loaded when it is first asked for."""
+        """The whole model, loaded at first use."""
         return with_weights(self.model_map.model, self.pretrained, self.revision)

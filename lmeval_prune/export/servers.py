@@ -1,4 +1,4 @@
-"""The command lines that serve what was exported."""
+"""Command lines that serve exported adapters and models."""
 
 from __future__ import annotations
 
@@ -8,33 +8,28 @@ from shlex import quote
 from typing import Any
 
 from lmeval_prune.checkpoints.pruned import has_own_layers
-from lmeval_prune.export.gguf_tensors import TYPES
+from lmeval_prune.export.gguf_format import SERVER_DTYPES
 from lmeval_prune.export.vllm_plugin import STOCK
 from lmeval_prune.surgery.cut import unusual_head_dim
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as its largest
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as its largest
 # Families whose classes take adapters in vLLM 0.32; of others, some are not served, some without adapters.
-WITH_ADAPTERS = frozenset(
+FAMILIES_WITH_ADAPTERS = frozenset(
     ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "cohere", "opt"]
 )
 
 
 def largest_rank(rank: int) -> int:
-    """The smallest rank that vLLM can be set to and that holds this one.
+    """Return the smallest `--max-lora-rank` of vLLM's that holds a rank.
 
     Raises:
         StopIteration: it is above all of them.
     """
-    return next(known for known in RANKS if known >= rank)
+    return next(known for known in VLLM_RANKS if known >= rank)
 
 
 def vllm_options(config: Any) -> tuple[str, str]:
-    """What vLLM must be told to load a model, and a comment's line to stand before the command, to whose
-    end users add options; both empty for stock models.
-
-    Args:
-        config: of the model.
-    """
+    """Return the options by which vLLM loads a model, and a comment for the line before; empty for stock models."""
     if has_own_layers(config):
         known = config.architectures[0].removeprefix("Pruned") in STOCK
         return (
@@ -55,16 +50,16 @@ def adapter_lines(
     projection: str,
     config: Any,
 ) -> list[str]:
-    """Command lines of the servers that can read adapters of a format; one remark if none is known to.
+    """Return command lines of the servers that can read adapters, or a remark if none is known to.
 
     Args:
-        model, revision: as the server is to be given them; a GGUF file for llama.cpp.
+        model, revision: of the server's `--model`; for llama.cpp a GGUF file.
         folder: of the adapters.
         format: `peft` (vLLM, SGLang) or `gguf` (llama.cpp).
-        names: of all adapters there.
-        rank: the largest of theirs.
+        names: of all adapters in the folder.
+        rank: the largest of these adapters.
         dtype: type in which the server is to compute.
-        projection: what the model calls an output projection, without its path.
+        projection: name of an output projection in its layer, e.g. `o_proj`.
         config: of the model.
     """
     if format == "gguf":
@@ -73,14 +68,14 @@ def adapter_lines(
         if not model.endswith(".gguf"):
             file, remark = "MODEL.gguf", f"# MODEL.gguf: with weights in {dtype}, not quantised\n"
         return [f"{remark}llama-server -m {file} --lora-init-without-apply {files}"]
-    if config.model_type not in WITH_ADAPTERS:
+    if config.model_type not in FAMILIES_WITH_ADAPTERS:
         return [
             f"for PEFT (lm_eval --model hf … peft=FOLDER): {config.model_type} models with adapters are served by none"
         ]
-    if dtype not in TYPES:
+    if dtype not in SERVER_DTYPES:
         return [f"for PEFT (lm_eval --model hf … peft=FOLDER): servers do not compute in {dtype}; give them a --dtype"]
     served = quote(model) + (f" --revision {quote(revision)}" if revision else "")
-    slots = len(names) + 1  # one stays empty: requests without an adapter use it on a CPU
+    slots = len(names) + 1  # the last stays empty: requests without an adapter use it on a CPU
     options, remark = vllm_options(config)
     lines = [
         f"{remark}VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
@@ -99,12 +94,12 @@ def adapter_lines(
 
 
 def model_lines(path: str, format: str, config: Any = None) -> list[str]:
-    """Command lines of the servers that can read a model.
+    """Return command lines of the servers that can read a model.
 
     Args:
         path: folder or file.
         format: `checkpoint` (vLLM, SGLang) or `gguf` (llama.cpp).
-        config: of the model that was written, for a checkpoint.
+        config: of the model, for a checkpoint.
     """
     if format == "gguf":
         return [f"llama-server -m {quote(path)}"]

@@ -1,4 +1,4 @@
-"""What an adapter adds to one output projection, and the check that it prunes exactly its heads."""
+"""Low-rank updates of output projections, and the check that they prune exactly their heads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lmeval_prune.errors import InputError
 
 @dataclass(frozen=True)
 class Update:
-    """What an adapter adds to one output projection: `lora_b @ lora_a`.
+    """A low-rank update of an output projection: `lora_b @ lora_a` is added to its weight.
 
     Attributes:
         module: full name of the projection.
         index: number of its layer.
-        heads: that are pruned there.
+        heads: the pruned ones.
         lora_a: (rank, inputs), rows of the identity.
         lora_b: (outputs, rank), the columns of those inputs, negated.
-        columns: so many rows and columns of these are used; the others are zero.
+        columns: how many rows of `lora_a` and columns of `lora_b` are used; the others are zero.
     """
 
     module: str
@@ -34,13 +34,13 @@ class Update:
 
     @classmethod
     def of(cls, module: str, layer: AttentionLayer, heads: Sequence[int], weight: Tensor, rank: int) -> Update:
-        """The update that prunes heads of a layer.
+        """Return the update that prunes heads of a layer.
 
         Args:
             module: full name of its output projection.
             layer, heads: the layer, and numbers of its heads.
             weight: of the projection, (outputs, inputs), in the type of the adapter.
-            rank: of the adapter; what these heads do not need is zero.
+            rank: of the adapter.
 
         Raises:
             InputError: the weights have values that are no numbers in that type, or merged, a column is not zero.

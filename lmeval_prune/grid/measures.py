@@ -1,16 +1,14 @@
-"""What a variant costs: parameters, arithmetic, speed and memory, measured on the live model with one fixed text."""
+"""Measure what a variant costs on the live model with one fixed text: parameters, arithmetic, speed and memory."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from lmeval_prune.profiling.costs import parameters
+from lmeval_prune.profiling.costs import flops_of, parameters
+from lmeval_prune.profiling.speed import decoding_rates
 
 # Everyday prose of about 250 tokens: what a variant skips depends on the text, so the text is fixed.
 TEXT = """The ferry to the island leaves at seven, but on windy days the captain waits until the harbour master has
@@ -26,16 +24,6 @@ brought. She laughed, wound the clock, and set it by the bell of the church, whi
 PREFILL, DECODED, REPEATS = 192, 32, 5
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Of scores and of the weighted sum, from shapes; what a causal mask leaves out is counted."""
-    batch, heads, queries, width = query
-    return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
-
-
-# which torch's counter does not know
-_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-
-
 def measure(lm: Any) -> dict[str, Any]:
     """Measure the model with what is applied to it.
 
@@ -44,37 +32,28 @@ def measure(lm: Any) -> dict[str, Any]:
 
     Returns:
         `parameters`, `parameters_without_embeddings`; `flops_per_token` of reading the text (torch's counter);
-        `prefill_tokens_per_second`, `decode_tokens_per_second` at batch 1 (the median of `REPEATS` runs, other work
-        on the machine included) and, of both, `ranges`: the slowest and the fastest run; `weights_bytes`,
-        `cache_bytes_per_token` after the text; on a GPU `peak_bytes`; and on what it was measured.
+        `prefill_tokens_per_second`, `decode_tokens_per_second` at batch 1 (the median of `REPEATS` runs) and their
+        `ranges` (slowest, fastest); `weights_bytes`, `cache_bytes_per_token` after the text; on a GPU `peak_bytes`;
+        `text_tokens`, `device`, `threads`.
     """
-    model = lm.model
+    model, on_gpu = lm.model, lm.device.type == "cuda"
     ids = torch.tensor([lm.tok_encode(TEXT)[:PREFILL]], device=lm.device)
     length = ids.shape[1]
-    weights = list(model.parameters())
-    everything, without_embeddings = parameters(model)
-    with torch.inference_mode():
-        with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
-            model(ids, use_cache=False)
-        if lm.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(lm.device)
+    total, without_embeddings = parameters(model)
+    flops = flops_of(lambda: model(ids, use_cache=False))
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(lm.device)
+    with torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
-        prefill = [length / seconds for seconds in _seconds(lambda: model(ids, use_cache=True))]
-        settings = {"do_sample": False, "use_cache": True, "pad_token_id": lm.tokenizer.pad_token_id or 0}
-        one = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "min_new_tokens": 1, **settings}
-        many = {**one, "max_new_tokens": DECODED + 1, "min_new_tokens": DECODED + 1}
-        first = _seconds(lambda: model.generate(ids, **one))
-        whole = _seconds(lambda: model.generate(ids, **many))
-    decode = [decoding_rate(*seconds) for seconds in zip(first, whole, strict=True)]
-    speeds = {"prefill_tokens_per_second": prefill, "decode_tokens_per_second": decode}
-    on_gpu = lm.device.type == "cuda"
+    _, *runs = [decoding_rates(model, ids, DECODED) for _ in range(1 + REPEATS)]  # the first warms up
+    speeds = {f"{name}_tokens_per_second": [run[name] for run in runs] for name in ("prefill", "decode")}
     return {
-        "parameters": everything,
+        "parameters": total,
         "parameters_without_embeddings": without_embeddings,
-        "flops_per_token": counter.get_total_flops() / length,
+        "flops_per_token": flops / length,
         **{name: median(rates) for name, rates in speeds.items()},
         "ranges": {name: [min(rates), max(rates)] for name, rates in speeds.items()},
-        "weights_bytes": sum(one.numel() * one.element_size() for one in weights),
+        "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
         "cache_bytes_per_token": _cache_bytes(cache) / length,
         **({"peak_bytes": torch.cuda.max_memory_allocated(lm.device)} if on_gpu else {}),
         "text_tokens": length,
@@ -83,32 +62,9 @@ def measure(lm: Any) -> dict[str, Any]:
     }
 
 
-def decoding_rate(first: float, whole: float) -> float:
-    """Tokens a second.
-
-    Args:
-        first: seconds for reading the text and one token.
-        whole: seconds for that and `DECODED` more. Where other work on the machine swamps the difference, it counts as
-            a quarter of the whole: a figure that is somewhat off, not orders of magnitude too high.
-    """
-    return DECODED / max(whole - first, whole / 4)
-
-
-def _seconds(run: Callable[[], Any]) -> list[float]:
-    """Of each of the repeats, after one to warm up."""
-    times = []
-    for _ in range(1 + REPEATS):
-        begin = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return times[1:]
-
-
 def _cache_bytes(cache: Any) -> int:
-    """Bytes of all keys and values."""
+    """Add up the bytes of all keys and values, of filtered layers too."""
     layers = getattr(cache, "layers", None) or []
-    holders = [getattr(layer, "sequences", None) or layer for layer in layers]  # a filtered layer's own, or its layer
+    holders = [getattr(layer, "sequences", None) or layer for layer in layers]
     tensors = [getattr(holder, name, None) for holder in holders for name in ("keys", "values")]
-    return sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))

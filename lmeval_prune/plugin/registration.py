@@ -23,7 +23,7 @@ def task_folder() -> Path:
     """Folder of our task YAMLs, in the repository or in the installed package."""
     from lmeval_prune import tasks
 
-    return Path(list(tasks.__path__)[-1])
+    return Path(tasks.__path__[0]).resolve()
 
 
 def register_models() -> None:

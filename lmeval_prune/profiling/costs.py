@@ -1,9 +1,9 @@
-"""What a model costs by count: parameters, and the arithmetic of a forward pass."""
+"""Count what a model costs: parameters, and the arithmetic of a forward pass."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,73 +12,52 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
-from lmeval_prune.interventions.attention_call import eager_attention
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Counts of one model.
-
-    Attributes:
-        parameters: all, each once.
-        without_embeddings: those of no embedding (an output head that is tied to one counts as it).
-        flops: multiplications and additions of a forward pass over `tokens` tokens, logits included; None: unknown.
-        tokens: in one text.
-    """
-
-    parameters: int
-    without_embeddings: int
-    flops: int | None
-    tokens: int
-
-
-def costs(model: Any, tokens: int = 128) -> Costs:
-    """Count parameters, and the arithmetic by closed formulas."""
-    return Costs(*parameters(model), formula_flops(map_model(model), tokens), tokens)
+PROMPT = 128  # tokens of the prompt whose FLOPs a results file has
 
 
 def cost_columns(model: Any) -> dict[str, int | None]:
-    """What a results file says of a model's costs."""
-    found = costs(model)
+    """Return the parameters and FLOPs that a results file says of a model."""
+    total, without_embeddings = parameters(model)
     return {
-        "parameters": found.parameters,
-        "parameters_without_embeddings": found.without_embeddings,
-        "flops_per_prompt": found.flops,
-        "tokens_of_that_prompt": found.tokens,
+        "parameters": total,
+        "parameters_without_embeddings": without_embeddings,
+        "flops_per_prompt": formula_flops(map_model(model), PROMPT),
+        "tokens_of_that_prompt": PROMPT,
     }
 
 
 def parameters(model: nn.Module) -> tuple[int, int]:
-    """All parameters, and those of no embedding."""
+    """Count all parameters, each once, and those of no embedding (an output head tied to one counts as embedding)."""
     embedded = {id(x) for module in model.modules() if isinstance(module, nn.Embedding) for x in module.parameters()}
-    own = list(model.parameters())
-    return sum(x.numel() for x in own), sum(x.numel() for x in own if id(x) not in embedded)
+    tensors = list(model.parameters())
+    return sum(x.numel() for x in tensors), sum(x.numel() for x in tensors if id(x) not in embedded)
 
 
 def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
-    """By closed formulas: two for each weight and token, and for each head and pair of tokens its two products.
+    """Count multiplications and additions of a forward pass by closed formulas, logits included.
 
-    Both stacks of an encoder-decoder read as many tokens. Of experts as many count as a token is given to, and the
-    routers.
+    Two for each weight and token, and two for each head, pair of tokens and dimension of queries and of values. Both
+    stacks of an encoder-decoder read `tokens` tokens. Experts count as often as a token is routed to them.
 
     Returns:
-        None of experts whose weights do not stand in one tensor, or of which it is not known how many a token is given
-        to.
+        None for experts whose weights are not one tensor, or where the number of experts a token is unknown.
     """
+    config = model_map.model.config
+    experts = getattr(config, "num_experts_per_tok", None)
     total = 0
-    chosen = getattr(model_map.model.config, "num_experts_per_tok", None)
     for name, module in model_map.model.named_modules():
         if isinstance(module, nn.Linear) or is_transposed(module):
-            read = 1 if ".pooler." in f".{name}" else tokens  # which reads one token of a text
-            total += 2 * read * in_features(module) * out_features(module)
             if re.search(r"\bexperts\.\d", name):
                 return None
+            read = 1 if ".pooler." in f".{name}" else tokens  # a pooler reads one token of a text
+            total += 2 * read * in_features(module) * out_features(module)
             continue
         for part, weight in module.named_parameters(recurse=False):
             if weight.dim() == 3:
-                if not chosen:
+                if not experts:
                     return None
-                total += 2 * tokens * chosen * weight[0].numel()
+                total += 2 * tokens * experts * weight[0].numel()
             elif weight.dim() == 2 and part == "weight" and not isinstance(module, nn.Embedding):  # a router
                 total += 2 * tokens * weight.numel()
     for layer in model_map.attention:
@@ -87,12 +66,31 @@ def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
 
 
 def counted_flops(model: Any, tokens: int) -> int:
-    """By torch's counter, from one forward pass over as many tokens."""
-    device = next(model.parameters()).device
-    ids = torch.randint(3, model.config.vocab_size, (1, tokens), device=device)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if getattr(model.config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids
-    with eager_attention(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(**inputs)  # eager: the counter does not know every fused attention
+    """Count the FLOPs of a forward pass over one prompt with torch's counter."""
+    inputs = random_inputs(model, 1, tokens)
+    return flops_of(lambda: model(**inputs))
+
+
+def flops_of(run: Callable[[], Any]) -> int:
+    """Count the FLOPs of what a function runs with torch's counter; pairs of tokens behind a causal mask count."""
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=_FLASH_ON_CPU) as counter:
+        run()
     return int(counter.get_total_flops())
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    batch, heads, queries, width = query
+    return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
+
+
+# torch's counter does not know this operation
+_FLASH_ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
+def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Return the same random prompts for every model of a vocabulary; an encoder-decoder's for both stacks."""
+    ids = torch.randint(3, model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids.to(next(model.parameters()).device)}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    return inputs

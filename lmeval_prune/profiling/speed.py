@@ -1,4 +1,4 @@
-"""What models cost by the clock, measured in turn in one run, and what memory each needs in a process of its own."""
+"""Measure models by the clock, in turn in one run, and the memory that each needs in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ import torch
 from lmeval_prune.checkpoints.pruned import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError
+from lmeval_prune.profiling.costs import random_inputs
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed.
+    """Prompts and decoded tokens that are timed.
 
     Attributes:
         prompt: tokens of a prompt.
         new: tokens decoded after it; of causal models.
         batches: prompts at once.
-        rounds: how often each model has its turn.
-        clock: `wall`, or `processor`: the time that this process had a processor for, on a busy machine and with one
-            thread the fairer measure.
+        rounds: number of times that each model is timed.
+        clock: `wall`, or `processor`: the time in which this process had a processor, the fairer measure on a busy
+            machine, with one thread.
     """
 
     prompt: int = 128
@@ -52,36 +53,36 @@ def check_length(folder: str, work: Workload) -> None:
     positions = getattr(bare.config.get_text_config(), "max_position_embeddings", None)
     tokens = work.prompt + (work.new if _is_causal(bare) else 0)
     if "roberta" in bare.config.model_type and positions:
-        positions -= bare.config.pad_token_id + 1  # it counts from there
+        positions -= bare.config.pad_token_id + 1  # its first position
     if positions and tokens > positions:
         raise InputError(f"{folder} has {positions} positions, and the workload {tokens} tokens; give a smaller prompt")
 
 
 def measure(
     models: Mapping[str, Any], work: Workload, progress: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
+) -> dict[str, dict[str, float]]:
     """Time models in turn: tokens a second, the median over rounds.
 
     Returns:
         By model and figure: `prefill_1`, `decode_1` and the like of causal models, `forward_1` of others.
     """
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in models}
+    rates: dict[str, dict[str, list[float]]] = {name: {} for name in models}
     for model in models.values():
         _timed(model, work, min(work.batches), 2)  # warm
     for number in range(work.rounds):
         for batch in work.batches:
             for name, model in models.items():
                 progress(f"round {number + 1} of {work.rounds}, batch {batch}: {name}")
-                for figure, speed in _timed(model, work, batch, work.new).items():
-                    times[name].setdefault(figure, []).append(speed)
+                for figure, rate in _timed(model, work, batch, work.new).items():
+                    rates[name].setdefault(f"{figure}_{batch}", []).append(rate)
     return {
-        name: {figure: round(statistics.median(all_), 2) for figure, all_ in found.items()}
-        for name, found in times.items()
+        name: {figure: round(statistics.median(values), 2) for figure, values in figures.items()}
+        for name, figures in rates.items()
     }
 
 
 def peak_memory(folder: str, work: Workload) -> float:
-    """MiB that a process needs at most for the largest batch, above what it has before the model is loaded.
+    """Return the MiB that a process needs at most for the largest batch, beyond what it has before it loads the model.
 
     Raises:
         InputError: that process was killed.
@@ -112,9 +113,9 @@ def _peak(folder: str, work: Workload, threads: int) -> float:
 
 
 def highest_memory() -> int:
-    """Bytes that this process had at most.
+    """Return the bytes that this process had at most.
 
-    On Linux, what `getrusage` says begins with the highest of the process that started this one; elsewhere it is right.
+    On Linux, `getrusage` counts from the peak of the parent process; `/proc` does not.
     """
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.is_file() else []
@@ -125,19 +126,26 @@ def highest_memory() -> int:
 
 
 def _timed(model: Any, work: Workload, batch: int, new: int) -> dict[str, float]:
-    """Tokens a second of one batch."""
-    device = next(model.parameters()).device
-    ids = torch.randint(3, model.config.vocab_size, (batch, work.prompt), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(device)
+    inputs = random_inputs(model, batch, work.prompt)
+    if _is_causal(model):
+        return decoding_rates(model, inputs["input_ids"], new, work.clock, logits_to_keep=1)
     with torch.no_grad():
-        if not _is_causal(model):
-            inputs = {"input_ids": ids}
-            if getattr(model.config, "is_encoder_decoder", False):
-                inputs["decoder_input_ids"] = ids
-            _, took = _clock(lambda: model(**inputs), device, work)
-            return {f"forward_{batch}": ids.numel() / took}
-        out, took = _clock(lambda: model(ids, use_cache=True, logits_to_keep=1), device, work)
-        found = {f"prefill_{batch}": ids.numel() / took}
+        _, seconds = _clocked(lambda: model(**inputs), inputs["input_ids"].device, work.clock)
+    return {"forward": inputs["input_ids"].numel() / seconds}
+
+
+def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall", **reading: Any) -> dict[str, float]:
+    """Time a causal model: the tokens a second of reading prompts (`prefill`), and of decoding after them (`decode`).
+
+    Args:
+        model: a stock model, with whatever is applied to it.
+        ids: prompts, shape (batch, tokens).
+        new: tokens to decode.
+        clock: as in `Workload`.
+        reading: more arguments of the forward pass over the prompts.
+    """
+    with torch.no_grad():
+        out, prefill = _clocked(lambda: model(ids, use_cache=True, **reading), ids.device, clock)
 
         def decode() -> None:
             cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
@@ -145,20 +153,21 @@ def _timed(model: Any, work: Workload, batch: int, new: int) -> dict[str, float]
                 step = model(token, past_key_values=cache, use_cache=True)
                 cache, token = step.past_key_values, step.logits[:, -1:].argmax(-1)
 
-        _, took = _clock(decode, device, work)
-        return {**found, f"decode_{batch}": batch * new / took}
+        _, decoding = _clocked(decode, ids.device, clock)
+    return {"prefill": ids.numel() / prefill, "decode": len(ids) * new / decoding}
 
 
 def _is_causal(model: Any) -> bool:
     return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def _clock(function: Callable[[], Any], device: torch.device, work: Workload) -> tuple[Any, float]:
-    now = time.perf_counter if work.clock == "wall" else time.process_time
+def _clocked(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:
+    """Return a function's value and the seconds that it took."""
+    now = time.perf_counter if clock == "wall" else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize()
     begin = now()
-    out = function()
+    value = function()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return out, now() - begin
+    return value, now() - begin

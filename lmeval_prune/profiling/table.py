@@ -1,4 +1,4 @@
-"""The table and the picture of a profile."""
+"""Show a profile as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pandas as pd
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.tables import markdown
 
-_WORDS = {
+_LABELS = {
     "parameters": "parameters (millions)",
     "without_embeddings": "without embeddings (millions)",
     "flops_counted": "GFLOPs of a prompt",
@@ -20,35 +20,35 @@ _WORDS = {
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """A Markdown table: a column a model, and its share of the first one's figure."""
-    names = list(rows)
-    first = rows[names[0]]
+    """Write a Markdown table: a column a model, each figure with its share of the first model's."""
+    first, *others = rows.values()
     lines = []
     for key in _figures(first):
-        cells = []
-        for place, name in enumerate(names):
-            value = rows[name].get(key)
-            share = f" ({value / first[key]:.3f})" if place and value is not None and first[key] else ""
-            cells.append("" if value is None else f"{_shown(key, value)}{share}")
-        lines.append([_named(key), *cells])
-    return markdown(pd.DataFrame(lines, columns=["", *(Path(name).name for name in names)]), [""]) + "\n"
+        cells = ["" if first.get(key) is None else _formatted(key, first[key])]
+        for row in others:
+            value = row.get(key)
+            share = f" ({value / first[key]:.3f})" if value is not None and first[key] else ""
+            cells.append("" if value is None else f"{_formatted(key, value)}{share}")
+        lines.append([_label(key), *cells])
+    return markdown(pd.DataFrame(lines, columns=["", *(Path(name).name for name in rows)]), [""]) + "\n"
 
 
-def draw(rows: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Bars of each figure relative to the first model's."""
+def draw_bars(rows: Mapping[str, Mapping[str, Any]], stem: Path) -> None:
+    """Draw each figure relative to the first model's as bars."""
     names = list(rows)
     first, keys = rows[names[0]], _figures(rows[names[0]])
-    made, axes = figure(7.5, 0.9 + 0.55 * len(keys), f"relative to {Path(names[0]).name}")
+    canvas, axes = figure(7.5, 0.9 + 0.55 * len(keys), f"relative to {Path(names[0]).name}")
     height = 0.8 / max(1, len(names) - 1)
     for number, name in enumerate(names[1:] or names):
         shares = [rows[name].get(key, 0) / first[key] if first[key] else 0 for key in keys]
-        places = [place + (number - (len(names) - 2) / 2) * height for place in range(len(keys))]
-        axes.barh(places, shares, height * 0.9, color=COLOURS[number % len(COLOURS)], label=Path(name).name)
+        offset = (number - (len(names) - 2) / 2) * height
+        positions = [position + offset for position in range(len(keys))]
+        axes.barh(positions, shares, height * 0.9, color=COLOURS[number % len(COLOURS)], label=Path(name).name)
     axes.axvline(1, color="black", lw=0.8, ls=":")
-    axes.set_yticks(range(len(keys)), [_named(key) for key in keys])
+    axes.set_yticks(range(len(keys)), [_label(key) for key in keys])
     axes.invert_yaxis()
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    save(made, path)
+    save(canvas, stem)
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
@@ -56,14 +56,12 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
     return ["parameters", "without_embeddings", "flops_counted", *speeds, "peak_memory_mib"]
 
 
-def _named(key: str) -> str:
-    if key in _WORDS:
-        return _WORDS[key]
+def _label(key: str) -> str:
     kind, _, batch = key.partition("_")
-    return f"{kind}, batch {batch} (tokens/s)"
+    return _LABELS.get(key, f"{kind}, batch {batch} (tokens/s)")
 
 
-def _shown(key: str, value: float) -> str:
+def _formatted(key: str, value: float) -> str:
     if key in ("parameters", "without_embeddings"):
         return f"{value / 1e6:.2f}" if value >= 1e5 else f"{value / 1e6:.5f}"
     return f"{value / 1e9:.3f}" if key == "flops_counted" else f"{value:.1f}"

@@ -1,4 +1,4 @@
-"""Texts from jinja2 templates, in which a name or a text of others is shown as it is and never read as markup."""
+"""Fill in jinja2 templates; names and texts of users are shown as they are and never read as markup."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MARKDOWN = re.compile(r"[\\`*\[\]|]|(?<!\w)_|_(?!\w)")
 
 
 def one_line(text: Any) -> str:
-    """Return a text for a terminal or a picture: blanks for line breaks and for letters that control."""
+    """Return a text for a terminal or a picture, with blanks for line breaks and control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 
 def plain(text: Any) -> Markup:
-    """Return a text as Markdown, and HTML within it, that shows the text, in one line; what is Markup stays."""
+    """Escape a text for Markdown and the HTML within it, in one line; `Markup` stays."""
     if isinstance(text, Markup):
         return text
     escaped = one_line(text).replace("&", "&amp;").replace(">", "&gt;").replace("~", "&#126;")
@@ -27,9 +27,10 @@ def plain(text: Any) -> Markup:
 
 
 def render(template: Path, **values: Any) -> str:
-    """Fill in a template, `*.md.jinja` or `*.html.jinja`; a name that it lacks is an error.
+    """Fill in a template, `*.md.jinja` or `*.html.jinja`; all values but `Markup` are escaped.
 
-    Values are shown as they are, but for `Markup`.
+    Raises:
+        UndefinedError: a name of the template has no value.
     """
     environment = Environment(
         undefined=StrictUndefined,

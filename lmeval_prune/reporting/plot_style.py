@@ -1,4 +1,4 @@
-"""The look of figures, drawn with matplotlib without a display and written as PNG and SVG."""
+"""Figures in one style, drawn with matplotlib without a display and written as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -19,67 +19,68 @@ from lmeval_prune.artefacts import write_bytes
 # Okabe and Ito's colours, told apart with any colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 
-# where a label is anchored that lies to the right (1), the left (-1), above (1) or below (-1)
-_SIDES, _UPRIGHT = {1: "left", -1: "right", 0: "center"}, {1: "bottom", -1: "top", 0: "center"}
+# anchors of a label that lies to the right (1) or the left (-1) of its point, above (1) or below it (-1)
+_HORIZONTAL_ANCHORS = {1: "left", -1: "right", 0: "center"}
+_VERTICAL_ANCHORS = {1: "bottom", -1: "top", 0: "center"}
 
 
 def figure(width: float, height: float, title: str) -> tuple[Any, Any]:
-    """Make a figure in inches with one pair of axes."""
-    made = Figure(figsize=(width, height), layout="constrained")
-    axes = made.subplots()
+    """Make a figure, its size in inches, with one pair of axes."""
+    canvas = Figure(figsize=(width, height), layout="constrained")
+    axes = canvas.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, fontsize=10, loc="left")
-    return made, axes
+    return canvas, axes
 
 
-def save(made: Any, stem: Path) -> None:
+def save(canvas: Any, stem: Path) -> None:
     """Write a figure as `stem.png` and `stem.svg`; the same picture is the same file."""
-    _show_names_as_they_are(made)
+    _disable_formulas(canvas)
     for kind in ("png", "svg"):
         buffer = io.BytesIO()
         options: dict[str, Any] = {"dpi": 150} if kind == "png" else {"metadata": {"Date": None}}
         with rc_context({"svg.hashsalt": stem.name}):
-            made.savefig(buffer, format=kind, **options)
+            canvas.savefig(buffer, format=kind, **options)
         write_bytes(stem.with_suffix(f".{kind}"), buffer.getvalue())
 
 
-def _show_names_as_they_are(made: Any) -> None:
-    """Let no `$` in a name begin a formula; the ticks of a logarithmic axis are formulas."""
-    scales = [axis for axes in made.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() != "linear"]
+def _disable_formulas(canvas: Any) -> None:
+    """Show a `$` in a name as it is; only the ticks of a logarithmic axis are formulas."""
+    scales = [axis for axes in canvas.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() != "linear"]
     formulas = {text for axis in scales for text in axis.findobj(Text)}
-    for text in made.findobj(Text):
+    for text in canvas.findobj(Text):
         text.set_parse_math(text in formulas)
 
 
 def label_points(
     axes: Any, points: Sequence[tuple[float, float, str]], marks: Sequence[tuple[float, float, float, float]]
 ) -> None:
-    """Write names beside points, inside the axes and on no other name or mark; a name without room is left out.
+    """Write names beside points, inside the axes and off other names and marks; a name without room is left out.
 
     Args:
         axes: with all marks drawn.
         points: x, y and name of each, the most important first.
-        marks: what no name may lie on: left, bottom, right and top.
+        marks: left, bottom, right and top of areas that stay free.
     """
-    made = axes.figure
-    _show_names_as_they_are(made)
-    made.draw_without_rendering()
+    canvas = axes.figure
+    _disable_formulas(canvas)
+    canvas.draw_without_rendering()
     axes.autoscale(False)
     to_pixels = axes.transData.transform
-    taken = [Bbox([*to_pixels([mark[:2], mark[2:]])]).padded(5) for mark in marks]
+    occupied = [Bbox([*to_pixels([mark[:2], mark[2:]])]).padded(5) for mark in marks]
     for x, y, name in points:
         for distance, (right, up) in product((6, 12, 20, 30, 45, 65), product((1, -1, 0), (1, -1, 0))):
             label = axes.annotate(
                 name, (x, y), xytext=(distance * right, distance * up), textcoords="offset points", fontsize=8,
-                ha=_SIDES[right], va=_UPRIGHT[up], parse_math=False, in_layout=False,
+                ha=_HORIZONTAL_ANCHORS[right], va=_VERTICAL_ANCHORS[up], parse_math=False, in_layout=False,
                 path_effects=[withStroke(linewidth=2.5, foreground="white")],
                 arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.6"} if distance > 12 else None,
             )  # fmt: skip
             label.get_window_extent()  # with its line; it brings the text to its position
             box = Text.get_window_extent(label)
             is_inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
-            if (right or up) and is_inside and not box.count_overlaps(taken):
-                taken.append(box.padded(1))
+            if (right or up) and is_inside and not box.count_overlaps(occupied):
+                occupied.append(box.padded(1))
                 break
             label.remove()
 

@@ -1,4 +1,4 @@
-"""Statistics over questions: intervals, paired tests, Holm's correction, what n questions could have shown."""
+"""Statistics over questions: intervals, paired tests, Holm's correction, detectable differences, Pareto fronts."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from functools import cache
 import numpy as np
 from scipy import optimize, stats
 
-_LEVEL = 0.05  # of tests and of what intervals leave out
+_LEVEL = 0.05  # of tests; intervals are at 95%
 
 
 def mean_interval(values: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return 95% intervals of means: of right and wrong Clopper and Pearson's, of figures Johnson's.
+    """Return 95% intervals of means: Clopper and Pearson's of right and wrong, Johnson's of other figures.
 
-    Shares get two questions more, one of nothing and one of the unit: without them, shares that are all alike leave a
-    point, and those that nearly are an interval that is far too short.
+    Shares get two more questions, one of 0 and one of the unit: otherwise the interval of shares that are (nearly) all
+    alike would be far too short.
 
     Args:
         values: shape (questions, columns).
-        unit: the largest value, 1 for shares, which are not below 0; infinite where there is no largest.
+        unit: the largest value, 1 for shares (which are not below 0); infinite where there is no largest.
 
     Returns:
-        Lower and upper ends, shape (columns,) each; NaN where a value is not known.
+        Lower and upper ends, shape (columns,) each; NaN where a value is NaN.
     """
     is_share = np.isfinite(unit)
-    more = np.outer([0.0, unit], np.ones(values.shape[1])) if is_share else values[:0]
-    low, high = _johnson_interval(values, more)
+    added = np.outer([0.0, unit], np.ones(values.shape[1])) if is_share else values[:0]
+    low, high = _johnson_interval(values, added)
     if is_share:
         low, high = np.clip(low, 0.0, unit), np.clip(high, 0.0, unit)
     count, is_binary = len(values), np.isin(values, (0.0, 1.0)).all(0)
@@ -37,17 +37,16 @@ def mean_interval(values: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarr
 
 
 def difference_interval(differences: np.ndarray, unit: float, ps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return 95% intervals of mean differences, which hold 0 unless the paired test says that there is a difference.
+    """Return 95% intervals of mean differences; each holds 0 exactly where its paired test has p of 0.05 or more.
 
-    They are Johnson's, with one question added in each direction, of the size by which questions differ that do. (So
-    do Bonett and Price for right and wrong; without them an interval from few questions that differ is far too short,
-    and from none a point.) Where such an interval and the test disagree about 0, the end that is nearer to 0 is
-    Miettinen's test-based one, from the test's p-value.
+    They are Johnson's, with one question added in each direction, of the size by which differing questions differ. (So
+    do Bonett and Price for right and wrong; otherwise an interval from few differing questions is far too short.)
+    Where such an interval and the test disagree about 0, the end nearer to 0 is Miettinen's test-based one.
 
     Args:
         differences: of paired questions, shape (questions, columns).
-        unit: as of `detectable`.
-        ps: p-values of the paired tests of the columns.
+        unit: as for `detectable`.
+        ps: p-values of the paired tests, shape (columns,).
     """
     size = _size(differences, unit)
     size = np.where(np.isinf(size), 0.0, size)
@@ -55,27 +54,23 @@ def difference_interval(differences: np.ndarray, unit: float, ps: np.ndarray) ->
     means, critical = differences.mean(0), stats.norm.isf(_LEVEL / 2)
     disagree = (means != 0) & ((low <= 0) & (high >= 0) == (ps < _LEVEL))
     ends = means * (1 - critical / np.maximum(stats.norm.isf(ps / 2), 1e-9))
-    low, high = (
-        np.where(disagree & (means > 0), ends, low),
-        np.where(disagree & (means < 0), ends, high),
-    )
+    low = np.where(disagree & (means > 0), ends, low)
+    high = np.where(disagree & (means < 0), ends, high)
     return np.maximum(low, -unit), np.minimum(high, unit)
 
 
 def _size(differences: np.ndarray, unit: float) -> np.ndarray:
-    """Return how much questions differ that do; the unit where none does."""
+    """Return by how much differing questions differ; the unit where none does."""
     sums = np.abs(differences).sum(0)
     return np.divide((differences**2).sum(0), sums, out=np.full(len(sums), unit), where=sums > 0)
 
 
-def _johnson_interval(values: np.ndarray, more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return Student's intervals of means, made longer as Johnson's t has it, on the side to which values are skewed.
+def _johnson_interval(values: np.ndarray, added: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return Student's intervals of means, made longer by Johnson's t on the side to which values are skewed.
 
-    Args:
-        values: shape (questions, columns).
-        more: questions that count for how far values vary, and not for their mean.
+    `added` questions count for the variance, not for the mean.
     """
-    means, values = values.mean(0), np.concatenate([values, more])
+    means, values = values.mean(0), np.concatenate([values, added])
     count = len(values)
     centred = values - values.mean(0)
     variance = (centred**2).sum(0) / max(count - 1, 1)
@@ -89,22 +84,22 @@ def _johnson_interval(values: np.ndarray, more: np.ndarray) -> tuple[np.ndarray,
 def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) -> np.ndarray:
     """Test whether paired differences are zero in the mean, by flipping the signs of the questions.
 
-    Exact if under the null hypothesis a question's difference is as likely as its opposite, which holds for two
-    policies of one answer each. Differences from an expectation are skewed: there it is right for many questions only.
+    It is exact if a question's difference is as likely as its opposite under the null hypothesis, as for two policies
+    of one answer each. Differences from an expectation are skewed: there it needs many questions.
 
     Args:
         differences: shape (questions, tests); all tests see the same flips.
         seed: of the flips.
-        draws: how many, unless there are fewer: then all are taken, once each.
+        draws: random flips; all flips, once each, where there are fewer.
 
     Returns:
-        Two-sided p-values, at least 1 / (draws + 1), shape (tests,); NaN where a difference is not known.
+        Two-sided p-values, at least 1 / (draws + 1), shape (tests,); NaN where a difference is NaN.
     """
     known = ~np.isnan(differences).any(0)
-    found = np.where(known, 1.0, np.nan)
+    ps = np.where(known, 1.0, np.nan)
     if len(differences) > 1 and known.any():
         kept = differences[:, known]
-        # the sample is the signs, all positive as observed: scipy flips them, and one product gives all tests' sums
+        # The sample is the signs, all positive as observed: scipy flips them, and one product gives all tests' sums.
         tested = stats.permutation_test(
             (np.ones(len(differences)),),
             lambda signs, axis: np.abs(signs @ kept),
@@ -115,16 +110,16 @@ def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) 
             alternative="greater",
             rng=np.random.default_rng(seed),
         )
-        found[known] = tested.pvalue
-    return found
+        ps[known] = tested.pvalue
+    return ps
 
 
 def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Test exactly whether two variants are right equally often, from the questions that one of them alone has right.
+    """Test exactly whether two variants are right equally often.
 
     Args:
-        better: of each test, how many questions the first alone has right.
-        worse: how many the second alone has right.
+        better: number of questions that only the first has right, shape (tests,).
+        worse: number that only the second has right.
 
     Returns:
         Two-sided p-values of the binomial test with probability one half.
@@ -134,32 +129,31 @@ def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
 
 
 def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> np.ndarray:
-    """Return the smallest mean differences that the paired tests show at least four times in five.
+    """Return the smallest mean differences that the paired tests find with a power of 0.8.
 
-    It is McNemar's exact power if as many questions differ as here; where even all of these going one way are too few,
-    if as many more differ, all one way. Sign flips of figures are as powerful as McNemar's test of
+    It is the power of McNemar's exact test if as many questions differ as here; where all of them going one way are
+    too few, as many more as needed are assumed to differ. Sign flips of other figures count as McNemar's test of
     (Σ|d|)² / Σd² questions that differ by Σd² / Σ|d| each.
 
     Args:
         differences: of paired questions, shape (questions, tests).
-        unit: the largest difference a question can have, 1 for shares; infinite where there is no largest. Where no
-            question differs it stands for how much one would.
-        level: of a two-sided test. For one that Holm's correction of m tests leaves clear whatever the others say: of
-            0.05, an m-th.
+        unit: the largest possible difference of a question, 1 for shares; infinite where there is none. It stands for
+            the size of a difference where no question differs.
+        level: of a two-sided test; 0.05 / m for Holm's correction of m tests, whatever the others give.
 
     Returns:
-        Shape (tests,); NaN where no difference would be shown, or how much a question differs is not known.
+        Shape (tests,); NaN where no difference would be found, or the size of a difference is unknown.
     """
     count, size = len(differences), _size(differences, unit)
     squares = (differences**2).sum(0)
     shares = np.divide(np.abs(differences).mean(0), size, out=np.zeros(len(size)), where=squares > 0)
-    found = size * [_detectable(count, round(float(share), 6), level) for share in shares]
-    return np.where(np.isfinite(found), found, np.nan)
+    smallest = size * [_detectable(count, round(float(share), 6), level) for share in shares]
+    return np.where(np.isfinite(smallest), smallest, np.nan)
 
 
 @cache
 def _detectable(count: int, share: float, level: float) -> float:
-    """Return it for right and wrong, of a share of questions that differ."""
+    """Return the smallest detectable difference of right and wrong, if a share of the questions differs."""
 
     def lack(share: float, difference: float) -> float:
         return 0.8 - mcnemar_power(count, share, difference, level)
@@ -168,57 +162,56 @@ def _detectable(count: int, share: float, level: float) -> float:
         return float("nan")
     if share and lack(share, share) <= 0:
         return float(optimize.brentq(lambda difference: lack(share, difference), 0.0, share, xtol=1e-5)) + 1e-5
-    return float(optimize.brentq(lambda more: lack(more, more), share, 1.0, xtol=1e-5)) + 1e-5
+    return float(optimize.brentq(lambda larger: lack(larger, larger), share, 1.0, xtol=1e-5)) + 1e-5
 
 
 def mcnemar_power(count: int, share: float, difference: float, level: float = _LEVEL) -> float:
     """Return the exact power of McNemar's exact test.
 
     Args:
-        count: of questions.
-        share: of questions that the two answer differently, in the population.
-        difference: of the means of the two there; at most the share.
+        count: number of questions.
+        share: of the questions of the population that differ.
+        difference: of the means in the population; at most the share.
         level: of the two-sided test.
     """
     low, high = stats.binom.ppf((1e-9, 1 - 1e-9), count, share)
     differ = np.arange(max(low, 1), high + 1)
-    most = stats.binom.ppf(level / 2, differ, 0.5) - 1  # so few may go the other way
+    most = stats.binom.ppf(level / 2, differ, 0.5) - 1  # questions that may go the other way
     better = min(1.0, (1 + difference / share) / 2) if share else 0.5
-    shown = stats.binom.cdf(most, differ, better) + stats.binom.sf(differ - most - 1, differ, better)
-    return float(stats.binom.pmf(differ, count, share) @ shown)
+    significant = stats.binom.cdf(most, differ, better) + stats.binom.sf(differ - most - 1, differ, better)
+    return float(stats.binom.pmf(differ, count, share) @ significant)
 
 
 def pareto(costs: np.ndarray, gains: np.ndarray) -> np.ndarray:
-    """Return which points no other beats: none surely costs no more, gains no less, and is better in one of both.
+    """Return which points are on the Pareto front: no other costs no more, gains no less, and is better in one of both.
 
     Args:
-        costs: shape (points, 2), the ends of what was measured of each; smaller is better. One surely costs less than
-            another if its upper end is below the other's lower one. NaN is never on the front.
+        costs: shape (points, 2), the measured range of each; smaller is better. A point costs less than another if its
+            upper end is below the other's lower end. NaN is never on the front.
         gains: larger is better.
     """
     low, high = costs.T
-    own, other = (slice(None), None), (None, slice(None))
-    is_as_good = (high[other] <= low[own]) & (gains[other] >= gains[own])
-    is_better = (high[other] < low[own]) | (gains[other] > gains[own])
+    point, other = (slice(None), None), (None, slice(None))
+    is_as_good = (high[other] <= low[point]) & (gains[other] >= gains[point])
+    is_better = (high[other] < low[point]) | (gains[other] > gains[point])
     return ~(is_as_good & is_better).any(1) & ~np.isnan(low + high + gains)
 
 
-def two_sample_test(one: np.ndarray, other: np.ndarray, seed: int = 0, draws: int = 10_000) -> float:
-    """Test whether two groups have the same mean, by permuting what belongs to which.
+def two_sample_test(first: np.ndarray, second: np.ndarray, seed: int = 0, draws: int = 10_000) -> float:
+    """Test whether two groups of values have the same mean, by permutation.
 
     Args:
-        one: values of a group.
-        other: those of the other.
+        first, second: the groups.
         seed: of the permutations.
-        draws: how many, unless there are fewer: then all are taken, once each.
+        draws: random permutations; all, once each, where there are fewer.
 
     Returns:
         Two-sided p-value; NaN where a group is empty.
     """
-    if not len(one) or not len(other):
+    if not len(first) or not len(second):
         return float("nan")
     tested = stats.permutation_test(
-        (one, other),
+        (first, second),
         lambda a, b, axis: a.mean(axis) - b.mean(axis),
         vectorized=True,
         n_resamples=draws,
@@ -229,7 +222,7 @@ def two_sample_test(one: np.ndarray, other: np.ndarray, seed: int = 0, draws: in
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values of a family of tests, in the order given; NaN stays NaN."""
+    """Adjust the p-values of a family of tests by Holm's correction, in their order; NaN stays NaN."""
     order = sorted((p, i) for i, p in enumerate(values) if not np.isnan(p))
     adjusted, highest = [float("nan")] * len(values), 0.0
     for rank, (p, i) in enumerate(order):

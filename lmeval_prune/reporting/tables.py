@@ -1,7 +1,8 @@
-"""Tables, as Markdown and as CSV, that show names and texts of others as they are and let none act."""
+"""Tables as Markdown and CSV; names and texts of users are shown as they are and never act as markup or formulas."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from tabulate import tabulate
 
 from lmeval_prune.reporting.documents import plain
 
-_FORMULA = tuple("=+-@\t\n＝＋－＠")  # how a cell begins that a spreadsheet computes
+_FORMULA_STARTS = tuple("=+-@\t\n＝＋－＠")  # how a cell begins that a spreadsheet computes
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,21 @@ class Bold:
     text: str
 
 
-def bold(text: str, wanted: bool = True) -> Any:
-    """Return a cell in bold, if wanted."""
-    return Bold(text) if text and wanted else text
+def bold(text: str, condition: bool = True) -> Any:
+    """Return a cell in bold, if a condition is met."""
+    return Bold(text) if text and condition else text
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """Format a difference with its sign; nothing for NaN."""
+    return "" if math.isnan(value) else f"{value:+.{digits}f}".replace("-", "−")
+
+
+def p_value(value: float | None) -> str:
+    """Format a p-value with three decimals; nothing where there is none."""
+    if value is None or math.isnan(value):
+        return ""
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def markdown(table: pd.DataFrame, left: Sequence[str]) -> Markup:
@@ -32,11 +45,11 @@ def markdown(table: pd.DataFrame, left: Sequence[str]) -> Markup:
 
     Args:
         table: of text, formatted as it is to be shown, and of `Bold`.
-        left: columns that are aligned to the left; the others hold numbers.
+        left: names of the columns that are aligned to the left; the others hold numbers.
     """
     align = ["left" if name in left else "right" for name in table.columns]
-    rows = [[_cell(value) for value in row] for row in table.itertuples(index=False)]
     names = [plain(name) for name in table.columns]
+    rows = [[_cell(value) for value in row] for row in table.itertuples(index=False)]
     return Markup(tabulate(rows, names, tablefmt="pipe", disable_numparse=True, colalign=align if rows else None))
 
 
@@ -46,12 +59,12 @@ def _cell(value: Any) -> str:
 
 def csv(table: pd.DataFrame) -> str:
     """Write a table as CSV, numbers with six decimals; a text that a spreadsheet would compute gets an apostrophe."""
-    shown = table.map(_text).rename(columns=_text)
-    return str(shown.to_csv(index=False, float_format="%.6f", lineterminator="\n"))
+    escaped = table.map(_text).rename(columns=_text)
+    return str(escaped.to_csv(index=False, float_format="%.6f", lineterminator="\n"))
 
 
 def _text(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    text = value.replace("\r\n", "\n").replace("\r", "\n")  # which is not quoted, so that a row would end there
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    text = value.replace("\r\n", "\n").replace("\r", "\n")  # a lone \r is not quoted and would end the row
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) else text

@@ -84,7 +84,7 @@ def importance(
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import by_member, make_pruner
-    from lmeval_prune.reporting.importance_map import draw
+    from lmeval_prune.reporting.maps import draw_head_scores
 
     pruner, where = make_pruner(method, options or {}), device_named(device)
     check_writable(output)
@@ -100,7 +100,7 @@ def importance(
     made |= {"calibration": calibration.about()} if calibration else {}
     Plan(scores=scores, made=made).save(output, model_map)
     heads: dict[str, Any] = {label: by_member(one) for label, one in scored.heads.items()}
-    draw(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
+    draw_head_scores(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{head}") for label, one in heads.items() for head, x in enumerate(one))
     print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")
     print("lowest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:6]))

@@ -1,0 +1,1 @@
+"""Output projection of an attention layer of which some heads are masked."""

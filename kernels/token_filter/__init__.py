@@ -1,0 +1,1 @@
+"""Token filtering: which tokens skip the attention of a layer."""

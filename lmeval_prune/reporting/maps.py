@@ -1,0 +1,93 @@
+"""Pictures of a model's layers: the tokens that skip their attention, and the scores of their heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from lmeval_prune.reporting.plot_style import COLOURS, save
+
+TOKENS_PER_ROW = 48  # a longer text goes on below
+
+
+def draw_skipped_tokens(
+    pieces: Sequence[str], layers: Sequence[str], skipped: np.ndarray, title: str, stem: Path
+) -> None:
+    """Draw tokens × layers as `stem.png` and `stem.svg`.
+
+    Args:
+        pieces: the tokens' texts.
+        layers: names of the layers that filter, from the first on.
+        skipped: (layers, tokens), true where a token skips.
+        title: above the picture.
+        stem: path without its ending.
+    """
+    width = min(TOKENS_PER_ROW, len(pieces))
+    starts = range(0, len(pieces), width)
+    height = 0.16 * len(layers) + 0.85
+    figure = _figure(
+        11,
+        0.7 + height * len(starts),
+        f"{title}\nblue: the token skips this layer's attention; layers that are not shown do not filter",
+    )
+    panels = figure.subplots(len(starts), 1, squeeze=False)[:, 0]
+    colours = {"cmap": ListedColormap(["#f2f2f2", COLOURS[0]]), "vmin": 0, "vmax": 1}
+    for axes, start in zip(panels, starts, strict=True):
+        rows = [row[start : start + width] for row in skipped]
+        _heatmap(axes, rows, width, **colours)
+        axes.set_yticks(np.arange(len(layers))[::-2] + 0.5, list(layers)[::-2], fontsize=6)
+        names = [piece.replace("\n", "⏎").strip() or "␣" for piece in pieces[start : start + width]]
+        axes.set_xticks(np.arange(len(names)) + 0.5, names, rotation=90, fontsize=6)
+        axes.set_ylabel("layer", fontsize=8)
+    panels[-1].set_xlabel("token", fontsize=8)
+    save(figure, stem)
+
+
+def draw_head_scores(scores: Mapping[str, Sequence[float]], title: str, stem: Path) -> None:
+    """Draw layers × heads as `stem.png` and `stem.svg`; each stack of a model with several gets a panel.
+
+    Args:
+        scores: of each layer's heads, layers in order.
+        title: above the picture.
+        stem: path without its ending.
+    """
+    stacks: dict[str, dict[str, Sequence[float]]] = {}
+    for label, values in scores.items():
+        stacks.setdefault(label.rpartition(".")[0], {})[label] = values
+    widest = max(len(values) for values in scores.values())
+    tallest = max(map(len, stacks.values()))
+    figure = _figure(max(3.5, 1.6 + 0.34 * widest) * len(stacks) + 0.8, 1.2 + 0.2 * tallest, title)
+    flat = np.concatenate([np.asarray(values, dtype=float) for values in scores.values()])
+    panels = figure.subplots(1, len(stacks), squeeze=False)[0]
+    for axes, (stack, layers) in zip(panels, stacks.items(), strict=True):
+        mesh = _heatmap(axes, list(layers.values()), widest, cmap="viridis", vmin=flat.min(), vmax=flat.max())
+        axes.set_yticks(np.arange(len(layers)) + 0.5, list(layers), fontsize=6)
+        axes.set_xticks(np.arange(widest) + 0.5, [str(head) for head in range(widest)], fontsize=6)
+        axes.invert_yaxis()
+        axes.set_xlabel("head", fontsize=8)
+        axes.set_title(stack, fontsize=8)
+    bar = figure.colorbar(mesh, ax=panels.tolist(), shrink=0.6)
+    bar.ax.tick_params(labelsize=6)
+    bar.set_label("score", fontsize=8)
+    save(figure, stem)
+
+
+def _figure(width: float, height: float, title: str) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    return figure
+
+
+def _heatmap(axes: Any, rows: Sequence[Any], width: int, **colours: Any) -> Any:
+    """Draw rows of numbers as squares; what a shorter row lacks stays empty."""
+    values = np.full((len(rows), width), np.nan)
+    for number, row in enumerate(rows):
+        values[number, : len(row)] = np.asarray(row, dtype=float)
+    axes.tick_params(length=0, pad=1)
+    axes.spines[:].set_visible(False)
+    return axes.pcolormesh(values, edgecolors="white", lw=0.5, **colours)

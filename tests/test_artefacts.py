@@ -39,7 +39,7 @@ from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, load_pretrained, manifest_in, removed_from
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
-from lmeval_prune.distillation.host import NOTE, note_of
+from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
 from lmeval_prune.errors import DiskError
 from lmeval_prune.export.adapters import AdapterExport
@@ -675,7 +675,7 @@ def _distillation(folder: Path) -> Kind:
     material = {"splits": {"task": "t", "test": None}, "trained_on": ["a"], "validated_on": []}
     content = {"model": "m", "options": {"epochs": 1}, "material": material, "stages": [stage]}
     artefacts.write_artefact(folder / NOTE, DISTILLATION, 1, content)
-    return Kind([folder / NOTE], lambda: str(note_of(folder)))
+    return Kind([folder / NOTE], lambda: str(read_note(folder)))
 
 
 def _begun(folder: Path) -> Kind:

@@ -166,9 +166,8 @@ def _trained(options: TrainOptions, settings: dict[str, Any], work: Path) -> Ath
         flush=True,
     )
     best_by = (ACCURACY, True) if options.validation else None
-    arguments = training_arguments(
-        options, work, options.encoder_rate, options.seed, best_by, per_device_eval_batch_size=32
-    )
+    others = {"per_device_eval_batch_size": 32}
+    arguments = training_arguments(options, work, options.encoder_rate, options.seed, best_by, others=others)
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
     training = trainer.run()
     model.about = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def training_arguments(
     seed: int,
     best_by: tuple[str, bool] | None,
     save_steps: int = 0,
-    **others: Any,
+    others: Mapping[str, Any] | None = None,
 ) -> TrainingArguments:
     """Make transformers' arguments.
 
@@ -198,7 +198,7 @@ def training_arguments(
             "use_cpu": not torch.accelerator.is_available(),
             "disable_tqdm": not sys.stderr.isatty(),
             "report_to": [],
-            **others,
+            **(others or {}),
         },
         output_dir=str(work),
         num_train_epochs=options.epochs,

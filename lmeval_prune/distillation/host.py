@@ -18,7 +18,7 @@ from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.plan import numbers_of
+from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.questions import Document, SeenQuestions, question_keys
 
@@ -160,7 +160,7 @@ class Host(ABC):
         folder = self.backbone_folder(Path(embedded.resolve(self.options.pretrained)))
         for stage in (read_manifest(folder) or {}).get("stages", []):
             removed, sizes = stage["plan"].get("channels", {}), stage["parent"]["channels"]
-            emptied = [block for block, text in removed.items() if len(numbers_of(block, text)) == sizes[block]]
+            emptied = [block for block, text in removed.items() if len(Channels(text).numbers) == sizes[block]]
             if layers := ", ".join([*stage["removed"]["fillers"], *emptied]):
                 raise InputError(
                     f"{self.options.pretrained} was cut with zeroed fillers ({layers}), which training would fill "

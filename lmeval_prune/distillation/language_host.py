@@ -80,7 +80,7 @@ class LanguageHost(Host):
             InputError: there is none of that name.
         """
         metadata = {"data_dir": self.options.data_dir} if self.options.data_dir else {}
-        return load_task(task_manager([self.task_name], metadata), self.task_name)
+        return load_task(task_manager(metadata), self.task_name)
 
     @override
     def skeleton(self, folder: str) -> Any:

@@ -70,12 +70,7 @@ def begin(name: str, **settings: Any) -> Athena:
     model_map = map_model(skeleton(config, AutoModel))
     if not model_map.feed_forward:
         raise InputError(f"the encoder {name} ({config.model_type}) has no feed-forward blocks that we know; {fix}")
-<<<<<<< HEAD
-    longest = config.max_position_embeddings - (config.pad_token_id + 1 if "roberta" in config.model_type else 0)
     sizes = AthenaSettings(
-=======
-    own = AthenaSettings(
->>>>>>> next
         width=config.hidden_size,
         channels=model_map.feed_forward[0].channels,
         heads=model_map.attention[0].heads,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,23 @@ def data_folder(folder: Path, rows: int = 30) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asdiv.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+@contextmanager
+def quick_training() -> Iterator[None]:
+    """Draw no pictures, which take as long as the rest, and let transformers' collections pass over what is there."""
+    import pytest
+
+    from lmeval_prune.athena import training
+    from lmeval_prune.distillation import recursion
+
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recursion, "draw", lambda *_: None)
+        patch.setattr(training, "draw", lambda *_: None)
+        yield
+    gc.unfreeze()
 
 
 def without_mask_token(encoder: Path) -> None:

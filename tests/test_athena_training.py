@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +24,11 @@ from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.training import AthenaTrainer, train
 from lmeval_prune.cli import main
-from lmeval_prune.training import resuming
+from lmeval_prune.training import curves, resuming
 from lmeval_prune.training.questions import question_key
 from lmeval_prune.training.resuming import full_disk_refused, last_checkpoint
 from lmeval_prune.training.trainer import BatchesByLength
-from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
+from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
 from tests.conftest import task_manager
 
 
@@ -50,9 +51,17 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
 
 @pytest.fixture(scope="module")
 def trained(options: TrainOptions) -> str:
-    """Without interruption."""
-    training.train(options)
+    """Without interruption, with a picture of its losses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "draw", curves.draw)
+        training.train(options)
     return options.output
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    with quick_training():
+        yield
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
@@ -82,7 +91,13 @@ def killed_at(patch: pytest.MonkeyPatch, name: str, call: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [("compute_loss", 2), ("compute_loss", 9), ("_save_rng_state", 2), ("evaluation_loop", 3), ("_load_best_model", 1)],
+    [
+        ("compute_loss", 9),
+        ("_save_rng_state", 2),
+        pytest.param("compute_loss", 2, marks=pytest.mark.long),
+        pytest.param("evaluation_loop", 3, marks=pytest.mark.long),
+        pytest.param("_load_best_model", 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_training_that_was_killed_ends_with_the_same_weights(
     options: TrainOptions, trained: str, tmp_path: Path, name: str, call: int
@@ -103,12 +118,14 @@ def test_a_training_that_was_killed_ends_with_the_same_weights(
 
 
 def test_patience_survives_a_kill(options: TrainOptions, tmp_path: Path) -> None:
-    still = replace(options, epochs=6, patience=1, encoder_rate=1e-9, head_rate=1e-9, output=str(tmp_path / "one"))
+    still = replace(
+        options, epochs=6, batch=10, patience=1, encoder_rate=1e-9, head_rate=1e-9, output=str(tmp_path / "one")
+    )
     training.train(still)
     epochs = sum("loss" in row for row in checkpoint.describe(still.output)["log"])
     assert epochs == 2  # nothing is learned, and the second epoch is no better
     with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, "compute_loss", 8)
+        killed_at(patch, "compute_loss", 4)
         with pytest.raises(Killed):
             training.train(replace(still, output=str(tmp_path / "two")))
     training.train(replace(still, output=str(tmp_path / "two")))
@@ -402,7 +419,7 @@ def test_math23k_is_trained_on_and_its_constants_are_thought_of(
     (tmp_path / "data" / "math23k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     model = training.train(
         replace(
-            options, data="math23k", train=("train",), test="test", epochs=1, max_kept=12,
+            options, data="math23k", train=("train",), test="test", epochs=1, batch=25, max_kept=12,
             data_dir=str(tmp_path / "data"), output=str(tmp_path / "host"),
         )
     )  # fmt: skip

@@ -37,7 +37,8 @@ from lmeval_prune import HeadMask, InputError, artefacts, map_model, preflight
 from lmeval_prune.artefacts import alone, check_writable, file_name, final_path, new_file, new_folder, write_text
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, load_pretrained, manifest_in, removed_from
+from lmeval_prune.checkpoints.loading import load_pretrained
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
 from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION

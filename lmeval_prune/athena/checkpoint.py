@@ -23,7 +23,8 @@ from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import read_config, refused_as, save_checkpoint
+from lmeval_prune.checkpoints.loading import read_config, refused_as
+from lmeval_prune.checkpoints.pruned import save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
 

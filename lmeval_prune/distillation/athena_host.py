@@ -17,7 +17,7 @@ from lmeval_prune.athena.batches import Collator, examples_of
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.model import AthenaSettings
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.checkpoints.pruned import refused_as
+from lmeval_prune.checkpoints.loading import refused_as
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence

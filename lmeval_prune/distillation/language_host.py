@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import load_pretrained, read_manifest, refused_as, save_checkpoint
+from lmeval_prune.checkpoints.loading import load_pretrained, refused_as
+from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.losses import answer_divergence

@@ -450,6 +450,12 @@ def test_made_says_how_channels_were_scored() -> None:
     assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).made
 
 
+def test_two_pruners_that_are_equal_score_heads_and_channels() -> None:
+    model_map, options = map_model(tiny("llama")), by_heads(0.25, ffn_ratio=0.25)
+    (plan,) = stages(RandomScores(3), model_map, options, None, RandomScores(3))
+    assert plan == next(stages(RandomScores(3), model_map, options)) and plan.heads and plan.channels
+
+
 def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
     model_map = map_model(tiny("llama"))
     heads = {f"heads.{label}": torch.tensor([0.0, 3, 2, 1]) for label in ("L0", "L1")}

@@ -152,11 +152,11 @@ def _scored(
     """Score the kinds of which no scores are at hand, both at once if they are one method's."""
     wanted = [kind for kind in kinds if not has_kind(known, kind)]
     values, means = dict(known), None
-    for pruner in dict.fromkeys(pruners[kind] for kind in wanted):
-        parts = parts_of(model_map, [kind for kind in wanted if pruners[kind] is pruner])
-        scores = pruner.scores(model_map, text, parts, removed)
+    same = pruners[HEADS] == pruners[CHANNELS]
+    for together in [wanted] if same and wanted else [[kind] for kind in wanted]:
+        scores = pruners[together[0]].scores(model_map, text, parts_of(model_map, together), removed)
         values |= scores.values
-        means = scores.means if pruners[HEADS] is pruners[CHANNELS] else None
+        means = scores.means if same else None
     return Scores(values, means)
 
 

@@ -336,7 +336,7 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
         ({"heads": "L1H1"}, "404: it has no adapter L1H1"),
         ({"heads": "L9H1"}, "no attention in layer 9"),
         ({"model": "llama"}, "serves tiny, not llama; another base model"),
-        ({"server": "vlm"}, "did you mean 'vllm'"),
+        ({"server": "vlm"}, "server='vlm' must be vllm, sglang or llamacpp"),
         ({"server": "llamacpp"}, r"answers 404; is it the server that `server=` says"),
         ({"token_filter": 0.2}, "TokenFilter cannot be served"),
         ({"engine": "batched"}, "engine= is for pruned-hf"),

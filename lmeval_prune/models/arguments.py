@@ -157,10 +157,12 @@ class Arguments(Settings):
                     f"{name}={value} is a {artefact.schema()} artefact that says more than {name} can; give it as mask="
                 )
             return self._with_allowances(converted)
-        first = next(each.name for each in fields(kind) if each.init)
-        settings = value if isinstance(value, dict) else {first: value}
-        if "origin" in settings:
-            raise InputError(f"{name} has no setting 'origin'")
+        known = [each.name for each in fields(kind) if each.init and each.name != "origin"]
+        settings = value if isinstance(value, dict) else {known[0]: value}
+        for key in settings:
+            if key not in known:
+                hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
+                raise InputError(f"{name} has no setting {key!r}{hint}")
         return self._with_allowances(kind.from_dict(settings, name))
 
     def _with_allowances(self, intervention: Intervention) -> Intervention:

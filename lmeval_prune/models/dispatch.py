@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from tqdm import tqdm
 
@@ -103,7 +103,7 @@ class Dispatcher:
         connection: how they are reached.
         concurrent: requests that a server has at once.
         retries: so many failures in a row, of a request or a server, are borne.
-        first_wait: seconds, after a first failure.
+        first_wait: (of the class) seconds, after a first failure.
     """
 
     kind: ServerKind
@@ -112,7 +112,7 @@ class Dispatcher:
     connection: Connection
     concurrent: int = 64
     retries: int = 8
-    first_wait: float = 0.5
+    first_wait: ClassVar[float] = 0.5
 
     def only(self, server: Server, concurrent: int) -> Dispatcher:
         """Return a dispatcher that asks this server, so many requests at once."""
@@ -215,11 +215,7 @@ class _Run:
         return job
 
     async def _ask(self, server: Server, job: Job) -> None:
-        """Ask a server, and report its answer.
-
-        Raises:
-            Failure: there is none. The job lies in the queue again, and the server is waited for.
-        """
+        """Ask a server, and report its answer."""
         try:
             response = await self._response(server, job)
         except Rejection as error:
@@ -297,11 +293,7 @@ class _Run:
         )
 
     async def _look_again(self, server: Server) -> None:
-        """Check that a server that failed serves what it did; adapters may have other numbers.
-
-        Raises:
-            Failure: it is not there, or serves another model.
-        """
+        """Check that a server that failed serves what it did; adapters may have other numbers."""
         listing = await self._listing(server)
         if listing.roots != server.listing.roots:
             models = ", ".join(map(str, listing.roots.values()))
@@ -320,13 +312,7 @@ class _Run:
     # ------------------------------------------------------------------ requests
 
     async def _response(self, server: Server, job: Job) -> Any:
-        """Return a job's response.
-
-        Raises:
-            Failure: it may come the next time.
-            Rejection: it will not come.
-            InputError: no request like this one will be answered.
-        """
+        """Return a job's response."""
         kind, listing = self.dispatcher.kind, server.listing
         variant = kind.fields(self.dispatcher.model, job.variant, listing)
         response = await send(self.session, "POST", f"{server.url}{job.path}", {**job.payload(), **variant})

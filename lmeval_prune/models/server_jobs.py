@@ -162,11 +162,7 @@ class Jobs:
         return Job(path, lambda: {**payload, **prompt()}, variant, text, name, index=index)
 
     def _sampling(self, settings: dict[str, Any], drawn: bool) -> dict[str, Any]:
-        """Return settings of generation as `hf` would have them: the task's, then the model's, then its defaults.
-
-        Raises:
-            InputError: servers of this kind do not know one.
-        """
+        """Return settings of generation as `hf` would have them: the task's, then the model's, then its defaults."""
         kind = self.lm.kind
         model = {name: value for name, value in self.lm.checkpoint.generation_config.items() if value is not None}
         chosen = {"repetition_penalty": model.get("repetition_penalty", 1.0), **settings}
@@ -204,11 +200,7 @@ class Jobs:
         return lambda: {"prompt": self._tokens(context)[-room:]}
 
     def _text(self, body: dict[str, Any]) -> str | None:
-        """Return the text of an answer; None if the server says that there is none.
-
-        Raises:
-            Failure: there is none, or the server did not end it.
-        """
+        """Return the text of an answer; None if the server says that there is none."""
         choices = _choices(body)
         texts = {choice["message"]["content"] if self.lm.chat else choice["text"] for choice in choices}
         if len(texts) != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +90,7 @@ def decide_and_store(
 
 
 def _launch(
-    key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule, *stored: object
+    key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule, *stored: Any
 ) -> torch.Tensor:
     from lmeval_prune.kernels.token_filter import triton
 

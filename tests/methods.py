@@ -72,8 +72,8 @@ ROWS = [
         same=({"ratio": "0.4", "focus": "uniform", "warmup": 3, "step_size": 0.05, "tail": 0.5, "similarity": "kv"},),
         wrong=(
             (0.6, "give ratio up to 0.5, or a larger tail"),
-            (1.5, "must be from 0 to 1"),
-            ({"ratio": 0.2, "tail": 2}, "must be from 0 to 1"),
+            (1.5, "ratio=1.5 must be"),
+            ({"ratio": 0.2, "tail": 2}, "ratio=1.5 must be"),
             ({"ratio": 0.2, "similarity": "cosine"}, "use kv, key, value"),
             ({"ratio": 0.2, "rate": 1}, "no setting"),
             ({"tail": 0.5}, "ratio"),

@@ -33,6 +33,7 @@ from lmeval_prune.grid.ray_runner import OnRay
 from lmeval_prune.grid.run import run
 from lmeval_prune.grid.work import Job, Loaded
 from lmeval_prune.interventions import HeadMask
+from lmeval_prune.models import checkpoint
 from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -488,7 +489,7 @@ def test_a_type_that_only_the_weights_know_is_not_taken_for_another(tiny_folder:
 def test_a_model_is_built_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     monkeypatch.setattr(
-        cells_module, "language_skeleton", lambda *args, **kwargs: built.append(1) or language_skeleton(*args, **kwargs)
+        checkpoint, "language_skeleton", lambda *args, **kwargs: built.append(1) or language_skeleton(*args, **kwargs)
     )
     cells_of(Grid.of(described(tiny_folder)))
     assert len(built) == 1

@@ -10,7 +10,6 @@ rounded in another order give other texts.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shlex
@@ -21,31 +20,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lm_eval.evaluator_utils import get_sample_size
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
-from lmeval_prune.architectures import ModelMap, map_model
-from lmeval_prune.artefacts import content_digest, digest
-from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.pruned import refused_as
-from lmeval_prune.checkpoints.skeleton import language_skeleton
-from lmeval_prune.errors import InputError, first_line, nearest
+from lmeval_prune.artefacts import digest
+from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.export.manifest import adapter_name, read_adapters
 from lmeval_prune.grid.configuration import Asked, Grid, Variant
 from lmeval_prune.grid.preparations import preparation, with_chat_template
 from lmeval_prune.grid.sources import code_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
-from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.identity import (
-    NOT_PART_OF_AN_ANSWER,
-    code_versions,
-    config_fingerprint,
-    tokenizer_fingerprint,
-)
-from lmeval_prune.models.routers import POLICIES, RouterOptions
+from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
+from lmeval_prune.models.checkpoint import Checkpoint
+from lmeval_prune.models.identity import ModelIdentity, by_content, code_versions
 from lmeval_prune.models.served import ServerOptions, without_server
 from lmeval_prune.tasks.named import load_tasks, task_manager
 
@@ -57,9 +45,7 @@ _ELSEWHERE = {
     *("dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "metadata", "tag", "group", "task_alias"),
     *("training_split", "validation_split", "test_split", "fewshot_split"),
 }
-# model_args that name a file or folder, as far as their value is not one of a router's own words
 _LM_EVALS_OWN = ("max_gen_toks", "max_tokens", "max_completion_tokens", "until")  # settings of generation
-_PATHS = {"tokenizer", "peft", "delta", "router", "router_store"}
 
 
 @dataclass(frozen=True)
@@ -163,7 +149,8 @@ def cells_of(grid: Grid) -> list[Cell]:
     Raises:
         InputError: something is unknown or does not fit, or two cells are the same.
     """
-    models: dict[str, Model] = {}
+    models: dict[str, Checkpoint] = {}
+    identities: dict[str, dict[str, Any]] = {}
     tasks: dict[tuple[str, str], dict[str, Any]] = {}
     cells: list[Cell] = []
     chat = bool(grid.apply_chat_template)
@@ -172,12 +159,13 @@ def cells_of(grid: Grid) -> list[Cell]:
         variant = replace(variant, prepare=prepare)
         try:
             given = Arguments.of(without_server(variant.model_args))
-            base = loaded_with(given)
+            base = given.loading
             named = digest({name: str(value) for name, value in base.items()})
             if named not in models:
-                models[named] = Model(base)
-            model = models[named]
-            identity = _variant_identity(variant, given, model)
+                models[named] = Checkpoint(base)
+                identities[named] = ModelIdentity.of_checkpoint(models[named]).to_json()
+            model, model_identity = models[named], identities[named]
+            identity = _variant_identity(variant, given, model, model_identity)
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
         if "base_url" in variant.model_args:
@@ -197,7 +185,7 @@ def cells_of(grid: Grid) -> list[Cell]:
             if task.pop("samples"):
                 drawn |= {"engine": engine}
             template = model.chat_template(grid.apply_chat_template)
-            answered_by = digest([model.identity, computed] if computed else model.identity)
+            answered_by = digest([model_identity, computed] if computed else model_identity)
             place = (f"{Path(str(base['pretrained'])).name}-{answered_by[:8]}", asked.name)
             answers = "/".join(re.sub(r"[^\w.-]", "_", part) for part in place)
             cell = Cell(
@@ -232,132 +220,50 @@ def versions() -> dict[str, Any]:
     return {"lmeval-prune": version("lmeval-prune"), **code_versions()}
 
 
-def loaded_with(given: Arguments) -> dict[str, Any]:
-    """The model_args by which a model is loaded, of all that were given; `pretrained` is among them."""
-    described = {name: value for name, value in given.description.items() if value is not None}
-    return {**given.others, **described}
-
-
-class Model:
-    """A model without weights.
-
-    Args:
-        base: the model_args by which it is loaded.
-
-    Raises:
-        InputError: it is not there, or cannot be built.
-    """
-
-    def __init__(self, base: dict[str, Any]) -> None:
-        self.base = base
-        name, revision = embedded.resolve(str(base["pretrained"])), base.get("revision")
-        embedded.check_name(name, base)
-        trust = bool(base.get("trust_remote_code"))
-        with refused_as(f"cannot read the model {base['pretrained']}"):
-            self.config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(base.get("tokenizer") or name), revision=revision, trust_remote_code=trust
-            )
-        bare = language_skeleton(self.config, trust)
-        names = ("attention_path", "attention_output", "attention_heads")
-        self.map: ModelMap = map_model(bare, **{key: base[key] for key in names if key in base})
-
-    @cached_property
-    def dtype(self) -> str:
-        """The type of its weights; `auto`, if only the weights know."""
-        given = str(self.base.get("dtype") or "auto").removeprefix("torch.")
-        found = getattr(self.config, "dtype", None) if given == "auto" else getattr(torch, given, given)
-        return str(found or "auto").removeprefix("torch.")
-
-    @property
-    def rounds_coarsely(self) -> bool:
-        """Whether the order of sums, and so the shape of a batch, is seen in answers."""
-        return self.dtype not in ("float32", "float64") or bool(self.base.get("mixed_precision_dtype"))
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """JSON value of all of the model that an answer depends on."""
-        skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision"}
-        return {
-            "weights": checkpoint_identity(str(self.base["pretrained"]), self.base.get("revision")),
-            "config": config_fingerprint(self.config),
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "generation_config": self._generation_config(),
-            "dtype": self.dtype,
-            "arguments": {
-                key: _by_content(key, value) for key, value in sorted(self.base.items()) if key not in skipped
-            },
-        }
-
-    def _generation_config(self) -> str:
-        try:
-            name = embedded.resolve(str(self.base["pretrained"]))
-            found = GenerationConfig.from_pretrained(name, revision=self.base.get("revision") or "main").to_dict()
-        except OSError:  # it has none
-            return ""
-        return digest({key: str(value) for key, value in found.items() if key != "transformers_version"})
-
-    def chat_template(self, wanted: bool | str) -> str:
-        """A digest of the template that prompts are put into; empty for none."""
-        if not wanted:
-            return ""
-        try:
-            name = wanted if isinstance(wanted, str) else None
-            return digest(self.tokenizer.get_chat_template(name))
-        except ValueError as error:
-            raise InputError(f"apply_chat_template: {first_line(error)}; leave it out for this model") from error
-
-
-def _by_content(name: str, value: Any) -> Any:
-    """A value of an argument as it counts: a file or folder by what is in it, if that argument names one."""
-    named = name in _PATHS and value not in POLICIES
-    if named and isinstance(value, str | os.PathLike) and Path(value).expanduser().exists():
-        return {"content": content_digest(Path(value).expanduser())}
-    return value if isinstance(value, bool | int | float | None) else str(value)
-
-
-def _variant_identity(variant: Variant, given: Arguments, model: Model) -> dict[str, Any]:
+def _variant_identity(
+    variant: Variant, given: Arguments, model: Checkpoint, model_identity: dict[str, Any]
+) -> dict[str, Any]:
     """What a variant is: the model, what is applied to it, and what is made first."""
-    routing = {name: variant.model_args[name] for name in RouterOptions.__annotations__ if name in variant.model_args}
+    routing = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
     applied = [one.identity(model.map) for one in given.interventions]
     made: dict[str, Any] = {}
     for name, settings in variant.prepare.items():
         made = {"name": name, **preparation(name, settings).identity()}
         made |= {"seed": variant.seed, "versions": versions()}
-        made["key"] = digest([model.identity, made])
+        made["key"] = digest([model_identity, made])
     return {
-        "model": model.identity,
+        "model": model_identity,
         "interventions": [*applied, digest(model.map.signature())] if applied else [],
-        "router": {name: _by_content(name, value) for name, value in routing.items()},
+        "router": {name: by_content(name, value) for name, value in routing.items()},
         "preparation": made,
     }
 
 
-def _adapters(variant: Variant, given: Arguments, model: Model) -> dict[str, Any]:
+def _adapters(variant: Variant, given: Arguments, model: Checkpoint) -> dict[str, Any]:
     """The content of a served variant's adapters, if their folder is named; with a router, of all in it."""
     if "adapters" not in variant.model_args:
         return {}
     known = read_adapters(str(variant.model_args["adapters"]))
     heads = [str(head) for one in given.interventions for head in one.heads_of(model.map)]  # type: ignore[attr-defined]
-    names = list(known) if given.tries else [adapter_name(heads), *heads] if heads else []
+    names = list(known) if given.router else [adapter_name(heads), *heads] if heads else []
     return {"adapters": {name: known[name]["hash"] for name in names if name in known}}
 
 
 def _computation(
-    variant: Variant, given: Arguments, model: Model, engine: str, batch_size: int | str
+    variant: Variant, given: Arguments, model: Checkpoint, engine: str, batch_size: int | str
 ) -> dict[str, Any]:
     """How answers are computed, as far as it changes them."""
     own = variant.model_args.get("deterministic") is not None
     found: dict[str, Any] = {}
-    if engine == "batched" and own and not given.engine.deterministic:
+    if engine == "batched" and own and not given.deterministic:
         found = {"deterministic": False}
     if model.rounds_coarsely:
         found |= {"engine": engine, "batch_size": str(batch_size)}
-        found |= {"rows": given.engine.engine_rows} if engine == "batched" else {}
+        found |= {"rows": given.engine_rows} if engine == "batched" else {}
     return {"computation": found} if found else {}
 
 
-def _engine(given: Arguments, model: Model) -> str:
+def _engine(given: Arguments, model: Checkpoint) -> str:
     """The faster way to the same texts."""
     in_batches = all((one.tokenwise or one.by_sequence) and not one.needs_order for one in given.interventions)
     return "batched" if in_batches and not model.config.is_encoder_decoder else "generate"
@@ -365,7 +271,7 @@ def _engine(given: Arguments, model: Model) -> str:
 
 def is_masks(given: Arguments) -> bool:
     """Whether a variant is heads that are masked, and nothing else."""
-    return given.tries is None and all(isinstance(one, HeadMask) for one in given.interventions)
+    return given.router is None and all(isinstance(one, HeadMask) for one in given.interventions)
 
 
 # ---------------------------------------------------------------------- tasks

@@ -267,9 +267,9 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
 
 
 def _check_known(variant: str, name: str, more: set[str]) -> None:
-    from lmeval_prune.models.arguments import our_names
+    from lmeval_prune.models.arguments import argument_names
 
-    known = {*our_names(), *_hf_arguments(), *_OWN, *_LOADING, *SERVERS_OWN, *more}
+    known = {*argument_names(), *_hf_arguments(), *_OWN, *_LOADING, *SERVERS_OWN, *more}
     if name not in known:
         hint = nearest(name, known) or "; it is no model_arg of pruned-hf or pruned-server"
         raise InputError(f"variant {variant!r} has an unknown axis or setting {name!r}{hint}")

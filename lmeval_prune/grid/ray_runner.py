@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from lmeval_prune.errors import DiskError, InputError, first_line
 from lmeval_prune.grid.folder import GridFolder, measuring
 from lmeval_prune.grid.work import FAILED, Finished, Job
-from lmeval_prune.models.registered import registrars, repeat
+from lmeval_prune.models.registered import TARGETS
 
 logger = logging.getLogger(__name__)
 # of the environment, what a job needs to find the same data and models
@@ -50,7 +51,7 @@ class OnRay:
             options["memory"] = self.memory
         task = ray.remote(**options)(_do)
         here = (str(Path.cwd()), {name: os.environ[name] for name in CARRIED if name in os.environ})
-        waiting = {task.remote(job, registrars(), here): job for job in jobs}
+        waiting = {task.remote(job, TARGETS.get("process"), here): job for job in jobs}
         while waiting:
             (ready,), _ = ray.wait(list(waiting), num_returns=1)
             job = waiting.pop(ready)
@@ -96,7 +97,7 @@ class OnRay:
             yield Finished(key, FAILED, reason)
 
 
-def _do(job: Job, registered_by: tuple[str, ...], here: tuple[str, dict[str, str]]) -> list[Finished]:
+def _do(job: Job, registration: str | None, here: tuple[str, dict[str, str]]) -> list[Finished]:
     """In a Ray worker, as if it were the process that asks: its folder, its environment."""
     import torch
 
@@ -106,7 +107,8 @@ def _do(job: Job, registered_by: tuple[str, ...], here: tuple[str, dict[str, str
         os.chdir(folder)
     if not (Path(job.folder) / "grid.json").is_file():
         raise InputError(f"this node does not see {job.folder}; name a folder that all nodes share")
-    repeat(registered_by)
+    if registration:
+        resolve_name(registration)()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else 1)
     return list(job.do())

@@ -1,4 +1,4 @@
-"""The code of a task: the files that its functions stand in, and those that they import from beside them."""
+"""The code of a task: the files of its functions, those that they import from beside them, and word lists there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _file(one: Any) -> Path | None:
 
 @lru_cache(maxsize=4096)
 def _imported(path: Path, _: int) -> tuple[Path, ...]:
-    """Files that a file imports, at whatever place in it: from beside it, or of packages of tasks."""
+    """Files that a file imports, from beside it or of packages of tasks, and word lists beside it."""
     found: list[Path | None] = []
     try:
         tree = ast.parse(path.read_bytes())
@@ -72,7 +72,7 @@ def _imported(path: Path, _: int) -> tuple[Path, ...]:
             names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)] if node.module else []
             names = names or [one.name for one in node.names]
             found += [_module(folder, name) for name in names if name]
-    return tuple(one.resolve() for one in found if one)
+    return (*(one.resolve() for one in found if one), *path.parent.glob("words/*.yaml"))
 
 
 def _module(folder: Path, name: str) -> Path | None:

@@ -16,7 +16,7 @@ import torch
 
 from lmeval_prune.artefacts import digest, write_artefact, write_text
 from lmeval_prune.errors import InputError, disk_error, first_line
-from lmeval_prune.grid.cells import Cell, is_masks, loaded_with, versions
+from lmeval_prune.grid.cells import Cell, is_masks, versions
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, dumped, measuring, samples_file
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_tables
@@ -128,7 +128,7 @@ class Loaded:
             return cls.lm
         ours = dict(arguments)
         pretrained = ours.pop("pretrained")
-        key = digest([pretrained, {k: str(v) for k, v in loaded_with(Arguments.of(ours)).items()}])
+        key = digest([pretrained, {k: str(v) for k, v in Arguments.of(ours).loading.items()}])
         if isinstance(cls.lm, VariantLM) and cls.key == key:
             cls.lm.ahead = ()
             cls.lm.again(**ours)
@@ -175,7 +175,7 @@ class Worker:
                 return
             ((name, settings),) = cell.prepare.items()
             try:
-                base = loaded_with(Arguments.of(dict(cell.model_args)))
+                base = Arguments.of(dict(cell.model_args)).loading
                 lm = Loaded.become({**base, **self._how(cell)}, cell.seed)
                 with self.folder.preparing(key) as folder:
                     preparation(name, settings).make(lm, folder)
@@ -225,7 +225,7 @@ class Worker:
                 given = Arguments.of(without_server(cell.arguments(self.folder.prepared)))
             except InputError:  # it will fail by itself
                 continue
-            if is_masks(given) and given.engine.engine == "batched" and given.engine.deterministic:
+            if is_masks(given) and given.engine == "batched" and given.deterministic:
                 (mask,) = combined(given.interventions) or (None,)
                 found.append(mask)  # type: ignore[arg-type]
         return tuple(found) if len(found) > 1 else ()
@@ -244,7 +244,7 @@ class Worker:
             results = lm_eval.simple_evaluate(
                 model=lm,
                 **{**cell.evaluation, "gen_kwargs": cell.evaluation["gen_kwargs"] or None},
-                task_manager=task_manager({**loaded_with(given), **cell.metadata}),
+                task_manager=task_manager({**given.loading, **cell.metadata}),
                 random_seed=cell.seed,
                 numpy_random_seed=cell.seed,
                 torch_random_seed=cell.seed,
@@ -297,8 +297,12 @@ class Worker:
                 return BUSY
             if not self.folder.needs_measure(key):
                 return DONE
-            if isinstance(lm, ServedLM) or lm.backend != "causal" or lm.given.tries:
-                why = "a router's variant is as many models as it has heads" if lm.given.tries else "it is not causal"
+            if isinstance(lm, ServedLM) or lm.backend != "causal" or lm.arguments.router:
+                why = (
+                    "a router's variant is as many models as it has heads"
+                    if lm.arguments.router
+                    else "it is not causal"
+                )
                 why = "it is not here, but on a server" if isinstance(lm, ServedLM) else why
                 self.folder.fail(measuring(key), f"its costs are not measured: {why}", "")
                 return FAILED

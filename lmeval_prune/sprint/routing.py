@@ -9,8 +9,8 @@ from typing import Any
 from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
-from lmeval_prune.models.routers import POLICIES, RouterOptions
-from lmeval_prune.models.tries import DENSE, Tries
+from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.tries import DENSE, POLICIES, Tries
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
 from lmeval_prune.sprint.policies import Policy
@@ -21,55 +21,54 @@ class Routing(Tries):
     """An order of a pool of heads for each question; the i-th try of a question takes the i-th.
 
     Args:
-        options: the router, and what it needs.
-        any_model: accept a router or store of another model, if it fits.
+        arguments: the router, and what it needs.
 
     Raises:
         InputError: something is missing, or does not belong together.
     """
 
-    def __init__(self, options: RouterOptions, any_model: bool = False) -> None:
+    def __init__(self, arguments: Arguments) -> None:
         super().__init__()
-        self.any_model, self.source = any_model, str(options.router)
+        self.any_model, self.source = bool(arguments.allow_other_model), str(arguments.router)
         self.orders: dict[str, list[str]] = {}
         self.model: dict[str, Any] = {}
-        self._random_pool, self._seed = options.router_pool, options.router_seed
+        self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self._policy: Policy | None = None
         default_field: str | None = None
         if self.source not in POLICIES:
-            default_field = self._load_router(options)
-        elif options.router_pool:  # until the model's heads are known
+            default_field = self._load_router(arguments)
+        elif arguments.router_pool:  # until the model's heads are known
             if self.source != "random":
                 raise InputError(
                     f"router_pool is for router=random; router={self.source} takes its pool from router_store"
                 )
-            head_names([name for name in options.router_pool.split("+") if name != DENSE] or ["L0H0"])  # refuse typos
+            head_names([name for name in arguments.router_pool.split("+") if name != DENSE] or ["L0H0"])  # refuse typos
         else:
-            default_field = self._load_store(options)
-        self.question_field = options.question_field or default_field or "question"
+            default_field = self._load_store(arguments)
+        self.question_field = arguments.question_field or default_field or "question"
 
-    def _load_router(self, options: RouterOptions) -> str | None:
+    def _load_router(self, arguments: Arguments) -> str | None:
         """Take the policy of a fitted router; return the field that its questions came from."""
         if not Path(self.source).is_dir():
             raise InputError(f"router={self.source} is not a folder; name a fitted router or {', '.join(POLICIES)}")
-        if options.router_store or options.router_pool:
+        if arguments.router_store or arguments.router_pool:
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
         self._policy = policies.nearest(router)
         return question_field(router.about.get("tasks", {}))
 
-    def _load_store(self, options: RouterOptions) -> str | None:
+    def _load_store(self, arguments: Arguments) -> str | None:
         """Take a policy from an outcome store; return the field that its questions came from."""
-        if not options.router_store:
+        if not arguments.router_store:
             extra = ", or router_pool=HEADS" if self.source == "random" else ""
             raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store{extra}")
-        outcomes = OutcomeStore(options.router_store).read()
+        outcomes = OutcomeStore(arguments.router_store).read()
         self.model = outcomes.model
         if self.source == "random":
             self._policy = policies.random_order(outcomes.pool, self._seed)
         elif self.source == "random_top":
-            size = min(options.router_size, len(outcomes.pool))
+            size = min(arguments.router_size, len(outcomes.pool))
             self._policy = policies.random_top(outcomes, size, self._seed)
         else:
             self._policy = (policies.best if self.source == "best" else policies.oracle)(outcomes)

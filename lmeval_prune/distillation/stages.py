@@ -21,11 +21,7 @@ from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
 
 def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
-    """Refuse methods and schedules that do not suit a model; no weights are read.
-
-    Raises:
-        InputError: saying why.
-    """
+    """Refuse (`InputError`) methods and schedules that do not suit a model; no weights are read."""
     pruning = options.pruning()
     if not pruning.ratio and not pruning.ffn_ratio:
         return
@@ -44,12 +40,8 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             "unit=head leaves heads in the groups that key-value heads are shared by, and training would fill them "
             "again; use group or balanced"
         )
-    _check_stages(
-        model_map,
-        pruning,
-        pruning.allocation or head_pruner.allocation,
-        pruning.allocation or channel_pruner.allocation,
-    )
+    allocations = [pruning.allocation or pruner.allocation for pruner in (head_pruner, channel_pruner)]
+    _check_stages(model_map, pruning, *allocations)
 
 
 def _check_stages(model_map: ModelMap, pruning: PruneOptions, head_allocation: str, channel_allocation: str) -> None:
@@ -115,14 +107,9 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples) ->
 def pruning_of_stage(
     pruning: PruneOptions, stage: int, unpruned: ModelMap, model_map: ModelMap, allocation: str
 ) -> PruneOptions:
-    """Return what a stage removes of the model that earlier stages have left, as shares of that model.
+    """Return what a stage, from 1, removes of the model that earlier ones have left, as shares of that model.
 
-    Args:
-        pruning: in shares of the unpruned model.
-        stage: from 1.
-        unpruned: the unpruned model.
-        model_map: the model that is left.
-        allocation: `global` or `uniform`.
+    `pruning` is in shares of the unpruned model; `allocation` is `global` or `uniform`.
     """
     head_schedule, channel_schedule = pruning.schedules()
     ratios = []

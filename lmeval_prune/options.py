@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from keyword import iskeyword
 from pathlib import Path
@@ -229,3 +230,12 @@ def _one_line(message: str) -> str:
         lambda match: f"{match[1]} {match[2]}" if match[2] else f"{match[1]}: ",
         " ".join(message.split()),
     )
+
+
+@contextmanager
+def as_options() -> Iterator[None]:
+    """Name options in refusals as the command line has them."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(re.sub(r"\b(allow_other_model|allow_empty_layer)=true", r"--\1", str(error))) from None

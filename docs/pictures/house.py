@@ -14,7 +14,11 @@ FLOORS = [
     ],
     [("models", "pruned-hf and the store of answers; athena")],
     [("export", "adapters, GGUF, servers"), ("surgery", "executes a plan"), ("pruners", "scores, budgets, plans")],
-    [("decoding", "the engine"), ("profiling", "parameters, FLOPs, speed"), ("athena", "the second paper's host")],
+    [
+        ("decoding", "the engine"),
+        ("profiling", "parameters, FLOPs, speed"),
+        ("athena · training", "the second paper's host"),
+    ],
     [("interventions", "head masks, plans, token filter, probe pruning, the attention call")],
     [("checkpoints", "embedded models, models without weights, cut ones")],
     [("architectures", "the model map, names of heads, fingerprints"), ("kernels", "Triton, with references")],

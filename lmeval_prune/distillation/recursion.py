@@ -81,11 +81,7 @@ def this_process() -> Any:
 
 
 def host_of(options: DistillOptions) -> Host:
-    """Make the host for the kind of the model.
-
-    Raises:
-        InputError: options do not suit it.
-    """
+    """Make the host for the kind of the model; `InputError` if the options do not suit it."""
     folder = Path(options.pretrained)
     if (folder / SETTINGS).is_file():
         from lmeval_prune.distillation.athena_host import AthenaHost
@@ -102,11 +98,7 @@ def host_of(options: DistillOptions) -> Host:
 
 
 def check(host: Host) -> None:
-    """Refuse what cannot be done; no weights are read.
-
-    Raises:
-        InputError: saying why.
-    """
+    """Refuse (`InputError`) what cannot be done; no weights are read."""
     options = host.options
     skeleton = host.skeleton(options.pretrained)
     model_map = map_model(skeleton)
@@ -150,13 +142,10 @@ class Stage:
     """A stage of a distillation.
 
     Attributes:
-        host: of the models.
-        examples: of training and validation.
         number: from 1.
         parent: folder or name of the model that is cut, which is the teacher, too.
         note: fields of `distillation.json` after the stage before.
-        work: folder of what is not complete.
-        folder: of the result.
+        work, folder: of what is not complete, and of the result.
     """
 
     host: Host
@@ -205,12 +194,12 @@ class Stage:
         self, student: Any, manifest: dict[str, Any], kept: dict[str, list[int]], training: dict[str, Any]
     ) -> None:
         """Write the trained model with its note; that of the last stage has a picture."""
-        head_schedule, channel_schedule = self.host.options.pruning().schedules()
+        head_share, channel_share = self.host.options.pruning().shares(self.number)
         before = self.note["stages"][-1]["heads"] if self.note["stages"] else {}
         stage = {
             "stage": self.number,
-            "ratio": head_schedule.at(self.number),
-            "ffn_ratio": channel_schedule.at(self.number),
+            "ratio": head_share,
+            "ffn_ratio": channel_share,
             "removed": manifest["stages"][-1]["removed"],
             # by their indices in the unpruned model
             "heads": {x: [before[x][head] for head in heads] if x in before else heads for x, heads in kept.items()},

@@ -62,11 +62,11 @@ def _same_ratios(answer: Form, gold: Form, leaf: Leaf) -> bool:
 
 def _same_equations(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     """Compare the values of assignments, unless their names say different things: x = 5 is not y = 5."""
-    pairs = [assigned(form) if form.kind == "equation" else ("", form) for form in (answer, gold)]
-    if pairs[0] is None or pairs[1] is None:
+    pair, gold_pair = (assigned(form) if form.kind == "equation" else ("", form) for form in (answer, gold))
+    if pair is None or gold_pair is None:
         equations = ("=".join(map(str, form.parts)) for form in (answer, gold))
         return leaf(*equations) if answer.kind == gold.kind else False
-    (name, value), (gold_name, gold_value) = pairs
+    (name, value), (gold_name, gold_value) = pair, gold_pair
     if _kind_of_name(name) == _kind_of_name(gold_name) and _bare(name) != _bare(gold_name):
         return False
     return compare(value, gold_value, leaf)

@@ -45,7 +45,7 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
         return None
     prose = Prose(text)
     number = _last_number(prose) if last else _first_number(prose)
-    return number and (_as_written(prose, number), number)
+    return None if number is None else (_as_written(prose, number), number)
 
 
 def _first_number(prose: Prose) -> Number | None:

@@ -204,8 +204,8 @@ def _extract(text: str, reader: Reader) -> Extraction:
             continue
         content, following = _stated(statement, reader)
         following += text[statement.end : until]
-        ends = statement.end == len(text) and not text.rstrip(" *_$").endswith((".", "!", "。"))
-        if _says_nothing(content, ends, reader):
+        at_end = statement.end == len(text) and not text.rstrip(" *_$").endswith((".", "!", "。"))
+        if _says_nothing(content, at_end, reader):
             continue
         if back := taken_back(following, content):
             later = reader.read_end(following[back.end() :])

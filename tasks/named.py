@@ -56,6 +56,8 @@ def load_task(manager: TaskManager, name: str) -> Any:
         InputError: there is none, its data cannot be loaded, or the name is a group's.
     """
     tasks = load_tasks(manager, [name])
-    if name in tasks or len(tasks) == 1:  # a path is no task's name
-        return tasks.get(name) or next(iter(tasks.values()))
+    if name in tasks:
+        return tasks[name]
+    if len(tasks) == 1:  # a path
+        return next(iter(tasks.values()))
     raise InputError(f"{name} is a group of tasks; name one of them: {', '.join(tasks)}")

@@ -36,12 +36,11 @@ from torch import nn
 from lmeval_prune import HeadMask, InputError, artefacts, map_model, preflight
 from lmeval_prune.artefacts import alone, check_writable, file_name, final_path, new_file, new_folder, write_text
 from lmeval_prune.athena import checkpoint as athena
-from lmeval_prune.athena.training import begun_with
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
-from lmeval_prune.distillation.host import NOTE, note_of
+from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
 from lmeval_prune.errors import DiskError
 from lmeval_prune.export.adapters import AdapterExport
@@ -55,11 +54,12 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.options import Parser
-from lmeval_prune.pruners.layer_store import Done, LayerStore
+from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.sprint.curves import from_samples
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.surgery.cut import cut_to
+from lmeval_prune.training.resuming import read_options
 from tests.athena_hosts import encoder_folder, host
 from tests.methods import ROWS
 from tests.test_grid_comparison import made as grid_by_hand
@@ -168,7 +168,7 @@ WRITE = [
     for name in COMMANDS
     if not inspect.getfullargspec(resolve_name(COMMANDS[name])).varargs and name not in SHARED
     for option in OUTPUTS
-    if option in options_of(name).kinds
+    if option in options_of(name).known
 ]
 
 
@@ -312,19 +312,18 @@ def test_a_folder_is_cleared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="root writes everywhere")
-def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tmp_path: Path) -> None:
     out = tmp_path / "parent" / "out"
     out.mkdir(parents=True)
-    plan = tmp_path / "plan.json"
-    Plan("L0H1").save(plan, map_model(load_pretrained(tiny_folder)))
     out.parent.chmod(0o555)
-    words = ["cut", "--pretrained", str(tiny_folder), "--plan", str(plan), "--output", str(out)]
     bare = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
-    done = subprocess.run([*bare, sys.executable, "-m", "lmeval_prune", *words], capture_output=True, text=True)
+    code = (
+        f"from lmeval_prune.artefacts import alone, new_folder; out = {str(out)!r}\nwith alone(out), new_folder(out): 1"
+    )
+    done = subprocess.run([*bare, sys.executable, "-c", code], capture_output=True, text=True)
     out.parent.chmod(0o755)
-    assert done.returncode == 2 and done.stderr.strip().splitlines() == [
-        f"lmeval-prune: error: {out} cannot be written: permission denied; name a place that can be written"
-    ]
+    reason = f"{out} cannot be written: permission denied; name a place that can be written"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"lmeval_prune.errors.DiskError: {reason}"
     assert here(out) == [] and here(out.parent) == ["out"]
 
 
@@ -676,12 +675,12 @@ def _distillation(folder: Path) -> Kind:
     material = {"splits": {"task": "t", "test": None}, "trained_on": ["a"], "validated_on": []}
     content = {"model": "m", "options": {"epochs": 1}, "material": material, "stages": [stage]}
     artefacts.write_artefact(folder / NOTE, DISTILLATION, 1, content)
-    return Kind([folder / NOTE], lambda: str(note_of(folder)))
+    return Kind([folder / NOTE], lambda: str(read_note(folder)))
 
 
 def _begun(folder: Path) -> Kind:
     write_text(folder / "options.json", json.dumps({"epochs": 1, "train": ["a"]}))
-    return Kind([folder / "options.json"], lambda: str(sorted(begun_with(folder / "options.json").items())))
+    return Kind([folder / "options.json"], lambda: str(sorted(read_options(folder).items())))
 
 
 def _results(folder: Path) -> Kind:
@@ -694,15 +693,16 @@ def _results(folder: Path) -> Kind:
 
 
 def _layers(folder: Path) -> Kind:
-    done = Done({1}, {2, 3}, {"L0.o_proj.weight": torch.ones(2, 2)}, {"L0.o_proj": 0.5})
-    LayerStore(folder / "layers", "plan").save("L0", done)
+    removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
+    removal = Removal(removed, {"L0.o_proj.weight": torch.ones(2, 2)}, {"L0.o_proj": 0.5})
+    LayerStore(folder / "layers", "plan").save("L0", removal)
 
     def read() -> Any:
         shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
         found = LayerStore(shutil.copytree(folder / "layers", folder / "copy"), "plan").load("L0")
         if found is None:  # it is made again
             raise InputError("not known")
-        return found.heads, found.channels, tensors_of(found.tensors), found.damping
+        return found.removed, tensors_of(found.compensation), found.damping
 
     return Kind([folder / "layers" / name for name in ("about.json", "L0.safetensors")], read)
 

@@ -147,9 +147,12 @@ class Intervention(Settings, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for item in fields(self):
-            if item.compare:
-                object.__setattr__(self, item.name, frozen(self.label(item.name), getattr(self, item.name)))
+        try:
+            for item in fields(self):
+                if item.compare:
+                    object.__setattr__(self, item.name, frozen(item.name, getattr(self, item.name)))
+        except InputError as error:
+            raise InputError(self.label(str(error))) from None
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Fill in what the fields leave open for this model (ranges, defaults), and refuse what does not fit it.

@@ -73,7 +73,7 @@ class Pruned(Preparation):
             if name not in own:
                 raise InputError(f"prune.more has no {name!r}{nearest(name, own)}")
         given = {name: typed(f"prune.more.{name}", value, kinds[name]) for name, value in self.more.items()}
-        return PruneOptions(ratio=self.ratio, budget=self.budget, **given)
+        return PruneOptions(**{"ratio": self.ratio, "budget": self.budget, **given})
 
     def settings(self) -> dict[str, Any]:
         """The fields, and the content of a text file; see the base class."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from annotated_types import Ge
 
@@ -148,4 +148,4 @@ class PruneSettings(TextOptions, PruneOptions):
 
 def pick(kind: type[T], settings: Any) -> T:
     """Make settings of a base class of those of a subclass."""
-    return kind(**{each.name: getattr(settings, each.name) for each in fields(kind)})
+    return kind(**{each.name: getattr(settings, each.name) for each in fields(cast("Any", kind))})

@@ -174,13 +174,13 @@ def settled(
         InputError: they do not suit these.
     """
     channel_pruner = channel_pruner or pruner
-    options = replace(
-        options,
-        unit=options.unit or _usual_unit(model_map, options.budget),
-        allocation=options.allocation or (pruner.allocation if options.budget == "parameters" else None),
-        compensation=options.compensation or pruner.compensates,
-        parts=_parts(options, pruner, channel_pruner, model_map),
-    )
+    usual: dict[str, Any] = {
+        "unit": options.unit or _usual_unit(model_map, options.budget),
+        "allocation": options.allocation or (pruner.allocation if options.budget == "parameters" else None),
+        "compensation": options.compensation or pruner.compensates,
+        "parts": _parts(options, pruner, channel_pruner, model_map),
+    }
+    options = replace(options, **usual)
     if options.budget == "parameters":
         _refuse(_of_parameters(options, model_map))
     else:

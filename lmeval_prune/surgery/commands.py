@@ -66,7 +66,7 @@ def importance(
     scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
     made = {**pruner.identity, **({"calibration": calibration.about()} if calibration else {})}
     Plan(scores=scores, made=made).save(output, model_map)
-    heads = {layer.label: by_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
+    heads: dict[str, Any] = {layer.label: by_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
     draw_head_scores(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{n}") for label, values in heads.items() for n, x in enumerate(values))
     print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")

@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from lmeval_prune.errors import InputError, nearest, yaml_fault
-from lmeval_prune.models.served import API_OPTIONS, SERVERS_OWN
+from lmeval_prune.models.served import API_OPTIONS, SERVER_ARGUMENTS
 from lmeval_prune.settings import typed, types_of
 
 SEED = 1234
@@ -249,7 +249,7 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
         prepare = _preparation(name, own["prepare"] or {})
         if "base_url" in made and prepare:
             raise InputError(f"variant {name!r} is served and cannot be prepared here; give its heads or its mask")
-        if "base_url" not in made and (stray := sorted(SERVERS_OWN & made.keys())):
+        if "base_url" not in made and (stray := sorted(SERVER_ARGUMENTS & made.keys())):
             raise InputError(f"variant {name!r}: {stray[0]} is a server's; name the server, base_url: http://HOST:PORT")
         given = own["selected_on"] or []
         chosen_on = [given] if isinstance(given, str) else given
@@ -269,7 +269,7 @@ def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterat
 def _check_known(variant: str, name: str, more: set[str]) -> None:
     from lmeval_prune.models.arguments import argument_names
 
-    known = {*argument_names(), *_hf_arguments(), *_OWN, *_LOADING, *SERVERS_OWN, *more}
+    known = {*argument_names(), *_hf_arguments(), *_OWN, *_LOADING, *SERVER_ARGUMENTS, *more}
     if name not in known:
         hint = nearest(name, known) or "; it is no model_arg of pruned-hf or pruned-server"
         raise InputError(f"variant {variant!r} has an unknown axis or setting {name!r}{hint}")

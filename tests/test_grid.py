@@ -27,7 +27,7 @@ from lmeval_prune.grid import work as work_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder, measuring
-from lmeval_prune.grid.pruned import Pruned
+from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.ray_runner import OnRay
 from lmeval_prune.grid.run import run
@@ -285,7 +285,7 @@ def test_a_preparation_depends_on_the_seed_and_on_versions(tiny_folder: Path, mo
 VERSIONED: list[tuple[Any, str, dict[str, Any]]] = [
     (HeadMask, "version", {"heads": "L0H1"}),
     (RandomHeads, "version", {"prepare": {"random_heads": {"share": 0.4}}}),
-    (Pruned, "version", {"prepare": {"prune": {"method": "magnitude", "ratio": 0.3}}}),
+    (Prune, "version", {"prepare": {"prune": {"method": "magnitude", "ratio": 0.3}}}),
     (Magnitude, "version", {"prepare": {"prune": {"method": "magnitude", "ratio": 0.3}}}),
     (identity_module, "ANSWERING", {}),
 ]

@@ -45,7 +45,7 @@ def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -
     mask, results = HeadMask(heads), Path(output) / "demo.json"
     check_writable(results)
     registration.register()
-    manager = task_manager(["prune_tiny", "prune_gsm8k"])
+    manager = task_manager()
     dense = PrunedHFLM(MODEL, batch_size=16)
     with mask.applied_to(dense.model, dense.model_map):
         pruned = _choices(dense, manager)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,45 +12,15 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 
-def task_manager(names: Sequence[str], metadata: Mapping[str, Any] | None = None) -> TaskManager:
-    """Return a task manager that can load these tasks.
-
-    lm-eval's own index is read only if a name needs it, once in a process: it takes about 15 seconds of CPU time.
+def task_manager(metadata: Mapping[str, Any] | None = None) -> TaskManager:
+    """Return a task manager of our tasks and lm-eval's, which reads lm-eval's index only where a name needs it.
 
     Args:
-        names: of tasks, groups or tags, or paths of their YAML files.
         metadata: passed to the tasks.
     """
-    from lm_eval.tasks import TaskManager
+    from lmeval_prune.tasks.manager import LazyTaskManager
 
-    folder = Path(__file__).resolve().parent
-    ours = TaskManager(include_path=[folder], include_defaults=False, metadata=dict(metadata or {}))
-    if all(_is_complete(ours, name) for name in names):
-        return ours
-    everything = copy.copy(_full_manager())
-    everything.metadata, everything._factory = ours.metadata, ours._factory
-    return everything
-
-
-@cache
-def _full_manager() -> TaskManager:
-    """Read lm-eval's index of tasks and ours."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=[Path(__file__).resolve().parent])
-
-
-def _is_complete(manager: TaskManager, name: str) -> bool:
-    """Return whether a task manager can load a task, or a group with all its members."""
-    from lm_eval.tasks._index import Kind, TaskIndex
-
-    entry = manager.task_index.get(name) or TaskIndex.entry_from_path(Path(name))
-    if entry is None or entry.kind is not Kind.GROUP:
-        return entry is not None
-    members = (entry.cfg or {}).get("task") or [""]
-    return all(
-        _is_complete(manager, member if isinstance(member, str) else member.get("task", "")) for member in members
-    )
+    return LazyTaskManager(metadata=dict(metadata or {}))
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
@@ -68,7 +36,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
     Raises:
         InputError: there is none of a name, or its data cannot be loaded.
     """
-    unknown = [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
+    unknown = [name for name in names if not Path(name).is_file() and name not in manager.task_index]
     if unknown or not names:
         meant = nearest(unknown[0], manager.all_tasks) if len(unknown) == 1 else ""
         raise InputError(f"there is no task {', '.join(unknown) or 'to run'}{meant}; `lm_eval ls tasks` lists them")

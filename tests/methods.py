@@ -90,7 +90,7 @@ ROWS = [
             ({"ratio": 0.1, "skip_first": 0}, "of the 8 heads of 2 layers leaves out none; give 0.125 or more"),
             ({"ratio": 0.9, "skip_first": 0}, "would empty a layer; give at most 0.75"),
             ({"ratio": 0.3, "positions": 0}, "above 0 and at most 1"),
-            ({"ratio": 0.3, "state": "batch"}, "use request, run"),
+            ({"ratio": 0.3, "state": "batch"}, "must be request or run"),
             ({"ratio": 0.3, "smoothing": 1}, "below 1"),
             ({"ratio": 0.3, "rate": 1}, "no setting"),
         ),

@@ -19,7 +19,7 @@ from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality, mathematics
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import data, named, results, windows
-from tests.conftest import task_manager
+from tests.conftest import ROOT, task_manager
 
 
 class Scripted(LM):
@@ -50,7 +50,7 @@ def run(model, *names: str, limit: int | None = 6, cache: str | None = None, **m
     return simple_evaluate(
         model=model,
         tasks=list(names),
-        task_manager=named.task_manager(names, metadata),
+        task_manager=named.task_manager(metadata),
         limit=limit,
         bootstrap_iters=0,
         use_cache=cache,
@@ -178,7 +178,7 @@ def test_the_default_filter_would_have_kept_one_response_and_ours_keeps_all() ->
 
 def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_data: Path) -> None:
     registration.register()
-    folder = registration.task_folder()
+    folder = ROOT / "tasks"
     (tmp_path / "twelve.yaml").write_text(
         f"include: {folder / 'gsm8k' / 'prune_gsm8k_pass8.yaml'}\ntask: prune_gsm8k_pass12\nrepeats: 12\n"
     )
@@ -318,7 +318,7 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
         self._config = TaskConfig(**config)
 
     monkeypatch.setattr(ConfigurableTask, "__init__", without_data)
-    built = named.task_manager(["prune_commonsense"]).load(["prune_commonsense"])["tasks"]
+    built = named.task_manager().load(["prune_commonsense"])["tasks"]
     assert len(built) == 7 and all(type(task) is CustomaryTask for task in built.values())
     normed = {name for name, task in built.items() if "acc_norm" in {m["metric"] for m in task.config.metric_list}}
     assert normed == {"piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa"}
@@ -328,7 +328,7 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
 def test_perplexity_at_another_sequence_length_is_refused(length: int | None) -> None:
     metadata = {"max_length": length} if length else {}
     with pytest.raises(InputError, match=f"wikitext .*needs max_length=128 .*is {length or 'not given'}"):
-        named.task_manager(["prune_wikitext2_128"], metadata).load(["prune_wikitext2_128"])
+        named.task_manager(metadata).load(["prune_wikitext2_128"])
 
 
 def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> None:

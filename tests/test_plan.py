@@ -12,7 +12,7 @@ import torch
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.cli import main
-from lmeval_prune.interventions.plan import numbers_of
+from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import output, tiny, tokens
 
@@ -278,7 +278,7 @@ def test_ranges_are_compared_with_the_model_before_they_are_expanded(
 def test_ranges_are_joined_as_sets_of_numbers_are() -> None:
     for text, same in (("3,5-9,4", "3-9"), ("7,7,7-8,1-2,2-3", "1-3,7-8"), ("0-9,2-3", "0-9"), ([4, 2, 3, 9], "2-4,9")):
         assert Plan(channels={"L0": text}).channels["L0"] == same
-        assert numbers_of("L0", text) == numbers_of("L0", same)
+        assert Channels(text).numbers == Channels(same).numbers
     assert Plan(channels={"L0": "0-3"}).joined(Plan(channels={"L0": "2-5", "L1": "1"})).channels == {
         "L0": "0-5",
         "L1": "1",

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, named, results, scored
 from lmeval_prune.tasks.named import load_task, load_tasks
-from tests.conftest import task_manager
+from tests.conftest import ROOT, task_manager
 
 SIZES = {
     ("gsm8k", "train"): 7473,
@@ -202,7 +203,7 @@ def test_our_folder_comes_before_the_users_and_not_twice(tmp_path: Path) -> None
     )
     manager = TaskManager(include_path=str(tmp_path))
     assert manager.task_index["prune_gsm8k"].yaml_path.parent == tmp_path
-    assert "prune_tiny" in manager.all_groups
+    assert "prune_tiny" in manager.task_index
     assert "prune_tiny" not in TaskManager(include_defaults=False).all_groups
 
 
@@ -224,27 +225,54 @@ def test_one_task_is_wanted_and_a_group_is_named() -> None:
 
 def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text(f"include: {registration.task_folder() / 'tiny' / 'prune_tiny_words.yaml'}\ntask: own\n")
+    own.write_text(f"include: {ROOT / 'tasks' / 'tiny' / 'prune_tiny_words.yaml'}\ntask: own\n")
     group = tmp_path / "group.yaml"
     group.write_text(json.dumps({"group": "both", "task": ["prune_tiny_words", "gsm8k"]}))
 
     class IndexRead(Exception):
         pass
 
-    def full_manager() -> None:
+    def index_read() -> None:
         raise IndexRead
 
-    monkeypatch.setattr(named, "_full_manager", full_manager)
-    manager = named.task_manager(["prune_tiny", "prune_gsm8k", str(own)], {"data_dir": "x"})
-    assert manager.metadata == {"data_dir": "x"}
-    assert {"prune_tiny_words", "own"} <= set(load_tasks(manager, ["prune_tiny", str(own)]))
-    for name in ("gsm8k", "prune_commonsense", "prune_tinny", str(group), str(tmp_path / "missing.yaml")):
+    monkeypatch.setattr("lmeval_prune.tasks.manager._lm_eval_index", index_read)
+    registration.register()
+    for manager in (named.task_manager({"data_dir": "x"}), TaskManager(metadata={"data_dir": "x"})):
+        assert manager.metadata == {"data_dir": "x"}
+        assert {"prune_tiny_words", "own"} <= set(load_tasks(manager, ["prune_tiny", str(own)]))
+        assert manager.match_tasks(["prune_tiny", "prune_gsm8k"]) == ["prune_gsm8k", "prune_tiny"]
+        for name in ("gsm8k", "prune_commonsense", "prune_tinny"):
+            with pytest.raises(IndexRead):
+                manager.load([name])
         with pytest.raises(IndexRead):
-            named.task_manager(["prune_tiny", name])
+            manager.match_tasks(["prune_*"])
+        with pytest.raises(IndexRead):
+            manager.list_all_tasks()
+        with pytest.raises(InputError, match="cannot be loaded"):
+            load_tasks(manager, [str(group)])
+
+
+def test_lm_evals_tasks_are_listed_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(name: str, kind: Kind) -> Entry:
+        return Entry(name=name, kind=kind, yaml_path=Path("theirs.yaml"))
+
+    index = {
+        "gsm8k": entry("gsm8k", Kind.TASK),
+        "arc": entry("arc", Kind.GROUP),
+        "reasoning": entry("reasoning", Kind.TAG),
+    }
+    index["prune_gsm8k"] = entry("prune_gsm8k", Kind.TAG)
+    monkeypatch.setattr("lmeval_prune.tasks.manager._lm_eval_index", lambda: index)
+    manager = named.task_manager()
+    assert {"gsm8k", "prune_gsm8k"} < set(manager.all_subtasks) and {"arc", "prune_tiny"} < set(manager.all_groups)
+    assert "reasoning" in manager.all_tags and "prune_gsm8k" not in manager.all_tags
+    assert {*manager.all_subtasks, *manager.all_groups, *manager.all_tags} == set(manager.all_tasks)
+    assert "gsm8k" in manager.match_tasks(["gsm*"]) and manager.task_index["gsm8k"].yaml_path == Path("theirs.yaml")
+    assert manager.task_index["prune_gsm8k"].kind is Kind.PY_TASK and "missing" not in manager.task_index
 
 
 def test_tasks_of_lm_eval_get_their_own_metadata() -> None:
-    first, second = (named.task_manager(["gsm8k"], {"seed": seed}) for seed in (1, 2))
-    assert first.task_index is second.task_index
+    first, second = (named.task_manager({"seed": seed}) for seed in (1, 2))
+    assert first.task_index["gsm8k"] is second.task_index["gsm8k"]
     assert [manager.metadata for manager in (first, second)] == [{"seed": 1}, {"seed": 2}]
     assert first._factory is not second._factory and "prune_tiny" in first.all_groups

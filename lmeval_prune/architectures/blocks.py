@@ -1,8 +1,9 @@
-"""The blocks of one layer, attention and feed-forward, and what can be read from their modules."""
+"""Blocks of a layer, attention and feed-forward, and what can be read from their modules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lmeval_prune.architectures.table import Family
@@ -12,7 +13,7 @@ if TYPE_CHECKING:  # heads are named and counted without torch, too
 
 
 def label_of(stack: str, layer: int) -> str:
-    """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
+    """Return `"L5"`, or `"encoder.L5"` in a model with several stacks."""
     return f"{stack}.L{layer}" if stack else f"L{layer}"
 
 
@@ -45,7 +46,7 @@ class Block:
     name: str
     module: nn.Module
 
-    @property
+    @cached_property
     def label(self) -> str:
         """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
         return label_of(self.stack, self.index)
@@ -71,18 +72,17 @@ class AttentionLayer(Block):
     family: Family
 
     def columns(self, head: int) -> slice:
-        """Columns of the output projection's input that `head` fills."""
+        """Return the columns of the output projection's input that a head fills."""
         return slice(head * self.head_dim, (head + 1) * self.head_dim)
 
     def kv_head_of(self, head: int) -> int:
-        """Key-value head that a query head reads."""
+        """Return the key-value head that a query head reads."""
         return head // (self.heads // self.kv_heads)
 
     def rows(self, part: str, index: int) -> Rows:
-        """Rows that compute query head `index` (`part="q"`) or key-value head `index` (`"k"`, `"v"`)."""
-        module = projection_in(
-            self.module, {"q": self.family.query, "k": self.family.key, "v": self.family.value}[part]
-        )
+        """Return the rows that compute query head `index` (`part="q"`) or key-value head `index` (`"k"`, `"v"`)."""
+        names = {"q": self.family.query, "k": self.family.key, "v": self.family.value}
+        module = projection_in(self.module, names[part])
         assert module is not None
         if self.family.fused:
             start = self.family.fused(part, index, self.heads, self.kv_heads, self.head_dim)
@@ -91,7 +91,7 @@ class AttentionLayer(Block):
             pair = out_features(module) // self.kv_heads
             start = index * pair + (pair - self.head_dim if part == "v" else 0)
             return Rows(module, start, start + (self.head_dim if part == "v" else pair - self.head_dim))
-        size = self.query_dim if part in "qk" else self.head_dim
+        size = self.head_dim if part == "v" else self.query_dim
         return Rows(module, index * size, (index + 1) * size)
 
 
@@ -102,8 +102,8 @@ class FeedForward(Block):
     Channel c is column c of the input of `down`, and one row of each of its `parts`.
 
     Attributes:
-        up, down: its projections.
         gate: None if it has no gate; the same module as `up` if one projection computes both.
+        up, down: its projections.
         channels: how many there are.
     """
 
@@ -114,15 +114,15 @@ class FeedForward(Block):
 
     @property
     def parts(self) -> dict[str, nn.Module]:
-        """What computes the channels: `{"gate": …, "up": …}`, or `{"up": …}`."""
+        """Projections that compute the channels: `{"gate": …, "up": …}`, or `{"up": …}`."""
         return {"up": self.up} if self.gate is None else {"gate": self.gate, "up": self.up}
 
     def columns(self, channel: int) -> slice:
-        """Column of the input of `down` that `channel` fills."""
+        """Return the column of the input of `down` that a channel fills."""
         return slice(channel, channel + 1)
 
     def rows(self, part: str, channel: int | None = None) -> Rows:
-        """Row of a part that computes `channel`; by default the rows of all channels, in order."""
+        """Return the row of a part that computes a channel; by default the rows of all channels, in order."""
         start = self.channels if part == "up" and self.gate is self.up else 0
         if channel is None:
             return Rows(self.parts[part], start, start + self.channels)
@@ -131,21 +131,21 @@ class FeedForward(Block):
 
 def find_in(module: nn.Module, path: str) -> tuple[str, nn.Module] | None:
     """Find the first of the alternatives in `path` (separated by `|`) that is a submodule: its name and itself."""
-    for choice in path.split("|"):
-        found = attribute_of(module, choice)
-        if hasattr(found, "named_parameters"):
-            return choice, found
+    for name in path.split("|"):
+        submodule = attribute_of(module, name)
+        if hasattr(submodule, "named_parameters"):
+            return name, submodule
     return None
 
 
 def projection_in(module: nn.Module, path: str | None) -> nn.Module | None:
-    """Find it as `find_in` does, without its name; None at no path."""
-    found = find_in(module, path) if path else None
-    return found and found[1]
+    """Find a submodule as `find_in` does, without its name; None at no path."""
+    match = find_in(module, path) if path else None
+    return match and match[1]
 
 
 def attribute_of(module: nn.Module, path: str) -> Any:
-    """Value at a dotted path, or None."""
+    """Return the value at a dotted path, or None."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part, None)
@@ -153,17 +153,17 @@ def attribute_of(module: nn.Module, path: str) -> Any:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as in GPT-2's `Conv1D`, and not (outputs, inputs)."""
+    """Return whether the weight is (inputs, outputs), as in GPT-2's `Conv1D`, and not (outputs, inputs)."""
     return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"  # PEFT calls what it wraps base_layer
 
 
 def in_features(module: nn.Module) -> int:
-    """Width of a projection's input."""
+    """Return the width of a projection's input."""
     return _features(module, "in_features", 0)
 
 
 def out_features(module: nn.Module) -> int:
-    """Width of a projection's output."""
+    """Return the width of a projection's output."""
     return _features(module, "out_features", 1)
 
 

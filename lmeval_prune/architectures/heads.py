@@ -1,4 +1,4 @@
-"""How heads are named: `L5H3` is head 3 of layer 5, both counted from zero."""
+"""Names of heads: `L5H3` is head 3 of layer 5, both counted from zero."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmeval_prune.architectures.blocks import AttentionLayer, label_of
+from lmeval_prune.architectures.blocks import label_of
 from lmeval_prune.artefacts import from_json
 from lmeval_prune.errors import InputError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lmeval_prune.architectures.model_map import ModelMap
 
 _RANGE = r"(?:\*|\d{1,18}(?:-\d{1,18})?)"
-_NAME = re.compile(rf"(?:(encoder|decoder|cross)\.)?L({_RANGE})H({_RANGE})", re.IGNORECASE)
+_NAME = re.compile(rf"(?:(?P<stack>encoder|decoder|cross)\.)?L(?P<layer>{_RANGE})H(?P<head>{_RANGE})", re.IGNORECASE)
 _HELP = "write heads as L5H3, L5H0-3 or L5H*, joined by +, e.g. heads=L5H3+L15H0"
 
 
@@ -40,10 +40,10 @@ class Head(NamedTuple):
         Raises:
             InputError: it is not the name of one head.
         """
-        found = _NAME.fullmatch(name)
-        if not found or not (found[2].isdigit() and found[3].isdigit()):
+        match = _NAME.fullmatch(name)
+        if not match or not (match["layer"].isdigit() and match["head"].isdigit()):
             raise InputError(f"{name!r} is not the name of one head, such as L5H3")
-        return cls((found[1] or "").lower(), int(found[2]), int(found[3]))
+        return cls((match["stack"] or "").lower(), int(match["layer"]), int(match["head"]))
 
     @classmethod
     def parse(cls, heads: Any, model_map: ModelMap) -> tuple[Head, ...]:
@@ -59,33 +59,32 @@ class Head(NamedTuple):
         Raises:
             InputError: the text is malformed, or a stack, layer or head does not exist in the model.
         """
-        found = {head for name in head_names(heads) for head in _expand(name, model_map)}
-        place = {key: i for i, key in enumerate(model_map.by_key)}
-        return tuple(sorted(found, key=lambda head: (place[head.stack, head.layer], head.head)))
+        parsed = {head for name in head_names(heads) for head in _expand(name, model_map)}
+        order = {(layer.stack, layer.index): position for position, layer in enumerate(model_map.attention)}
+        return tuple(sorted(parsed, key=lambda head: (order[head.stack, head.layer], head.head)))
 
 
 def head_names(heads: Any) -> tuple[str, ...]:
-    """Names (`L5H3`, `L5H0-3`, `L5H*`) in what a user wrote, each once, checked as far as that goes without a model.
+    """Return the names (`L5H3`, `L5H0-3`, `L5H*`) that a user wrote, each once; they are checked without a model.
 
     Raises:
         InputError: the text is malformed, or names nothing.
     """
+    pieces: Iterable[Any]
     if isinstance(heads, str):
         text = heads.strip()
         if text[:1] == "[":
             try:
-                listed = from_json(text, "heads")
-            except InputError:
+                return head_names(from_json(text, "heads"))
+            except InputError as error:
+                if "not valid JSON" not in str(error):
+                    raise
                 text = text.strip("[]").replace("'", "").replace('"', "")
-            else:
-                return head_names(listed)
-        pieces: Iterable[Any] = re.split(r"\s*[+,;]\s*|\s+", text)
-    elif isinstance(heads, list | tuple) and len(heads) == 2 and all(isinstance(x, int) for x in heads):
-        pieces = [heads]
-    elif isinstance(heads, list | tuple):
-        pieces = heads
-    else:
+        pieces = re.split(r"\s*[+,;]\s*|\s+", text)
+    elif not isinstance(heads, list | tuple):
         raise InputError(f"heads={heads!r} cannot be read; {_HELP}")
+    else:
+        pieces = [heads] if len(heads) == 2 and all(isinstance(item, int) for item in heads) else heads
     names = tuple(dict.fromkeys(name for piece in pieces for name in _names(piece)))
     if not names:
         raise InputError(f"heads={heads!r} names no head; leave heads out to run the unpruned model, or {_HELP}")
@@ -96,7 +95,7 @@ def _names(piece: Any) -> list[str]:
     if isinstance(piece, Head):
         return [str(piece)]
     if isinstance(piece, list | tuple):
-        if len(piece) != 2 or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in piece):
+        if len(piece) != 2 or not all(type(number) is int and number >= 0 for number in piece):
             raise InputError(f"head {piece!r} is not a [layer, head] pair; {_HELP}")
         piece = f"L{piece[0]}H{piece[1]}"
     if not isinstance(piece, str):
@@ -105,46 +104,50 @@ def _names(piece: Any) -> list[str]:
         raise InputError(f"an empty name stands between the heads; {_HELP}")
     if "+" in piece:
         return [name for part in piece.split("+") for name in _names(part.strip())]
-    found = _NAME.fullmatch(piece)
-    if not found:
+    match = _NAME.fullmatch(piece)
+    if not match:
         raise InputError(f"head {piece[:60]!r} cannot be read; {_HELP}")
-    for text in found.groups()[1:]:
-        first, _, last = text.partition("-")
+    for numbers in (match["layer"], match["head"]):
+        first, _, last = numbers.partition("-")
         if last and int(first) > int(last):
-            raise InputError(f"head {piece!r}: the range {text} runs backwards; {_HELP}")
-    return [f"{found[1].lower() + '.' if found[1] else ''}L{found[2]}H{found[3]}"]
+            raise InputError(f"head {piece!r}: the range {numbers} runs backwards; {_HELP}")
+    return [f"{match['stack'].lower() + '.' if match['stack'] else ''}L{match['layer']}H{match['head']}"]
 
 
 def _expand(name: str, model_map: ModelMap) -> list[Head]:
-    """Heads of a model that a name means."""
-    found = _NAME.fullmatch(name)
-    assert found
-    stack = found[1] or ""
-    if stack not in model_map.stacks:
-        several = model_map.stacks != ("",)
-        fix = f"name the stack, e.g. {model_map.stacks[0]}.L0H0" if several else "write it without a stack"
-        has = f"this model's stacks are {', '.join(model_map.stacks)}" if several else "this model has one stack"
-        raise InputError(f"head {name}: {has}; {fix}")
-    layers = [layer for layer in model_map.attention if layer.stack == stack]
-    first, last = _bounds(found[2], layers[0].index, layers[-1].index)
-    chosen = [layer for layer in layers if first <= layer.index <= last]
-    if found[2] != "*" and len(chosen) != last - first + 1:
-        present = {layer.index for layer in chosen}
-        missing = next(i for i in range(first, last + 1) if i not in present)
-        known = f"{layers[0].index} to {layers[-1].index}"
-        raise InputError(f"head {name}: the model has no attention in layer {missing} (layers {known}, counted from 0)")
-    return [head for layer in chosen for head in _in_layer(name, found[3], layer)]
-
-
-def _in_layer(name: str, text: str, layer: AttentionLayer) -> list[Head]:
-    first, last = _bounds(text, 0, layer.heads - 1)
-    if last >= layer.heads:
-        raise InputError(f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}")
-    return [Head(layer.stack, layer.index, head) for head in range(first, last + 1)]
+    """Return the heads of a model that a name means."""
+    match = _NAME.fullmatch(name)
+    assert match
+    stack = match["stack"] or ""
+    layers = {layer.index: layer for layer in model_map.attention if layer.stack == stack}
+    if not layers:
+        stacks = model_map.stacks
+        if stacks == ("",):
+            raise InputError(f"head {name}: this model has one stack; write it without a stack")
+        raise InputError(
+            f"head {name}: this model's stacks are {', '.join(stacks)}; name the stack, e.g. {stacks[0]}.L0H0"
+        )
+    first, last = min(layers), max(layers)
+    begin, end = _bounds(match["layer"], first, last)
+    if match["layer"] != "*":
+        missing = next((i for i in range(begin, end + 1) if i not in layers), None)
+        if missing is not None:
+            raise InputError(
+                f"head {name}: the model has no attention in layer {missing} (layers {first} to {last}, counted from 0)"
+            )
+    heads = []
+    for index in (index for index in layers if begin <= index <= end):
+        lowest, highest = _bounds(match["head"], 0, layers[index].heads - 1)
+        if highest >= layers[index].heads:
+            raise InputError(
+                f"head {name}: layer {index} has {layers[index].heads} heads, 0 to {layers[index].heads - 1}"
+            )
+        heads += [Head(stack, index, head) for head in range(lowest, highest + 1)]
+    return heads
 
 
 def _bounds(text: str, lowest: int, highest: int) -> tuple[int, int]:
-    """First and last number of `*`, `3` or `3-5`."""
+    """Return the first and last number of `*`, `3` or `3-5`."""
     if text == "*":
         return lowest, highest
     first, _, last = text.partition("-")

@@ -1,4 +1,4 @@
-"""By what a model is known again: its name, and a fingerprint of its weights."""
+"""Identity of a loaded model: its name, and a fingerprint of its weights."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which weights may be loaded
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
 def model_name(name_or_path: str) -> str:
-    """Name of a model, the same for `org/NAME`, a folder `…/NAME` and a hub cache folder of it.
+    """Return the name of a model, the same for `org/NAME`, a folder `…/NAME` and a hub cache folder of it.
 
     A training checkpoint keeps its run's name: `…/RUN/checkpoint-500` is `RUN/checkpoint-500`.
     """
@@ -27,7 +26,7 @@ def model_name(name_or_path: str) -> str:
 
 
 def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None) -> str | None:
-    """Digest of the values of all weights (parameters, and buffers that are saved): names, shapes, two checksums each.
+    """Return a digest of all weights (parameters, and buffers that are saved): names, shapes, two checksums each.
 
     Values count, not how they are stored: bfloat16 weights loaded as float32 have the same fingerprint. The
     checksums (a sum, and a sum weighted by place, modulo 2⁶⁴) are computed where the tensor is.
@@ -38,8 +37,10 @@ def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None)
             when it is loaded so.
 
     Returns:
-        None if a tensor has no data here (offloaded weights).
+        None if a tensor has no data here.
     """
+    import torch
+
     state = hashlib.sha256()
     for name, tensor, is_weight in _tensors(model):
         if tensor.is_meta:
@@ -78,30 +79,34 @@ def tensor_in_layer(name: str) -> str:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
-    """What of PEFT's adapters is in no weight: by module, which are active or merged, and by what they are scaled."""
-    found: dict[str, Any] = {}
+    """Return what PEFT's adapters are besides weights, by module: active ones with their scales, merged, disabled."""
+    adapters: dict[str, Any] = {}
     for name, module in model.named_modules():
         active = getattr(module, "active_adapters", None)
         if isinstance(active, list | tuple) and hasattr(module, "base_layer"):
             scaling = getattr(module, "scaling", None) or {}
             merged, disabled = getattr(module, "merged_adapters", []), getattr(module, "disable_adapters", False)
-            scales = [[one, str(scaling.get(one))] for one in active]
-            found[name] = [scales, list(merged), bool(disabled)]
-    return found
+            adapters[name] = [[[key, str(scaling.get(key))] for key in active], list(merged), bool(disabled)]
+    return adapters
 
 
-def loadable_fingerprints(model: nn.Module, own: str | None) -> list[str]:
-    """The fingerprints that a model has in its own type and when it is loaded in another one.
+def loadable_fingerprints(model: nn.Module, fingerprint: str | None) -> list[str]:
+    """Return the fingerprints that a model has in its own type and when it is loaded in another one.
 
     Args:
         model: the model.
-        own: its `weights_fingerprint`.
+        fingerprint: its `weights_fingerprint`; of None there are none.
     """
-    kinds = {x.dtype for x in model.parameters() if x.is_floating_point()} if own else set()
+    import torch
+
+    if not fingerprint:
+        return []
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     largest = max((kind.itemsize for kind in kinds), default=0)  # a larger type keeps the values
-    others = [kind for kind in _TYPES if kind.itemsize <= largest and {kind} != kinds]
-    found = [own, *(weights_fingerprint(model, kind) for kind in others)]
-    return list(dict.fromkeys(fingerprint for fingerprint in found if fingerprint))
+    loadable = (torch.float32, torch.bfloat16, torch.float16)
+    others = [kind for kind in loadable if kind.itemsize <= largest and {kind} != kinds]
+    rounded = [weights_fingerprint(model, kind) for kind in others]
+    return list(dict.fromkeys(filter(None, [fingerprint, *rounded])))
 
 
 def is_dispatched(model: nn.Module) -> bool:
@@ -119,21 +124,21 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         yield from ((name, parameter, True) for name, parameter in model.named_parameters())
         yield from ((name, buffer, False) for name, buffer in model.named_buffers() if name in saved)
         return
+    import torch
     from accelerate.utils import align_module_device, has_offloaded_params
 
     modules, seen = dict(model.named_modules()), set()
     # a tied weight is no longer the same object as its first name
     tied = {
         f"{path}.{key}".removeprefix(".")
-        for path, part in modules.items()
-        for key in getattr(part, "all_tied_weights_keys", None) or ()
+        for path, module in modules.items()
+        for key in getattr(module, "all_tied_weights_keys", None) or ()
     }
     for is_weight in (True, False):
         for path, module in modules.items():
             offloaded = has_offloaded_params(module)
             with align_module_device(module, torch.device("cpu")) if offloaded else nullcontext():
-                own = module._parameters if is_weight else module._buffers
-                for key, tensor in own.items():
+                for key, tensor in (module._parameters if is_weight else module._buffers).items():
                     name = f"{path}.{key}".removeprefix(".")
                     if tensor is None or name in tied or tensor in seen or not (is_weight or name in saved):
                         continue
@@ -143,20 +148,19 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Pieces of a tensor's values that are here, so that copies of them stay small."""
+    """Yield pieces of a tensor's values that are here, so that copies of them stay small."""
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().reshape(-1)
     yield from local.split(2**22)
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Whole numbers that are equal where the values are; of a float64 the folded halves of its bits."""
+    """Return whole numbers that are equal where the values are; those of float32, which MPS has too, where they fit."""
+    import torch
+
     if not values.is_floating_point():
-        words = values.contiguous().view(torch.uint8)
-        return words.to(torch.int64)
-    if values.dtype != torch.float64:
-        # every smaller type is a part of float32, which MPS has too
-        return (values.to(torch.float32) + 0.0).contiguous().view(torch.int32).to(torch.int64)
+        return values.contiguous().view(torch.uint8).to(torch.int64)
     small = values.to(torch.float32)
-    exact = small.to(torch.float64) == values
-    wide = (values + 0.0).contiguous().view(torch.int64)
-    return torch.where(exact, (small + 0.0).contiguous().view(torch.int32).to(torch.int64), wide)
+    bits = (small + 0.0).contiguous().view(torch.int32).to(torch.int64)  # + 0.0: no negative zeros
+    if values.dtype != torch.float64:
+        return bits
+    return torch.where(small.to(torch.float64) == values, bits, (values + 0.0).contiguous().view(torch.int64))

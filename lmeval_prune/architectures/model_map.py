@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmeval_prune.architectures.blocks import (
     AttentionLayer,
@@ -23,6 +21,12 @@ from lmeval_prune.architectures.blocks import (
 from lmeval_prune.architectures.identity import model_name, weights_fingerprint
 from lmeval_prune.architectures.table import FAMILIES, Family, FeedForwardNames
 from lmeval_prune.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
+_ORDER = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
 
 
 class ModelMap:
@@ -51,6 +55,14 @@ class ModelMap:
         self.model_type = model_type
         self.name = name
         self.revision = revision
+        self._results: dict[Any, Any] = {}
+
+    def once(self, key: Any, compute: Callable[[], T]) -> T:
+        """Return what was computed for a key before, or compute it; what it depends on is in the key."""
+        if key not in self._results:
+            self._results[key] = compute()
+        result: T = self._results[key]
+        return result
 
     @cached_property
     def by_key(self) -> dict[tuple[str, int], AttentionLayer]:
@@ -68,17 +80,29 @@ class ModelMap:
         return tuple(dict.fromkeys(layer.stack for layer in self.attention))
 
     @property
+    def is_causal(self) -> bool:
+        """Whether each token attends to those before it alone; bidirectional modules say that they are not causal."""
+        modules = (module for layer in self.attention for module in layer.module.modules())
+        return self.stacks == ("",) and all(getattr(module, "is_causal", True) for module in modules)
+
+    @property
+    def predicts_next_token(self) -> bool:
+        """Whether it gives logits of the next token, from the tokens before it alone."""
+        has_head = getattr(self.model, "get_output_embeddings", lambda: None)() is not None
+        return self.is_causal and has_head and bool(getattr(self.model, "can_generate", bool)())
+
+    @property
     def total_heads(self) -> int:
         """Query heads in the whole model."""
         return sum(layer.heads for layer in self.attention)
 
     def signature(self) -> dict[str, Any]:
-        """What an artefact records of the shapes: `{"model_type", "heads": {"L0": [heads, kv_heads, head_dim]}}`."""
+        """Return the shapes, as artefacts have them: `{"model_type", "heads": {"L0": [heads, kv_heads, head_dim]}}`."""
         shapes = {layer.label: [layer.heads, layer.kv_heads, layer.head_dim] for layer in self.attention}
         return {"model_type": self.model_type, "heads": shapes}
 
     def channels(self) -> dict[str, int]:
-        """Feed-forward channels by layer: `{"L0": 1536}`."""
+        """Return the feed-forward channels by layer: `{"L0": 1536}`."""
         return {block.label: block.channels for block in self.feed_forward}
 
 
@@ -101,52 +125,67 @@ def map_model(
     Raises:
         InputError: the family is unknown, or the description does not fit the model.
     """
-    config = getattr(model, "config", None)
-    text_config: Any = config
-    if config is not None and hasattr(config, "get_text_config"):
-        text_config = config.get_text_config()
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     model_type = getattr(text_config, "model_type", "") or ""
-    if attention_path is not None or attention_output is not None or attention_heads is not None:
-        family = _described(attention_path, attention_output, attention_heads)
-    elif model_type in FAMILIES:
-        family = FAMILIES[model_type]
-    else:
+    described = (attention_path, attention_output, attention_heads)
+    if described == (None, None, None) and model_type not in FAMILIES:
         raise InputError(
             f"unknown model family {model_type!r}; known: {', '.join(sorted(FAMILIES))}. For another one give "
             f"attention_path (e.g. model.layers.*.self_attn), attention_output (e.g. o_proj) and attention_heads"
         )
+    family = FAMILIES[model_type] if described == (None, None, None) else _described(*described)
     attention: dict[tuple[str, int], AttentionLayer] = {}
     feed_forward: list[FeedForward] = []
     for layer in layers_in(model, family):
-        own = _read_attention(layer, family.attention, family, attention_heads)
+        self_attention = _read_attention(layer, family.attention, family, attention_heads)
         cross = _read_attention(replace(layer, stack="cross"), family.cross_attention, family, attention_heads)
-        for found in filter(None, (own, cross)):
-            other = attention.setdefault((found.stack, found.index), found)
-            if other is not found:
+        for block in filter(None, (self_attention, cross)):
+            other = attention.setdefault((block.stack, block.index), block)
+            if other is not block:
                 raise InputError(
-                    f"{other.name} and {found.name} both look like attention layer {found.label} of this model"
+                    f"{other.name} and {block.name} both look like attention layer {block.label} of this model"
                 )
-        block = _read_feed_forward(layer, family.feed_forward)
-        if own and block:  # what has no such attention is a layer of another tower, such as an image encoder
-            feed_forward.append(block)
+        channels = _read_feed_forward(layer, family.feed_forward)
+        if self_attention and channels:  # else it is a layer of another tower, such as an image encoder
+            feed_forward.append(channels)
     if not attention:
         raise InputError(
             f"no attention layers found in this {model_type or type(model).__name__} model: no {family.attention!r} "
             f"with {family.output!r} in modules called {family.layer!r}"
         )
-    order = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
     return ModelMap(
         model,
-        sorted(attention.values(), key=lambda layer: (order[layer.stack], layer.index)),
+        sorted(attention.values(), key=_position),
         model_type,
         model_name(getattr(config, "_name_or_path", "") or ""),
         getattr(config, "_commit_hash", None) or "",
-        sorted(feed_forward, key=lambda block: (order[block.stack], block.index)),
+        sorted(feed_forward, key=_position),
     )
 
 
+def position_limit(model: Any) -> int | None:
+    """Return how many tokens a model's position embeddings hold; None of a model whose configuration names no limit.
+
+    RoBERTa's first positions stand for padding.
+    """
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len")  # MPT calls them so
+    limit = next((known for name in names if isinstance(known := getattr(config, name, None), int)), None)
+    if limit is None or limit < 1:
+        return None
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limit -= module.padding_idx + 1
+    return limit
+
+
+def _position(block: Block) -> tuple[int, int]:
+    return _ORDER[block.stack], block.index
+
+
 def _described(path: str | None, output: str | None, heads: int | None) -> Family:
-    """A family as a user describes it: what its feed-forward blocks are called stays unknown."""
+    """Return a family as a user describes it: the names of its feed-forward blocks stay unknown."""
     if path is None or output is None or heads is None:
         raise InputError("describe an architecture with all three of attention_path, attention_output, attention_heads")
     path = path.replace("*", "{i}")  # braces cannot be typed in lm-eval's --model_args
@@ -158,37 +197,34 @@ def _described(path: str | None, output: str | None, heads: int | None) -> Famil
 
 
 def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
-    """The modules of a model that a family calls layers, with their stacks and numbers."""
+    """Yield the modules of a model that a family calls layers, with their stacks and numbers."""
     matcher = re.compile(rf"(?:^|.*\.){family.layer}$")
     for name, module in model.named_modules():
-        found = matcher.match(name)
-        if found:
-            yield Block(found.groupdict().get("stack") or "", int(found["layer"]), name, module)
+        if match := matcher.match(name):
+            yield Block(match.groupdict().get("stack") or "", int(match["layer"]), name, module)
 
 
 def layers_with_attention(model_map: ModelMap) -> list[nn.Module]:
-    """The modules of a model's layers, in order."""
-    names = [layer.name for layer in model_map.attention]
-    every = layers_in(model_map.model, model_map.attention[0].family)
-    return [one.module for one in every if any(f"{name}.".startswith(f"{one.name}.") for name in names)]
+    """Return the modules of a model's layers, in order."""
+    names = [f"{layer.name}." for layer in model_map.attention]
+    layers = layers_in(model_map.model, model_map.attention[0].family)
+    return [layer.module for layer in layers if any(name.startswith(f"{layer.name}.") for name in names)]
 
 
-def _inside(layer: Block, path: str) -> Block | None:
-    """What is at a path in a layer; at an empty path, the layer itself."""
-    if not path:
-        return layer
-    found = find_in(layer.module, path)
-    return found and replace(layer, name=f"{layer.name}.{found[0]}", module=found[1])
+def _at(layer: Block, path: str) -> Block | None:
+    """Return what is at a path in a layer; at an empty path, the layer itself."""
+    match = find_in(layer.module, path) if path else None
+    if match is None:
+        return None if path else layer
+    return Block(layer.stack, layer.index, f"{layer.name}.{match[0]}", match[1])
 
 
 def _read_attention(layer: Block, path: str | None, family: Family, count: int | None) -> AttentionLayer | None:
-    block = None if path is None else _inside(layer, path)
-    if block is None:
+    block = None if path is None else _at(layer, path)
+    output = block and projection_in(block.module, family.output)
+    if block is None or output is None:
         return None
-    module, output = block.module, projection_in(block.module, family.output)
-    if output is None:
-        return None
-    inputs = in_features(output)
+    module, inputs = block.module, in_features(output)
     width = inputs // count if count else attribute_of(module, family.width)
     if not isinstance(width, int) or width <= 0 or inputs % width:
         raise InputError(
@@ -203,24 +239,17 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
             kv_heads = (out_features(query) // width - heads) // 2
         else:
             query_dim = out_features(query) // heads
-            if not family.key_value_pairs:
-                kv_heads = out_features(key) // query_dim
+            kv_heads = heads if family.key_value_pairs else out_features(key) // query_dim
     return AttentionLayer(
-        **vars(block),
-        o_proj=output,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=width,
-        query_dim=query_dim,
-        family=family,
+        block.stack, block.index, block.name, module, output, heads, kv_heads, width, query_dim, family
     )
 
 
 def _read_feed_forward(layer: Block, names: FeedForwardNames | None) -> FeedForward | None:
-    block = None if names is None else _inside(layer, names.block)
+    block = None if names is None else _at(layer, names.block)
     if names is None or block is None:
         return None
     gate, up, down = (projection_in(block.module, path) for path in (names.gate, names.up, names.down))
     if up is None or down is None:
         return None
-    return FeedForward(**vars(block), gate=gate, up=up, down=down, channels=in_features(down))
+    return FeedForward(block.stack, block.index, block.name, block.module, gate, up, down, in_features(down))

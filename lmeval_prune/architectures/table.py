@@ -1,8 +1,7 @@
-"""One entry a family: where its layers' attention and feed-forward are, and what their projections are called.
+"""Families of models: where their layers' attention and feed-forward blocks are, and the names of the projections.
 
-Everything numeric (head counts, head sizes, key-value heads, channels) is read from the live modules, layer
-by layer, because layers of one model may differ. A layer without such a block, or with experts in its place,
-simply has none.
+Numbers (of heads, key-value heads, channels, and their sizes) are read from the live modules, layer by layer, because
+layers of one model may differ. A layer without such a block, or with experts in its place, has none.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ Fused = Callable[[str, int, int, int, int], int]
 
 
 def _blocks(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
-    """[all q | all k | all v]."""
+    """Order rows as [all q | all k | all v]."""
     return dim * (index + {"q": 0, "k": heads, "v": heads + kv_heads}[part])
 
 
 def _by_group(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
-    """For each key-value group: [its q … | k | v]. One group: multi-query; a group a head: q, k, v by head."""
+    """Order rows by key-value group: [its q … | k | v]. One group: multi-query; a group a head: q, k, v by head."""
     share = heads // kv_heads
     group, offset = divmod(index, share) if part == "q" else (index, share + (part == "v"))
     return dim * (group * (share + 2) + offset)
 
 
 def _codegen(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Four slices, each [q | v | k] of a quarter of the heads."""
+    """Order rows in four slices, each [q | v | k] of a quarter of the heads."""
     quarter = heads // 4
     piece, offset = divmod(index, quarter)
     return dim * (piece * 3 * quarter + {"q": 0, "v": 1, "k": 2}[part] * quarter + offset)
@@ -36,7 +35,7 @@ def _codegen(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
 
 @dataclass(frozen=True)
 class FeedForwardNames:
-    """What one family calls its feed-forward block: `down(activation(gate) * up)`, or `down(activation(up))`.
+    """Names of a family's feed-forward block: `down(activation(gate) * up)`, or `down(activation(up))`.
 
     Attributes:
         block: the module that holds the projections, relative to the layer; empty if that is the layer itself.
@@ -53,7 +52,7 @@ class FeedForwardNames:
 
 @dataclass(frozen=True)
 class Family:
-    """How one family of models names its layers, and their attention and feed-forward blocks.
+    """Names of a family's layers, and of their attention and feed-forward blocks.
 
     Relative names may hold alternatives, separated by `|`; the first that exists in a live module is taken.
 
@@ -88,15 +87,11 @@ class Family:
 
 
 def _fused(
-    layer: str,
-    attention: str,
-    output: str,
-    projection: str,
-    order: Fused,
-    feed_forward: FeedForwardNames,
-    width: str = "head_dim",
+    layer: str, attention: str, output: str, projection: str, order: Fused, names: FeedForwardNames, **more: str
 ) -> Family:
-    return Family(layer, attention, output, width, projection, projection, projection, order, feed_forward=feed_forward)
+    """Describe a family whose queries, keys and values come from one projection."""
+    family = Family(layer, attention, output, query=projection, key=projection, value=projection, fused=order)
+    return replace(family, feed_forward=names, **more)
 
 
 _GATED = FeedForwardNames("mlp", "up_proj", "down_proj", "gate_proj")
@@ -104,61 +99,65 @@ _GATE_UP = FeedForwardNames("mlp", "gate_up_proj", "down_proj", "gate_up_proj")
 _C_FC = FeedForwardNames("mlp", "c_fc", "c_proj")
 _FC_IN = FeedForwardNames("mlp", "fc_in", "fc_out")
 _TO_4H = FeedForwardNames("mlp", "dense_h_to_4h", "dense_4h_to_h")
+_FC1 = FeedForwardNames("mlp", "fc1", "fc2")
 _FC1_IN_LAYER = FeedForwardNames("", "fc1", "fc2")
+_FFN = FeedForwardNames("ffn", "up_proj", "down_proj")
+_LIN = FeedForwardNames("ffn", "lin1", "lin2")
+_INTERMEDIATE = FeedForwardNames("", "intermediate.dense", "output.dense")
+_DENSE_RELU = FeedForwardNames("layer.1.DenseReluDense|layer.2.DenseReluDense", "wi_1|wi", "wo", "wi_0")
 
-_ALIBI = "the slopes of its position biases follow from how many heads there are"
-_LAYERS = r"layers\.(?P<layer>\d+)"
-_H = r"h\.(?P<layer>\d+)"
+ALIBI = "the slopes of its position biases follow from how many heads there are"
+_NUMBER = r"(?P<layer>\d+)"
+_STACK = "(?P<stack>encoder|decoder)"
+_LAYERS, _H = rf"layers\.{_NUMBER}", rf"h\.{_NUMBER}"
 _LLAMA = Family(_LAYERS, "self_attn", feed_forward=_GATED)
 _GLM = replace(_LLAMA, feed_forward=_GATE_UP)
-_BERT = Family(
-    r"encoder\.layer\.(?P<layer>\d+)",
-    "attention",
-    "output.dense",
-    "self.attention_head_size",
-    "self.query",
-    "self.key",
-    "self.value",
-    feed_forward=FeedForwardNames("", "intermediate.dense", "output.dense"),
+_FALCON = _fused(_H, "self_attention", "dense", "query_key_value", _by_group, _TO_4H)
+_BERT = replace(
+    Family(rf"encoder\.layer\.{_NUMBER}", "attention", "output.dense", "self.attention_head_size"),
+    query="self.query",
+    key="self.key",
+    value="self.value",
+    feed_forward=_INTERMEDIATE,
 )
-_T5 = Family(
-    r"(?P<stack>encoder|decoder)\.block\.(?P<layer>\d+)",
-    "layer.0.SelfAttention",
-    "o",
-    "key_value_proj_dim",
-    "q",
-    "k",
-    "v",
+_DISTILBERT = replace(
+    Family(rf"transformer\.layer\.{_NUMBER}", "attention", "out_lin", "attention_head_size"),
+    query="q_lin",
+    key="k_lin",
+    value="v_lin",
+    feed_forward=_LIN,
+)
+_T5 = replace(
+    Family(rf"{_STACK}\.block\.{_NUMBER}", "layer.0.SelfAttention", "o", "key_value_proj_dim", "q", "k", "v"),
     cross_attention="layer.1.EncDecAttention",
-    feed_forward=FeedForwardNames("layer.1.DenseReluDense|layer.2.DenseReluDense", "wi_1|wi", "wo", "wi_0"),
+    feed_forward=_DENSE_RELU,
     uncuttable="all layers share the position biases of the first one's heads",
 )
-_BART = Family(
-    rf"(?P<stack>encoder|decoder)\.{_LAYERS}",
-    "self_attn",
-    "out_proj",
+_BART = replace(
+    Family(rf"{_STACK}\.{_LAYERS}", "self_attn", "out_proj", feed_forward=_FC1_IN_LAYER),
     cross_attention="encoder_attn",
-    feed_forward=_FC1_IN_LAYER,
 )
 
 _LLAMA_LIKE = (
-    "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text olmo olmo2 olmo3 cohere "
-    "cohere2 stablelm granite granitemoe smollm3 gpt_oss ministral helium arcee hunyuan_v1_dense"
+    "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text olmo cohere2 stablelm granite "
+    "granitemoe smollm3 ministral helium arcee hunyuan_v1_dense"
 )
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_LLAMA_LIKE.split(), _LLAMA),
+    **dict.fromkeys(("olmo2", "olmo3"), replace(_LLAMA, uncuttable="its query and key norms go over all heads")),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT),
+    **dict.fromkeys(("t5", "mt5"), _T5),
+    **dict.fromkeys(("bart", "mbart"), _BART),
+    **dict.fromkeys(("glm", "glm4"), _GLM),
     "deepseek_v3": replace(
         _LLAMA, width="v_head_dim", query="q_b_proj|q_proj", key="kv_b_proj", value="kv_b_proj", key_value_pairs=True
     ),
-    **dict.fromkeys(("olmo2", "olmo3"), replace(_LLAMA, uncuttable="its query and key norms go over all heads")),
     "cohere": replace(_LLAMA, head_parameters=(("q_norm.weight", "q"), ("k_norm.weight", "k"))),
     "gpt_oss": replace(_LLAMA, head_parameters=(("sinks", "q"),)),
     "phi3": _fused(_LAYERS, "self_attn", "o_proj", "qkv_proj", _blocks, _GATE_UP),
-    "glm": _GLM,
-    "glm4": _GLM,
     "starcoder2": replace(_LLAMA, feed_forward=_C_FC),
-    "phi": replace(_LLAMA, output="dense", feed_forward=FeedForwardNames("mlp", "fc1", "fc2")),
+    "phi": replace(_LLAMA, output="dense", feed_forward=_FC1),
     "gpt2": _fused(_H, "attn", "c_proj", "c_attn", _blocks, _C_FC),
     "gpt_bigcode": _fused(_H, "attn", "c_proj", "c_attn", _by_group, _C_FC),
     "gptj": Family(_H, "attn", "out_proj", feed_forward=_FC_IN),
@@ -167,36 +166,10 @@ FAMILIES: dict[str, Family] = {
         uncuttable="its fused projection stands in four slices of heads",
     ),
     "gpt_neo": Family(_H, "attn.attention", "out_proj", feed_forward=_C_FC),
-    "gpt_neox": _fused(_LAYERS, "attention", "dense", "query_key_value", _by_group, _TO_4H, "head_size"),
+    "gpt_neox": _fused(_LAYERS, "attention", "dense", "query_key_value", _by_group, _TO_4H, width="head_size"),
     "opt": Family(rf"decoder\.{_LAYERS}", "self_attn", "out_proj", feed_forward=_FC1_IN_LAYER),
-    "falcon": _fused(_H, "self_attention", "dense", "query_key_value", _by_group, _TO_4H),
-    "bloom": replace(_fused(_H, "self_attention", "dense", "query_key_value", _by_group, _TO_4H), uncuttable=_ALIBI),
-    "mpt": replace(
-        _fused(
-            r"blocks\.(?P<layer>\d+)",
-            "attn",
-            "out_proj",
-            "Wqkv",
-            _blocks,
-            FeedForwardNames("ffn", "up_proj", "down_proj"),
-        ),
-        uncuttable=_ALIBI,
-    ),
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "distilbert": Family(
-        r"transformer\.layer\.(?P<layer>\d+)",
-        "attention",
-        "out_lin",
-        "attention_head_size",
-        "q_lin",
-        "k_lin",
-        "v_lin",
-        feed_forward=FeedForwardNames("ffn", "lin1", "lin2"),
-    ),
-    "t5": _T5,
-    "mt5": _T5,
-    "bart": _BART,
-    "mbart": _BART,
+    "falcon": _FALCON,
+    "bloom": replace(_FALCON, uncuttable=ALIBI),
+    "mpt": _fused(rf"blocks\.{_NUMBER}", "attn", "out_proj", "Wqkv", _blocks, _FFN, uncuttable=ALIBI),
+    "distilbert": _DISTILBERT,
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 from typing_extensions import TypedDict
 
-from lmeval_prune.architectures import map_model
+from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
@@ -85,12 +85,11 @@ def begin(name: str, **settings: Any) -> Athena:
     model_map = map_model(skeleton(config, AutoModel))
     if not model_map.feed_forward:
         raise InputError(f"the encoder {name} ({config.model_type}) has no feed-forward blocks that we know; {fix}")
-    longest = config.max_position_embeddings - (config.pad_token_id + 1 if "roberta" in config.model_type else 0)
     own = AthenaSettings(
         width=config.hidden_size,
         channels=model_map.feed_forward[0].channels,
         heads=model_map.attention[0].heads,
-        max_length=min(longest, tokenizer.model_max_length),
+        max_length=min(filter(None, (position_limit(model_map.model), tokenizer.model_max_length))),
         **settings,
     )
     with refused_as(f"the weights of the encoder {name} cannot be loaded"):

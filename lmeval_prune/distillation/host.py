@@ -21,7 +21,7 @@ from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import eager_attention
-from lmeval_prune.interventions.plan import numbers_of
+from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.pruners.calibration import CalibrationText
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
@@ -182,7 +182,7 @@ class Host(ABC):
         folder = self.part_folder(Path(embedded.resolve(self.options.pretrained)))
         for stage in (read_manifest(folder) or {}).get("stages", []):
             given = stage["plan"].get("channels", {})
-            emptied = [x for x, text in given.items() if len(numbers_of(x, text)) == stage["parent"]["channels"][x]]
+            emptied = [x for x, text in given.items() if len(Channels(text).numbers) == stage["parent"]["channels"][x]]
             if filled := ", ".join([*stage["removed"]["fillers"], *emptied]):
                 raise InputError(
                     f"{self.options.pretrained} was cut with zeroed fillers ({filled}), which training would fill "

@@ -251,4 +251,4 @@ def task_named(name: str, data_dir: str | None) -> Any:
     Raises:
         InputError: there is none.
     """
-    return load_task(task_manager([name], {"data_dir": data_dir} if data_dir else {}), name)
+    return load_task(task_manager({"data_dir": data_dir} if data_dir else {}), name)

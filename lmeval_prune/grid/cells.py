@@ -190,7 +190,7 @@ def cells_of(grid: Grid) -> list[Cell]:
         made = digest(metadata)
         for asked in grid.tasks:
             if (made, asked.name) not in tasks:
-                tasks[made, asked.name] = _task_identity(task_manager([asked.task], metadata), asked, grid)
+                tasks[made, asked.name] = _task_identity(task_manager(metadata), asked, grid)
             task, drawn = dict(tasks[made, asked.name]), dict[str, Any]()
             if task.pop("draws"):
                 drawn = {"seed": variant.seed}

@@ -77,10 +77,11 @@ def _check_selected(grid: Grid) -> None:
         return
     from lmeval_prune.tasks.named import task_manager
 
-    known = {*names, *task_manager([name for _, name in others]).all_tasks}
+    known = task_manager()
     for variant, name in others:
-        if name not in known:
-            raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{nearest(name, known)}")
+        if name not in known.task_index:
+            nearest_name = nearest(name, {*names, *known.all_tasks})
+            raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{nearest_name}")
         print(f"note: {variant} was selected on {name}, which this grid does not ask; its questions stay unknown")
 
 

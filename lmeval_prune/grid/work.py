@@ -244,7 +244,7 @@ class Worker:
             results = lm_eval.simple_evaluate(
                 model=lm,
                 **{**cell.evaluation, "gen_kwargs": cell.evaluation["gen_kwargs"] or None},
-                task_manager=task_manager(cell.evaluation["tasks"], {**loaded_with(given), **cell.metadata}),
+                task_manager=task_manager({**loaded_with(given), **cell.metadata}),
                 random_seed=cell.seed,
                 numpy_random_seed=cell.seed,
                 torch_random_seed=cell.seed,

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from lmeval_prune.architectures import AttentionLayer, Head, ModelMap, head_names
+from lmeval_prune.architectures.blocks import Block
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.interventions.base import Intervention, change_input
@@ -26,8 +27,8 @@ class HeadMask(Intervention):
     """Prunes a fixed set of heads.
 
     Attributes:
-        heads: names such as `L5H3`, ranges `L5H0-3` and `L5H*`; given as `"L5H3+L15H0"`, or as a list of names or of
-            `[layer, head]`.
+        heads: names such as `L5H3`, ranges `L5H0-3` and `L5H*`, joined by `+`; or a list of names or of
+            `[layer, head]`. Kept as a tuple of names.
         allow_empty_layer: allow a layer to lose all its heads.
 
     Raises:
@@ -35,7 +36,7 @@ class HeadMask(Intervention):
     """
 
     tokenwise = True
-    heads: Any  # a tuple of names, once it is made
+    heads: Any
     allow_empty_layer: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -46,52 +47,57 @@ class HeadMask(Intervention):
         return "+".join(self.heads)
 
     def __or__(self, other: HeadMask) -> HeadMask:
-        """Union of two masks; options are this one's."""
+        """Return the union of two masks; options are this one's."""
         return replace(self, heads=(*self.heads, *other.heads))
 
     def joined(self, other: Intervention) -> HeadMask | None:
-        """The union: masks compose by it, and only all heads together can show that a layer loses its last."""
+        """Return the union: only all heads together can show that a layer loses its last."""
         if not isinstance(other, HeadMask):
             return None
         either = self.allow_empty_layer or other.allow_empty_layer
         return replace(self | other, allow_empty_layer=either, origin=self.origin or other.origin)
 
     def converted(self, kind: type[Intervention]) -> Intervention | None:
-        """Itself, or a plan that removes these heads."""
+        """Return the mask itself, or a plan that removes these heads."""
         if isinstance(self, kind) or method_name(kind) != "plan":
             return super().converted(kind)
-        made: Any = kind
-        found: Intervention = made(self.heads, allow_empty_layer=self.allow_empty_layer, origin=self.origin)
-        return found
+        plan: Any = kind
+        converted: Intervention = plan(self.heads, allow_empty_layer=self.allow_empty_layer, origin=self.origin)
+        return converted
 
     def heads_of(self, model_map: ModelMap) -> tuple[Head, ...]:
-        """The pruned heads of a model, in order, each once.
+        """Return the pruned heads of a model, in order, each once.
 
         Raises:
             InputError: a head does not exist, a layer would lose all its heads, or the mask is another model's.
         """
+        return tuple(
+            Head(layer.stack, layer.index, number) for layer, numbers in self.by_layer(model_map) for number in numbers
+        )
+
+    def by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
+        """Return the layers that lose heads, with the numbers of those heads; errors as of `heads_of`."""
         if self.origin:
             self.origin.check(model_map)
-        heads = Head.parse(self.heads, model_map)
-        for layer in model_map.attention:
-            lost = sum((head.stack, head.layer) == (layer.stack, layer.index) for head in heads)
-            if lost == layer.heads and not self.allow_empty_layer:
+        layers = model_map.once(self.heads, lambda: self._by_layer(model_map))
+        for layer, numbers in () if self.allow_empty_layer else layers:
+            if len(numbers) == layer.heads:
                 raise InputError(
                     f"all {layer.heads} heads of layer {layer.label} would be pruned; "
                     f"give allow_empty_layer=true if that is meant"
                 )
-        return heads
+        return layers
 
-    def by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        """Layers that lose heads, with the numbers of those heads."""
+    def _by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
         lost: dict[tuple[str, int], list[int]] = {}
-        for head in self.heads_of(model_map):
+        for head in Head.parse(self.heads, model_map):
             lost.setdefault((head.stack, head.layer), []).append(head.head)
         return [(model_map.by_key[key], numbers) for key, numbers in lost.items()]
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Heads by their names, one by one; see the base class."""
-        return replace(self, heads=tuple(map(str, self.heads_of(model_map))))
+        """Name heads one by one; see the base class."""
+        names = tuple(map(str, self.heads_of(model_map)))
+        return self if names == self.heads else replace(self, heads=names)
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Install a hook on each layer that loses heads; see the base class."""
@@ -99,32 +105,42 @@ class HeadMask(Intervention):
             change_input(layer.o_proj, Drop(dropped_columns(layer, numbers)), stack)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """The heads, and how many of how many."""
+        """Return the heads, and how many of how many."""
         heads = self.heads_of(model_map)
-        found: dict[str, Any] = {
+        report: dict[str, Any] = {
             "heads": [str(head) for head in heads],
             "heads_pruned": len(heads),
             "heads_total": model_map.total_heads,
             "mask_fingerprint": self.fingerprint(model_map),
         }
         if self.origin:
-            found |= {"mask_file": self.origin.path, "mask_file_sha256": self.origin.sha256}
-        return found
+            report |= {"mask_file": self.origin.path, "mask_file_sha256": self.origin.sha256}
+        return report
 
     def summary(self, model_map: ModelMap) -> str:
-        """Which heads, and how many of how many."""
+        """Return how many of how many heads, and which."""
         heads = self.heads_of(model_map)
         return f"{len(heads)} of {model_map.total_heads} heads masked: {first_few(heads)}"
 
     def fingerprint(self, model_map: ModelMap) -> str:
-        """Digest of the resolved heads, modules and shapes; equal for equal masks, however written."""
+        """Return a digest of the resolved heads, modules and shapes; equal for equal masks, however written."""
         lost = [[layer.name, layer.heads, layer.head_dim, heads] for layer, heads in self.by_layer(model_map)]
         return digest({"heads": lost, "model": model_map.signature()})
 
 
-def dropped_columns(layer: AttentionLayer, numbers: Iterable[int]) -> torch.Tensor:
-    """Boolean vector over the output projection's inputs, true where a pruned head writes. Shape (H·d,)."""
-    drop = torch.zeros(layer.heads * layer.head_dim, dtype=torch.bool)
+def dropped_columns(block: Block, numbers: Iterable[int]) -> torch.Tensor:
+    """Return which inputs of a block's output or down projection belong to removed heads or channels.
+
+    Args:
+        block: attention, or feed-forward.
+        numbers: of the removed heads or channels.
+
+    Returns:
+        Booleans, (inputs,).
+    """
+    layer: Any = block
+    width = layer.heads * layer.head_dim if isinstance(block, AttentionLayer) else layer.channels
+    drop = torch.zeros(width, dtype=torch.bool)
     for number in numbers:
         drop[layer.columns(number)] = True
     return drop
@@ -138,7 +154,7 @@ class Drop:
         self.original = drop
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The activation without those columns."""
+        """Return the activation without those columns."""
         drop = self.drop.get(x.device)
         if drop is None:
             drop = self.drop[x.device] = self.original.to(x.device)

@@ -1,9 +1,9 @@
-"""A plan: what is to be removed from a model for good, tried out before anything is cut.
+"""Plans: what is to be removed from a model for good, tried out before anything is cut.
 
 Heads are named as in a head mask. A key-value head goes with the last of its query heads, so that plans made one after
-another remove what their union removes. A feed-forward channel is an input of the block's down projection. What makes
-up for the loss, biases and updated projections, goes with the plan: a projection's output gets a bias, or is computed
-by other weights. Tried out, a plan is hooks; `lmeval_prune.surgery` executes it.
+another remove what their union removes. A feed-forward channel is an input of the block's down projection. Biases and
+updated projections that compensate for the loss go with the plan: a projection's output gets a bias, or is computed by
+other weights. Tried out, a plan is hooks; `lmeval_prune.surgery` executes it.
 
 It stands among the interventions, not among the pruners that make it, because it is one: identity, artefact and checks
 follow from its fields, and whoever makes or executes a plan may import what is below.
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Self
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
@@ -37,28 +36,25 @@ from lmeval_prune.artefacts import (
 )
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import SCHEMA_VERSION, Contents, Intervention, change_input, interventions_on
+from lmeval_prune.interventions.channels import HELP, Channels
 from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
 from lmeval_prune.settings import FrozenMapping
 
-_NUMBER = r"\d{1,18}"  # a range is compared with the model's width before it is expanded
-_RANGES = re.compile(rf"\s*{_NUMBER}(-{_NUMBER})?(\s*,\s*{_NUMBER}(-{_NUMBER})?)*\s*")
-_HELP = 'write channels as {"L0": "3,5-9"}'
-
 
 class Options(TypedDict, total=False):
-    """What is read of the options that a plan was made with."""
+    """Options of a plan's pruner that are read again."""
 
     steps: int
 
 
 class Made(TypedDict, total=False):
-    """What is read of how a plan was made."""
+    """Provenance of a plan that is read again."""
 
     method: str
     options: Options
 
 
-class File(TypedDict):
+class TensorFile(TypedDict):
     """The file of a plan's tensors."""
 
     file: str
@@ -69,7 +65,7 @@ class PlanContents(Contents):
     """Fields of a plan's artefact."""
 
     made: NotRequired[Made]
-    tensors: NotRequired[File]
+    tensors: NotRequired[TensorFile]
 
 
 @dataclass(frozen=True)
@@ -78,14 +74,14 @@ class Plan(Intervention):
 
     Attributes:
         heads: as of `HeadMask`; empty: none.
-        channels: feed-forward channels by layer, `{"L0": "3,5-9"}` or lists of numbers.
+        channels: feed-forward channels by layer, `{"L0": "3,5-9"}` or lists of numbers. Kept as `Channels`.
         tensors: hash of `compensation`; follows from it.
         allow_empty_layer: allow a layer to lose all its heads, or all its channels.
         compensation: by name, `L0.o_proj.bias`, `L0.down.bias`: added to the projection's output; `L0.o_proj.weight`,
             `L0.down.weight`: in its weight's place, (outputs, inputs of the model as it is).
         scores: by name, `heads.L0` or `channels.L0`: of each head (or of its columns) or channel, the higher the more
             important.
-        made: what made it: method and its options, calibration text, ratio, unit, stages.
+        made: provenance: method and its options, calibration text, ratio, unit, stages.
 
     Raises:
         InputError: a text is malformed.
@@ -105,8 +101,8 @@ class Plan(Intervention):
         heads = head_names(self.heads) if self.heads not in ("", (), [], None) else ()
         object.__setattr__(self, "heads", heads)
         if not isinstance(self.channels, Mapping):
-            raise InputError(f"channels={self.channels!r} cannot be read; {_HELP}")
-        channels = {label: text_of(ranges_in(label, given)) for label, given in self.channels.items()}
+            raise InputError(f"channels={self.channels!r} cannot be read; {HELP}")
+        channels = {label: Channels(channels, label) for label, channels in self.channels.items()}
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
         check_finite({**self.compensation, **self.scores}, "the plan", COMPUTED)
         if self.compensation:
@@ -117,60 +113,59 @@ class Plan(Intervention):
 
     # ------------------------------------------------------------------ what is removed
 
+    @cached_property
     def mask(self) -> HeadMask | None:
         """Its heads as a head mask; None if it has none."""
         return HeadMask(self.heads, allow_empty_layer=self.allow_empty_layer) if self.heads else None
 
     def heads_by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        """Layers that lose heads, with the numbers of those heads."""
-        mask = self.mask()
-        return mask.by_layer(model_map) if mask else []
+        """Return the layers that lose heads, with the numbers of those heads."""
+        return self.mask.by_layer(model_map) if self.mask else []
 
     def channels_by_layer(self, model_map: ModelMap) -> list[tuple[FeedForward, list[int]]]:
-        """Feed-forward blocks that lose channels, with the numbers of those channels.
+        """Return the feed-forward blocks that lose channels, in order, with the numbers of those channels.
 
         Raises:
             InputError: a layer or channel does not exist, or a block would lose all of them.
         """
         blocks = {block.label: block for block in model_map.feed_forward}
-        found = []
-        for label, text in self.channels.items():
+        for label, channels in self.channels.items():
             if label not in blocks:
-                has = f"those from {next(iter(blocks))} to {list(blocks)[-1]} have" if blocks else "none has"
-                raise InputError(f"layer {label} has no dense feed-forward block; {has} one")
-            block = blocks[label]
-            if (highest := ranges_in(label, text)[-1][1]) >= block.channels:
+                labels = f"those from {next(iter(blocks))} to {list(blocks)[-1]} have" if blocks else "none has"
+                raise InputError(f"layer {label} has no dense feed-forward block; {labels} one")
+            width, last = blocks[label].channels, channels.runs[-1][1]
+            if last >= width:
+                raise InputError(f"channel {last} of layer {label}: it has {width}, 0 to {width - 1}")
+            if channels.runs == ((0, width - 1),) and not self.allow_empty_layer:
                 raise InputError(
-                    f"channel {highest} of layer {label}: it has {block.channels}, 0 to {block.channels - 1}"
-                )
-            numbers = numbers_of(label, text)
-            if len(numbers) == block.channels and not self.allow_empty_layer:
-                raise InputError(
-                    f"all {block.channels} channels of layer {label} would be removed; "
+                    f"all {width} channels of layer {label} would be removed; "
                     f"give allow_empty_layer=true if that is meant"
                 )
-            found.append((block, numbers))
-        return sorted(found, key=lambda pair: list(blocks).index(pair[0].label))
+        return [(block, self.channels[label].numbers) for label, block in blocks.items() if label in self.channels]
 
     def kv_heads_by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        """Layers that lose key-value heads, those whose query heads all go, with their numbers."""
-        found = []
+        """Return the layers that lose key-value heads, those whose query heads all go, with their numbers."""
+        lost = []
         for layer, heads in self.heads_by_layer(model_map):
-            share = layer.heads // layer.kv_heads
-            lost = [g for g in range(layer.kv_heads) if {*range(g * share, (g + 1) * share)} <= {*heads}]
-            if lost:
-                found.append((layer, lost))
-        return found
+            kept = {layer.kv_head_of(head) for head in range(layer.heads) if head not in heads}
+            if numbers := [number for number in range(layer.kv_heads) if number not in kept]:
+                lost.append((layer, numbers))
+        return lost
+
+    def channel_numbers(self, label: str) -> list[int]:
+        """Return the channels of a layer that it removes."""
+        return self.channels[label].numbers if label in self.channels else []
 
     # ------------------------------------------------------------------ the contract
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Heads one by one, blocks in order; see the base class."""
-        mask = self.mask()
-        heads = tuple(map(str, mask.heads_of(model_map))) if mask else ()
-        channels = {block.label: ranges_of(numbers) for block, numbers in self.channels_by_layer(model_map)}
+        """Name heads one by one, and blocks in order; see the base class."""
+        heads = tuple(map(str, self.mask.heads_of(model_map))) if self.mask else ()
+        channels = {block.label: self.channels[block.label] for block, _ in self.channels_by_layer(model_map)}
         for name, tensor in self.compensation.items():
             _check_shape(name, tensor, projection_named(name, model_map))
+        if heads == self.heads and list(channels) == list(self.channels):
+            return self
         return replace(self, heads=heads, channels=channels)
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
@@ -178,63 +173,61 @@ class Plan(Intervention):
         for layer, heads in self.heads_by_layer(model_map):
             change_input(layer.o_proj, Drop(dropped_columns(layer, heads)), stack)
         for block, numbers in self.channels_by_layer(model_map):
-            change_input(block.down, Drop(dropped_channels(block, numbers)), stack)
-        earlier = [one.compensation for one in interventions_on(model_map.model) if isinstance(one, Plan)]
+            change_input(block.down, Drop(dropped_columns(block, numbers)), stack)
+        applied = [plan.compensation for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]
         for name in sorted(self.compensation, reverse=True):  # weights before biases
             tensor, bias = self.compensation[name], f"{name.removesuffix('.weight')}.bias"
             if name.endswith(".bias"):
                 hook: _Added | _Computed = _Added(tensor)
             else:  # biases of plans before this one stay
-                hook = _Computed(tensor, [_Added(one[bias]) for one in earlier if bias in one])
+                hook = _Computed(tensor, [_Added(tensors[bias]) for tensors in applied if bias in tensors])
             stack.callback(projection_named(name, model_map).register_forward_hook(hook).remove)
 
     def joined(self, other: Intervention) -> Plan | None:
-        """The union with a plan that was made after this one, or with a head mask."""
-        if isinstance(other, HeadMask):
-            other = plan_of(other)
-        if not isinstance(other, Plan):
+        """Return the union with a plan that was made after this one, or with a head mask."""
+        plan = plan_of(other) if isinstance(other, HeadMask) else other
+        if not isinstance(plan, Plan):
             return None
-        layers = [*self.channels, *(label for label in other.channels if label not in self.channels)]
-        both = {
-            label: ",".join(one.channels[label] for one in (self, other) if label in one.channels) for label in layers
-        }
+        channels = dict(self.channels)
+        for label, later in plan.channels.items():
+            channels[label] = channels[label] | later if label in channels else later
+        compensation = {**self.compensation, **plan.compensation}  # the later weights count
+        for name in self.compensation.keys() & plan.compensation.keys():
+            if name.endswith(".bias"):
+                compensation[name] = self.compensation[name] + plan.compensation[name]
         return replace(
             self,
-            heads=(*self.heads, *other.heads),
-            channels=both,
-            allow_empty_layer=self.allow_empty_layer or other.allow_empty_layer,
-            compensation=_one_after_the_other(self.compensation, other.compensation),
-            origin=self.origin or other.origin,
+            heads=(*self.heads, *plan.heads),
+            channels=channels,
+            allow_empty_layer=self.allow_empty_layer or plan.allow_empty_layer,
+            compensation=compensation,
+            origin=self.origin or plan.origin,
         )
 
     def converted(self, kind: type[Intervention]) -> Intervention | None:
-        """Itself, or the head mask that it is; None if it is more than that."""
-        if kind is HeadMask and self.heads and not self.channels and not self.compensation:
-            return HeadMask(self.heads, allow_empty_layer=self.allow_empty_layer, origin=self.origin)
+        """Return the plan itself, or the head mask that it is; None if it is more than that."""
+        if kind is HeadMask and self.mask and not self.channels and not self.compensation:
+            return replace(self.mask, origin=self.origin)
         return super().converted(kind)
 
-    def channel_numbers(self, label: str) -> list[int]:
-        """Channels of a layer that it removes."""
-        return numbers_of(label, self.channels.get(label, ()))
-
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """What goes, and how much of how much."""
-        found = super().report(model_map)
-        own = dict(found["plan"])
-        own["heads_pruned"] = len(own["heads"])
-        own["heads_total"] = model_map.total_heads
-        own["kv_heads_pruned"] = sum(len(lost) for _, lost in self.kv_heads_by_layer(model_map))
-        own["kv_heads_total"] = sum(layer.kv_heads for layer in model_map.attention)
-        own["channels_pruned"] = sum(len(lost) for _, lost in self.channels_by_layer(model_map))
-        own["channels_total"] = sum(model_map.channels().values())
-        return {**found, "plan": own, "heads": own["heads"]}
+        """Return what goes, and how much of how much."""
+        report = super().report(model_map)
+        plan = dict(report["plan"])
+        plan["heads_pruned"] = len(plan["heads"])
+        plan["heads_total"] = model_map.total_heads
+        plan["kv_heads_pruned"] = sum(len(lost) for _, lost in self.kv_heads_by_layer(model_map))
+        plan["kv_heads_total"] = sum(layer.kv_heads for layer in model_map.attention)
+        plan["channels_pruned"] = sum(len(lost) for _, lost in self.channels_by_layer(model_map))
+        plan["channels_total"] = sum(model_map.channels().values())
+        return {**report, "plan": plan, "heads": plan["heads"]}
 
     def summary(self, model_map: ModelMap) -> str:
-        """What goes, of how much."""
-        own = self.report(model_map)["plan"]
+        """Return how many heads and channels go, of how many."""
+        plan = self.report(model_map)["plan"]
         return (
-            f"a plan removes {own['heads_pruned']} of {own['heads_total']} heads and {own['channels_pruned']} of "
-            f"{own['channels_total']} channels"
+            f"a plan removes {plan['heads_pruned']} of {plan['heads_total']} heads and {plan['channels_pruned']} of "
+            f"{plan['channels_total']} channels"
         )
 
     # ------------------------------------------------------------------ the artefact
@@ -242,8 +235,8 @@ class Plan(Intervention):
     def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Write it as JSON, and its tensors and scores beside it as safetensors; see the base class.
 
-        The tensors' file is named by its content and written first, so that a kill leaves the last plan whole. That of
-        a plan that stood there goes at the end.
+        The tensors' file is named by its content and written first, so that a kill leaves the last plan whole. The
+        tensors' file of a plan that stood there is removed at the end.
         """
         from safetensors.torch import save
 
@@ -264,103 +257,43 @@ class Plan(Intervention):
 
     @classmethod
     def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {"made": content.get("made") or {}}
-        named = content.get("tensors")
-        if named:
-            file = path.with_name(file_name(named["file"]))
+        attached: dict[str, Any] = {"made": content.get("made") or {}}
+        if entry := content.get("tensors"):
+            file = path.with_name(file_name(entry["file"]))
             try:
-                tensors = read_tensors(file, named["sha256"])
+                tensors = read_tensors(file, entry["sha256"])
             except InputError as error:
                 raise InputError(f"the file {file.name} beside it is needed: {error}") from None
-            found["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
-            found["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
-        return found
+            attached["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
+            attached["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
+        return attached
 
 
 def plan_of(mask: HeadMask) -> Plan:
-    """A head mask as a plan."""
+    """Return a head mask as a plan."""
     return Plan(mask.heads, allow_empty_layer=mask.allow_empty_layer, origin=mask.origin)
 
 
-def ranges_in(label: str, given: Any) -> list[tuple[int, int]]:
-    """Read channels as a user writes them, `"3,5-9"` or a list of numbers, and return first and last of each run.
-
-    Raises:
-        InputError: they cannot be read.
-    """
-    if isinstance(given, str) and given.strip():
-        if not _RANGES.fullmatch(given):
-            raise InputError(f"channels {given[:60]!r} of {label} cannot be read; {_HELP}")
-        ends = [[int(end) for end in part.split("-")] for part in given.split(",")]
-        pairs = [(pair[0], pair[-1]) for pair in ends]
-        if any(first > last for first, last in pairs):
-            raise InputError(f"channels {given[:60]!r} of {label}: a range runs backwards; {_HELP}")
-    else:
-        if not isinstance(given, Iterable) or not all(isinstance(one, int) and one >= 0 for one in given):
-            raise InputError(f"channels {str(given)[:60]!r} of {label} cannot be read; {_HELP}")
-        pairs = [(number, number) for number in given]
-    runs: list[tuple[int, int]] = []
-    for first, last in sorted(pairs):
-        if runs and first <= runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
-        else:
-            runs.append((first, last))
-    return runs
-
-
-def numbers_of(label: str, given: Any) -> list[int]:
-    """Return the channels that a user wrote, in order and each once; as of `ranges_in`."""
-    return [number for first, last in ranges_in(label, given) for number in range(first, last + 1)]
-
-
-def text_of(runs: Iterable[tuple[int, int]]) -> str:
-    """Return runs of channels as text, `"3,5-9"`."""
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def ranges_of(numbers: Iterable[int]) -> str:
-    """Return numbers as text, `"3,5-9"`."""
-    return text_of(ranges_in("", list(numbers)))
-
-
 def hash_of(tensors: Mapping[str, Tensor]) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of named tensors."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of named tensors."""
     from safetensors.torch import save
 
     ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
     return hashlib.sha256(save(ordered)).hexdigest()[:16]
 
 
-def dropped_channels(block: FeedForward, numbers: Iterable[int]) -> Tensor:
-    """Boolean vector over the down projection's inputs, true where a removed channel stands."""
-    drop = torch.zeros(block.channels, dtype=torch.bool)
-    for number in numbers:
-        drop[block.columns(number)] = True
-    return drop
-
-
 def projection_named(name: str, model_map: ModelMap) -> nn.Module:
-    """The projection that a tensor of a plan is for.
+    """Return the projection that a tensor of a plan is for.
 
     Raises:
         InputError: there is none.
     """
-    label, _, part = name.removesuffix(".bias").removesuffix(".weight").rpartition(".")
-    blocks: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
-    blocks |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
-    if not name.endswith((".bias", ".weight")) or f"{label}.{part}" not in blocks:
+    projections: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
+    projections |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
+    projection, _, kind = name.rpartition(".")
+    if kind not in ("bias", "weight") or projection not in projections:
         raise InputError(f"the plan has a tensor {name}, and the model has no such projection")
-    return blocks[f"{label}.{part}"]
-
-
-def _one_after_the_other(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What makes up for the loss after both, nested, joined or cut one after the other: biases add up, the later
-    weights count."""
-    found = {**first, **second}
-    for name in first.keys() & second.keys():
-        if name.endswith(".bias"):
-            found[name] = first[name] + second[name]
-    return found
+    return projections[projection]
 
 
 def _check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
@@ -371,13 +304,13 @@ def _check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
 
 
 def _tensors_file(path: Path) -> Path | None:
-    """The tensors' file of the plan at a path, by the name that we gave it; None if there is no such plan."""
+    """Return the tensors' file of the plan at a path, by the name that `save` gave it; None if there is no such."""
     try:
-        named = read_artefact(path, Plan.schema(), SCHEMA_VERSION, PlanContents)[0]["tensors"]
-        own = f"{path.stem}.{named['sha256'][:8]}.safetensors"
-        return path.with_name(own) if own == named["file"] else None
+        entry = read_artefact(path, Plan.schema(), SCHEMA_VERSION, PlanContents)[0]["tensors"]
     except (InputError, KeyError):
         return None
+    name = f"{path.stem}.{entry['sha256'][:8]}.safetensors"
+    return path.with_name(name) if name == entry["file"] else None
 
 
 class _Moved:
@@ -402,7 +335,7 @@ class _Added(_Moved):
 
 
 class _Computed(_Moved):
-    """Computes a projection's output by other weights, and by its own bias and those that were added to it before."""
+    """Computes a projection's output by other weights, with its bias and those that were added to it before."""
 
     def __init__(self, tensor: Tensor, biases: list[_Added]) -> None:
         super().__init__(tensor)
@@ -410,7 +343,7 @@ class _Computed(_Moved):
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         bias: Any = module.bias
-        found = nn.functional.linear(inputs[0], self.like(inputs[0]), bias)
+        result = nn.functional.linear(inputs[0], self.like(inputs[0]), bias)
         for added in self.biases:
-            found = added(module, inputs, found)
-        return found
+            result = added(module, inputs, result)
+        return result

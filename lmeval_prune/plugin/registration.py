@@ -6,7 +6,6 @@ It knows every room by name and imports none. Safe to call any number of times.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 MODELS = {
@@ -17,13 +16,6 @@ MODELS = {
 }
 
 ROUTING = "lmeval_prune.sprint.routing:Routing"
-
-
-def task_folder() -> Path:
-    """Folder of our task YAMLs, in the repository or in the installed package."""
-    from lmeval_prune import tasks
-
-    return Path(tasks.__path__[0]).resolve()
 
 
 def register_models() -> None:
@@ -40,7 +32,7 @@ def register_models() -> None:
 
 
 def register_tasks() -> None:
-    """Make every `TaskManager` that includes lm-eval's own tasks include ours, before the user's paths."""
+    """Let every `TaskManager` that includes lm-eval's own tasks know ours, and read lm-eval's where it needs them."""
     from lm_eval.tasks.manager import TaskManager
 
     if hasattr(TaskManager.__init__, "_lmeval_prune"):
@@ -53,20 +45,16 @@ def register_tasks() -> None:
         verbosity: str | None = None,
         include_path: Any = None,
         include_defaults: bool = True,
-        *args: Any,
-        **kwargs: Any,
+        metadata: Any = None,
     ) -> None:
-        paths = (
-            []
-            if include_path is None
-            else list(include_path)
-            if isinstance(include_path, list | tuple)
-            else [include_path]
-        )
-        ours = str(task_folder())
-        if include_defaults and ours not in map(str, paths):
-            paths = [ours, *paths]
-        init(self, verbosity, paths or None, include_defaults, *args, **kwargs)
+        from lmeval_prune.tasks.manager import LazyTaskManager, with_our_folder
+
+        if include_defaults and type(self) is TaskManager:
+            self.__class__ = LazyTaskManager
+            self.__init__(verbosity, include_path, metadata)
+        else:
+            paths = with_our_folder(include_path) if include_defaults else include_path
+            init(self, verbosity, paths, include_defaults, metadata)
 
     with_our_tasks._lmeval_prune = True  # type: ignore[attr-defined]
     TaskManager.__init__ = with_our_tasks

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from lmeval_prune.architectures import position_limit
 from lmeval_prune.checkpoints.pruned import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError
@@ -50,10 +51,8 @@ def check_length(folder: str, work: Workload) -> None:
         InputError: it is.
     """
     bare = skeleton_of(folder)
-    positions = getattr(bare.config.get_text_config(), "max_position_embeddings", None)
+    positions = position_limit(bare)
     tokens = work.prompt + (work.new if _is_causal(bare) else 0)
-    if "roberta" in bare.config.model_type and positions:
-        positions -= bare.config.pad_token_id + 1  # its first position
     if positions and tokens > positions:
         raise InputError(f"{folder} has {positions} positions, and the workload {tokens} tokens; give a smaller prompt")
 

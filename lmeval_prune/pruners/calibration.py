@@ -20,6 +20,7 @@ import torch
 from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
 
+from lmeval_prune.architectures import position_limit
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.tasks.named import load_task, task_manager
 
@@ -145,14 +146,8 @@ def check_length(model: Any, tokens: int) -> None:
     Raises:
         InputError: they are.
     """
-    names = ("max_position_embeddings", "max_seq_len")  # MPT calls them so
-    limit = next((known for name in names if isinstance(known := getattr(model.config, name, None), int)), None)
-    if limit is None or limit < 1:
-        return
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            limit -= module.padding_idx + 1  # RoBERTa's first ones stand for padding
-    if tokens > limit:
+    limit = position_limit(model)
+    if limit is not None and tokens > limit:
         raise InputError(f"windows of {tokens} tokens: this model has at most {limit} positions; give fewer --tokens")
 
 
@@ -309,7 +304,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
 
 def _problems(name: str) -> tuple[Any, list[Any]]:
     """A task, and the problems of its training split."""
-    task = load_task(task_manager([name], {"data_split": "train"}), name)
+    task = load_task(task_manager({"data_split": "train"}), name)
     try:
         return task, list(_training_docs(name, task))
     except InputError:

@@ -48,7 +48,7 @@ class LlmPruner(ReadingPruner):
         name = pruner_name(self)
         if getattr(model_map.model, "is_quantized", False):
             raise InputError(f"{name} needs gradients, which a quantised model lacks; load it in float32 or bfloat16")
-        if not _is_causal(model_map):
+        if not model_map.predicts_next_token:
             raise InputError(
                 f"{name} needs the loss of a causal language model; this {model_map.model_type} model is none"
             )
@@ -192,15 +192,3 @@ def _of_channels(model_map: ModelMap) -> Iterator[nn.Module]:
 
 def _kind(module: nn.Module) -> torch.dtype:
     return torch.promote_types(weight_of(module).dtype, torch.float32)
-
-
-def _is_causal(model_map: ModelMap) -> bool:
-    """Whether it gives logits of the next token, from the tokens before it alone."""
-    model: Any = model_map.model
-    parts = (part for layer in model_map.attention for part in layer.module.modules())
-    return (
-        model_map.stacks == ("",)
-        and getattr(model, "get_output_embeddings", lambda: None)() is not None
-        and bool(getattr(model, "can_generate", bool)())
-        and all(getattr(part, "is_causal", True) for part in parts)
-    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import UNITS, ModelMap, check_unit, uncuttable, units_of
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.plan import Plan, ranges_of
+from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import (
     COMPARED,
     REFERENCE,
@@ -482,7 +482,7 @@ def _nothing_goes(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, o
 def _plan(heads: Removed, channels: Removed, allow_empty_layer: bool, **more: Any) -> Plan:
     return Plan(
         tuple(f"{label}H{head}" for label, numbers in heads.items() for head in sorted(numbers)),
-        {label: ranges_of(sorted(numbers)) for label, numbers in channels.items()},
+        {label: sorted(numbers) for label, numbers in channels.items()},
         allow_empty_layer=allow_empty_layer,
         **more,
     )

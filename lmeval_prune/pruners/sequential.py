@@ -23,7 +23,7 @@ from lmeval_prune.architectures.blocks import in_features
 from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
-from lmeval_prune.interventions.plan import Plan, ranges_of
+from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.base import ReadingPruner, Scored, Scores, needed, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_after
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
@@ -328,7 +328,7 @@ def _lose(
 def _plan_of(label: str, done: Done, allow_empty_layer: bool) -> Plan:
     return Plan(
         tuple(f"{label}H{head}" for head in sorted(done.heads)),
-        {label: ranges_of(sorted(done.channels))} if done.channels else {},
+        {label: sorted(done.channels)} if done.channels else {},
         allow_empty_layer=allow_empty_layer,
         compensation=dict(done.tensors),
     )

@@ -129,7 +129,7 @@ class Sweep(SweepOptions):
         metadata = dict(self.metadata)
         if self.split:
             metadata["data_split"] = self.split
-        return task_manager(list(self.tasks), metadata)
+        return task_manager(metadata)
 
     def _tasks(self) -> dict[str, SweptTask]:
         found = load_tasks(self._manager, list(self.tasks))

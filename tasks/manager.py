@@ -1,0 +1,90 @@
+"""lm-eval's task manager with our tasks, which reads lm-eval's own index only where a name needs it.
+
+That index has 14,000 entries and takes about 15 seconds of CPU time; ours takes less than a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lm_eval.tasks
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import Entry, Kind, TaskIndex
+
+
+def with_our_folder(include_path: Any) -> list[str | Path]:
+    """Return a user's folders of tasks with ours before them, if it is not among them."""
+    paths = list(include_path) if isinstance(include_path, list | tuple) else [include_path] if include_path else []
+    folder = Path(__file__).resolve().parent
+    return paths if folder in map(Path, paths) else [folder, *paths]
+
+
+class LazyTaskManager(TaskManager):
+    """A task manager that knows our tasks, then those of the user's folders, then lm-eval's own.
+
+    Args:
+        verbosity: as of `TaskManager`.
+        include_path: folders of the user's; their tasks go before ours of the same name.
+        metadata: passed to the tasks.
+    """
+
+    def __init__(self, verbosity: str | None = None, include_path: Any = None, metadata: Any = None) -> None:
+        super().__init__(verbosity, with_our_folder(include_path), include_defaults=False, metadata=metadata)
+        self._index: ChainMap[str, Entry] = ChainMap(self._index, LmEvalIndex())  # type: ignore[arg-type]
+
+    def match_tasks(self, task_list: list[str]) -> list[str]:
+        """Match names and glob patterns; names that are known already need no listing."""
+        if all(name in self._index.maps[0] for name in task_list):
+            return sorted(set(task_list))
+        matches: list[str] = super().match_tasks(task_list)
+        return matches
+
+    @property
+    def all_tasks(self) -> list[str]:
+        """List all names: of tasks, groups and tags."""
+        return sorted(self._index)
+
+    @property
+    def all_groups(self) -> list[str]:
+        """List the names of groups."""
+        return self._names(Kind.GROUP)
+
+    @property
+    def all_subtasks(self) -> list[str]:
+        """List the names of tasks."""
+        return self._names(Kind.TASK, Kind.PY_TASK)
+
+    @property
+    def all_tags(self) -> list[str]:
+        """List the names of tags."""
+        return self._names(Kind.TAG)
+
+    def _names(self, *kinds: Kind) -> list[str]:
+        return sorted(name for name, entry in self._index.items() if entry.kind in kinds)
+
+    def _entry(self, name: str) -> Entry | None:
+        """Return a name's entry; the path of a file is no name."""
+        return None if name.endswith((".yaml", ".yml")) else self._index.get(name)
+
+
+class LmEvalIndex(Mapping[str, Entry]):
+    """The entries that lm-eval comes with, by name; read, once in a process, when the first is looked up."""
+
+    def __getitem__(self, name: str) -> Entry:
+        return _lm_eval_index()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_lm_eval_index())
+
+    def __len__(self) -> int:
+        return len(_lm_eval_index())
+
+
+@cache
+def _lm_eval_index() -> dict[str, Entry]:
+    index: dict[str, Entry] = TaskIndex.build([Path(lm_eval.tasks.__file__).parent])
+    return index

@@ -387,8 +387,8 @@ def _fronts(
     for key, (_, less) in COSTS.items():
         ranges = np.array([measured_range(costs[name], key) for name in names], dtype=float)
         known = ~np.isnan(ranges).any(1)
-        without_range = key in TIMED and any(key in costs[name] for name, is_known in zip(names, known) if not is_known)
-        if not without_range and (ranges[known] != ranges[known][:1]).any():
+        lacks_range = key in TIMED and any(key in costs[names[i]] for i in np.flatnonzero(~known))
+        if not lacks_range and (ranges[known] != ranges[known][:1]).any():
             front = pareto(ranges if less else -ranges[:, ::-1], gains)
             fronts[key] = [name for name, is_on in zip(names, front, strict=True) if is_on]
     return fronts

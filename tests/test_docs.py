@@ -16,7 +16,7 @@ from lmeval_prune import decoding
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.interventions import attention_call, probe_pruning
-from lmeval_prune.models.arguments import our_names
+from lmeval_prune.models.arguments import argument_names
 from lmeval_prune.pruners import base
 from tests.conftest import ROOT
 
@@ -73,7 +73,7 @@ def test_arguments_and_families_of_the_readme_are_those_of_the_code() -> None:
     readme = ROOT / "README.md"
     rows = re.findall(r"^\| (`.+?) \|", section(readme, "Arguments of `pruned-hf`"), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
-    assert {"heads", "mask", "responses", "engine", "router"} <= named <= set(our_names())
+    assert {"heads", "mask", "responses", "engine", "router"} <= named <= set(argument_names())
     families = section(readme, "What it does, and what not yet").partition("Not yet:")[0].partition("hand:")[2]
     assert set(re.findall(r"[a-z][\w-]*", families)) - {"encoders", "encoder-decoders"} == set(FAMILIES)
 

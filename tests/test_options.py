@@ -317,13 +317,13 @@ def test_without_a_router_nothing_of_sprint_is_imported() -> None:
     done = call(
         "-c",
         "import sys\n"
-        "from lmeval_prune.models.arguments import Arguments, our_names\n"
+        "from lmeval_prune.models.arguments import Arguments, argument_names\n"
         "from lmeval_prune.models.pruned_hf import PrunedHFLM\n"
-        "assert 'router_store' in our_names()\n"
+        "assert 'router_store' in argument_names()\n"
         "def sprint(): return [name for name in sys.modules if name.startswith('lmeval_prune.sprint')]\n"
         "Arguments.of({'heads': 'L0H0'})\n"
         "print(sprint())\n"
-        "tries = Arguments.of({'router': 'random', 'router_pool': 'L0H0'}).tries\n"
+        "tries = Arguments.of({'router': 'random', 'router_pool': 'L0H0'}).router\n"
         "print(type(tries).__name__, len(sprint()) > 1)\n",
         cwd=ROOT,
     )

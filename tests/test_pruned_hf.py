@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from lmeval_prune import HeadMask, InputError, Plan, map_model
 from lmeval_prune.architectures import ModelMap, weights_fingerprint
 from lmeval_prune.interventions import interventions_on
+from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.checkpoint import Checkpoint
+from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.conftest import task_manager
 from tests.tiny_models import output, tiny, tokens
@@ -263,29 +267,29 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"heads": "encoder.L0H1"}, "this model has one stack; write it without a stack"),
         ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
-        ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' is neither true nor false"),
+        ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' must be"),
         ({"heads": "L0H*", "allow_empty_layer": "no"}, "give allow_empty_layer=true"),
         ({"heads": []}, "names no head"),
         ({"heads": {}}, "heads needs heads"),
-        ({"responses": True}, "responses=True is not a text"),
+        ({"responses": True}, "responses=True must be"),
         ({"responses": ""}, "responses= is empty"),
         ({"responses": "/dev/null/x"}, "responses=/dev/null/x cannot be used"),
-        ({"mask": True}, "mask=True is not a text"),
-        ({"mask": {"heads": "L0H1"}}, "is not a text"),
+        ({"mask": True}, "mask=True must be"),
+        ({"mask": {"heads": "L0H1"}}, "mask=.* must be"),
         ({"mask": ""}, "mask= is empty"),
-        ({"router": True}, "router=True is not a text"),
-        ({"router": "best", "router_store": True}, "router_store=True is not a text"),
-        ({"router": "random", "router_pool": True}, "router_pool=True is not a text"),
-        ({"router": "random", "router_pool": ["L0H0", "L0H1"]}, "router_pool=.* is not a text"),
-        ({"router": "random", "router_pool": "L0H0", "router_seed": "abc"}, "router_seed='abc' is not a whole number"),
-        ({"router": "random", "router_pool": "L0H0", "router_size": "abc"}, "router_size='abc' is not a whole number"),
+        ({"router": True}, "router=True must be"),
+        ({"router": "best", "router_store": True}, "router_store=True must be"),
+        ({"router": "random", "router_pool": True}, "router_pool=True must be"),
+        ({"router": "random", "router_pool": ["L0H0", "L0H1"]}, "router_pool=.* must be"),
+        ({"router": "random", "router_pool": "L0H0", "router_seed": "abc"}, "router_seed='abc' must be"),
+        ({"router": "random", "router_pool": "L0H0", "router_size": "abc"}, "router_size='abc' must be"),
         ({"router_seed": 4}, "belong to router=: router_seed; add router=random"),
         ({"router_size": 4, "router_pool": "L0H0"}, "belong to router=: router_pool, router_size"),
-        ({"attention_path": True}, "attention_path=True is not a text"),
-        ({"attention_heads": "abc"}, "attention_heads='abc' is not a whole number"),
-        ({"attention_heads": 0}, "attention_heads must be a whole number above 0, not 0"),
-        ({"engine": "batched", "engine_rows": True}, "engine_rows=True is not a whole number"),
-        ({"engine": "batched", "engine_rows": "many"}, "engine_rows='many' is not a whole number"),
+        ({"attention_path": True}, "attention_path=True must be"),
+        ({"attention_heads": "abc"}, "attention_heads='abc' must be"),
+        ({"attention_heads": 0}, "attention_heads=0 must be"),
+        ({"engine": "batched", "engine_rows": True}, "engine_rows=True must be"),
+        ({"engine": "batched", "engine_rows": "many"}, "engine_rows='many' must be"),
         ({"batch_size": "abc"}, "batch_size=abc is neither"),
         ({"batch_size": 0}, "batch_size=0 is neither"),
         ({"dtype": 5}, "dtype=5 is not a type"),
@@ -333,6 +337,33 @@ def test_an_argument_that_nobody_knows_is_said_in_one_line(tiny_folder: Path, ar
         with pytest.raises(InputError, match=f"unknown model_arg '{next(iter(argument))}'") as error:
             make()
         assert "\n" not in str(error.value)
+
+
+def test_parsed_arguments_are_taken_as_they_are(tiny_folder: Path) -> None:
+    parsed = Arguments.of({"pretrained": str(tiny_folder), "heads": HEADS, "dtype": "float64", "device": "cpu"})
+    lm = PrunedHFLM(parsed)
+    assert lm.arguments is parsed and lm.pruning_info()["heads"] == ["L0H1", "L1H2", "L1H3"]
+    lm.again(replace(parsed, interventions=()))
+    assert lm.pruning_info()["heads"] == []
+
+
+def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    settings = folder / "tokenizer_config.json"
+    content = json.loads(settings.read_text())
+    settings.write_text(json.dumps({key: value for key, value in content.items() if key != "pad_token"}))
+    arguments = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
+    identity = ModelIdentity.of_checkpoint(Checkpoint(Arguments.of(arguments).loading))
+    assert ModelIdentity(**identity.to_json()) == identity
+    identity.check_loaded(PrunedHFLM(**arguments))
+    with pytest.raises(InputError, match="another dtype than"):
+        identity.check_loaded(PrunedHFLM(**{**arguments, "dtype": "float64"}))
+    settings.write_text(json.dumps({**content, "bos_token": "</s>"}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    with pytest.raises(InputError, match="another config and tokenizer than") as error:
+        identity.check_loaded(PrunedHFLM(**arguments))
+    assert "\n" not in str(error.value)
 
 
 def test_a_constructor_that_fails_leaves_nothing_on_a_live_model(tiny_folder: Path, tmp_path: Path) -> None:
@@ -506,13 +537,13 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
 @pytest.mark.parametrize(
     ("arguments", "setting", "message"),
     [
-        ({"engine": "fast"}, {}, "engine='fast' is not known; use generate or batched"),
+        ({"engine": "fast"}, {}, "engine='fast' must be generate or batched"),
         ({"engine": "batched"}, {"num_beams": 3}, "does not know the generation setting num_beams=3"),
         ({"engine": "batched"}, {"penalty_alpha": 0.5}, "does not know the generation mode contrastive_search"),
         ({"engine": "batched"}, {"guidance_scale": 1.5}, "does not know the generation setting guidance_scale=1.5"),
         ({"engine": "batched"}, {"max_length": 20}, "does not take max_length"),
         ({"deterministic": True}, {}, "add engine=batched"),
-        ({"engine": "batched", "engine_rows": 0}, {}, "engine_rows must be a whole number above 0"),
+        ({"engine": "batched", "engine_rows": 0}, {}, "engine_rows=0 must be"),
         ({"engine": "batched"}, {"colour": 3}, "does not know: colour"),
         ({"engine": "batched"}, {"max_gen_toks": 600}, "leaves no room for a prompt in max_length=512"),
         ({"engine": "batched"}, {"do_sample": True, "temperature": 0.0}, "needs a temperature above 0"),

@@ -157,7 +157,7 @@ def test_what_cannot_be_routed_is_refused(tiny_folder: Path, router: Path, store
     with pytest.raises(InputError, match="does not hold the question"):
         PrunedHFLM(
             str(tiny_folder), dtype="float64", device="cpu", router="oracle", router_store=str(store)
-        ).given.tries.policy.order(["never asked"])
+        ).arguments.router.policy.order(["never asked"])
 
 
 def test_a_router_fits_its_model_in_a_smaller_type_too(tiny_folder: Path, router: Path, store: Path) -> None:

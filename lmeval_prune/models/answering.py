@@ -50,7 +50,7 @@ class Answering:
 
     def __init__(self, lm: Any, store: AnswerStore | None = None) -> None:
         self._lm = ref(lm)  # no circle: the model ends, and what it applied, when nobody else holds it
-        self.tries = lm.given.tries
+        self.tries = lm.arguments.router
         self._live: tuple[Intervention, ...] = ()
         self._identities: dict[str, list[Any]] = {}
         self._busy = False
@@ -60,7 +60,7 @@ class Answering:
             self.tries.fit_to(lm.model_map, lm.weights, self.interventions())
             for head in self.tries.masks:
                 self.interventions(head)  # refuses what does not fit together
-        folder = lm.given.responses
+        folder = lm.arguments.responses
         if folder:
             digest(lm.identity)  # refuses what cannot be told apart, before anything is computed
         self.store = store or (AnswerStore(folder, lm.store_rank) if folder else None)
@@ -178,7 +178,7 @@ class Answering:
 
     def _drawn(self, request: Any, repeat: int) -> list[Any]:
         """What a drawn answer depends on, too; the engine's draws are others than `generate`'s."""
-        return [self.lm.given.engine.engine, *generation.draw_of(self.lm.seed, request, repeat)]
+        return [self.lm.arguments.engine, *generation.draw_of(self.lm.seed, request, repeat)]
 
     def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         """JSON value of everything that an answer depends on; and the head of the try."""

@@ -15,7 +15,7 @@ from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError, nearest, reported
-from lmeval_prune.models.arguments import Arguments, our_names, unknown
+from lmeval_prune.models.arguments import Arguments, argument_names, unknown
 from lmeval_prune.models.identity import applied
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
 from lmeval_prune.models.once import GivenOnce
@@ -56,20 +56,20 @@ class AthenaLM(GivenOnce):
         for name in _FOR_TEXTS:
             if arguments.get(name) is not None:
                 raise InputError(f"{name}= is not for --model athena; leave it out")
-        given = Arguments.of(arguments)
-        for name in given.others:
-            meant = nearest(name, [*our_names(), "pretrained", "batch_size", "device"])
+        parsed = Arguments.of(arguments)
+        for name in parsed.others:
+            meant = nearest(name, [*argument_names(), "pretrained", "batch_size", "device"])
             raise unknown(name) if not meant else InputError(f"unknown model_arg {name!r}{meant}")
         self.field, self.batch_size = question_field, _batch(batch_size)
         where = device_named(device, strictly=False)
         self.about = checkpoint.describe(pretrained)
         self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
-        for one in given.interventions:
+        for one in parsed.interventions:
             one.fit_to(bare)
         self.host = checkpoint.read(pretrained).to(where)
         with ExitStack() as stack:
-            for one in given.interventions:
+            for one in parsed.interventions:
                 stack.enter_context(one.applied_to(self.host.encoder, self.model_map, any_thread=True))
             self._applied = stack.pop_all()
         if self.manifest:

@@ -1,15 +1,24 @@
-"""What an answer depends on beside the request and what is applied: everything of the model, and of how it is asked."""
+"""Everything that an answer depends on beside the request and what is applied: the model, and the versions of code."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from lmeval_prune.architectures import ModelMap, adapters_of
-from lmeval_prune.artefacts import CREATED_BY, digest
+from lmeval_prune.artefacts import CREATED_BY, content_digest, digest
+from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import combined, interventions_on
+from lmeval_prune.models.tries import POLICIES
+
+if TYPE_CHECKING:
+    from lmeval_prune.models.checkpoint import Checkpoint
 
 # Arguments that change where and how fast a response is computed, but not what it should be; the type of the weights
 # is taken from the model.
@@ -17,6 +26,8 @@ NOT_PART_OF_AN_ANSWER = {
     *("batch_size", "max_batch_size", "device", "parallelize", "device_map", "max_memory_per_gpu", "max_cpu_memory"),
     *("offload_folder", "dtype"),
 }
+# Arguments that name a file or folder, unless the value is one of a router's policies.
+_PATHS = {"tokenizer", "peft", "delta", "router", "router_store"}
 
 
 # Raised whenever answers to the same requests come out otherwise than before, by the decoding engine or by how requests
@@ -24,9 +35,106 @@ NOT_PART_OF_AN_ANSWER = {
 ANSWERING = 1
 
 
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A model as far as answers depend on it. Models of one kind with the same identity answer alike.
+
+    Attributes:
+        config, tokenizer: fingerprints.
+        generation_config: the model's own settings of generation.
+        dtype: of its weights, or in which a server computes.
+        arguments: model_args that change answers.
+        weights: fingerprint of the loaded weights, or digest of a checkpoint's files; None for a server.
+        adapters: digest of PEFT adapters on a loaded model.
+        server: kind of server.
+        checkpoint: digest of the checkpoint that a server serves.
+    """
+
+    config: str
+    tokenizer: str
+    generation_config: str
+    dtype: str
+    arguments: Mapping[str, Any]
+    weights: str | None = None
+    adapters: str | None = None
+    server: str | None = None
+    checkpoint: str | None = None
+
+    @classmethod
+    def of_model(cls, lm: Any) -> Self:
+        """Identify a loaded `PrunedHFLM`.
+
+        Raises:
+            InputError: weights are offloaded, so that two models could not be told apart.
+        """
+        if lm.weights is None:
+            raise InputError(
+                "stored answers need weights that can be read, and some are offloaded; leave out the cache"
+            )
+        generation_config, adapters = getattr(lm.model, "generation_config", None), adapters_of(lm.model)
+        arguments = sorted(lm.arguments.others.items())
+        return cls(
+            config_fingerprint(lm.config),
+            lm.tokenizer_fingerprint,
+            generation_config.to_json_string() if generation_config else "",
+            str(lm.model.dtype),
+            {name: str(value) for name, value in arguments if name not in NOT_PART_OF_AN_ANSWER},
+            lm.weights,
+            digest(adapters) if adapters else None,
+        )
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        """Identify a checkpoint that is not loaded: by the content of its files, wherever they are.
+
+        Raises:
+            InputError: there are no weights.
+        """
+        skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision"}
+        arguments = sorted(checkpoint.loading.items())
+        return cls(
+            config_fingerprint(checkpoint.config),
+            tokenizer_fingerprint(checkpoint.tokenizer),
+            checkpoint.generation_digest,
+            checkpoint.dtype,
+            {name: by_content(name, value) for name, value in arguments if name not in skipped},
+            checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the parts that are known, as JSON: part of the keys of stored answers, outcomes and cells."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def check_loaded(self, lm: Any) -> None:
+        """Check that a loaded model is the one that this identity of its checkpoint was taken of.
+
+        Args:
+            lm: the `PrunedHFLM`.
+
+        Raises:
+            InputError: its configuration, tokenizer or type is another one.
+        """
+        loaded = {"config": config_fingerprint(lm.config), "tokenizer": lm.tokenizer_on_disk}
+        if self.dtype != "auto" and not getattr(lm.config, "quantization_config", None):
+            loaded["dtype"] = str(lm.model.dtype).removeprefix("torch.")
+        if other := [name for name, value in loaded.items() if value != getattr(self, name)]:
+            raise InputError(
+                f"the model {lm.pretrained} that was loaded has another {' and '.join(other)} than when its cells were "
+                f"named; has its folder changed? Start the command again"
+            )
+
+
+def by_content(name: str, value: Any) -> Any:
+    """Return an argument's value as JSON; a file or folder, where the argument names one, by its content."""
+    is_path = name in _PATHS and value not in POLICIES
+    if is_path and isinstance(value, str | os.PathLike) and Path(value).expanduser().exists():
+        return {"content": content_digest(Path(value).expanduser())}
+    return value if isinstance(value, bool | int | float | None) else str(value)
+
+
 @cache
 def code_versions(*libraries: str) -> dict[str, Any]:
-    """Versions of the code that answers depend on.
+    """Return the versions of the code that answers depend on.
 
     Args:
         libraries: those that compute, by default lm-eval, which cuts prompts and texts, and transformers.
@@ -39,56 +147,35 @@ def differing(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
     if before is None:
         return "do not say which versions made them"
 
-    def named(versions: dict[str, Any]) -> str:
-        differ = [name for name in now if before.get(name) != now[name]]
-        known = [(name, versions[name]) for name in differ if name in versions]
+    def text(versions: dict[str, Any]) -> str:
+        changed = [name for name in now if before.get(name) != now[name]]
+        known = [(name, versions[name]) for name in changed if name in versions]
         return " and ".join(f"version {n} of {name}" if isinstance(n, int) else f"{name} {n}" for name, n in known)
 
-    return f"were made by {named(before)}, this is {named(now)}"
-
-
-def identity_of(lm: Any) -> dict[str, Any]:
-    """JSON value of all of a `PrunedHFLM` that an answer depends on, beside what is applied to its model.
-
-    Raises:
-        InputError: weights are offloaded, so that two models could not be told apart.
-    """
-    if lm.weights is None:
-        raise InputError("stored answers need weights that can be read, and some are offloaded; leave out the cache")
-    made_by, adapters = getattr(lm.model, "generation_config", None), adapters_of(lm.model)
-    others = lm.given.others.items()
-    return {
-        "weights": lm.weights,
-        "config": config_fingerprint(lm.config),
-        "dtype": str(lm.model.dtype),
-        "tokenizer": lm.tokenizer_fingerprint,
-        "generation_config": made_by.to_json_string() if made_by else "",
-        "arguments": {k: str(v) for k, v in sorted(others) if k not in NOT_PART_OF_AN_ANSWER},
-        **({"adapters": digest(adapters)} if adapters else {}),
-    }
+    return f"were made by {text(before)}, this is {text(now)}"
 
 
 def applied(model_map: ModelMap, weights: str | None) -> dict[str, Any]:
-    """Say what is applied to a model, for the results file.
+    """Report what is applied to a model, for the results file.
 
     Args:
         model_map: of the model.
         weights: its fingerprint.
     """
     info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": weights, "heads": []}
-    for one in combined(interventions_on(model_map.model)):
-        info |= one.report(model_map)
+    for intervention in combined(interventions_on(model_map.model)):
+        info |= intervention.report(model_map)
     return info
 
 
 def config_fingerprint(config: Any) -> str:
-    """Of what a configuration says of the model's computation, not of where and by what it was written."""
+    """Return a digest of what a configuration says of the computation, not of where and by what it was written."""
     elsewhere = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
     return digest({key: str(value) for key, value in config.to_dict().items() if key not in elsewhere})
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Of how texts become tokens."""
+    """Return a digest of how texts become tokens."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
     return digest([content, str(tokenizer.special_tokens_map)])

@@ -41,7 +41,7 @@ from lmeval_prune.interventions.base import uncounted
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown
-from lmeval_prune.models.identity import applied, identity_of, tokenizer_fingerprint
+from lmeval_prune.models.identity import ModelIdentity, applied, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
 from lmeval_prune.models.once import GivenOnce
@@ -58,11 +58,10 @@ class PrunedHFLM(GivenOnce, HFLM):
     """lm-eval's `hf`, run with interventions applied and answers kept. Everything that `hf` accepts is accepted.
 
     Args:
-        pretrained: as for `hf`, or the name of an embedded model (`lmeval-prune models`).
+        pretrained: as for `hf`, or the name of an embedded model (`lmeval-prune models`); or all arguments, parsed.
         arguments: `hf`'s own; a method of the table by its name, e.g. `heads=L5H3+L15H0`, its value that of the
             method's first field or a dictionary of its fields; `mask=FILE`, an artefact; `allow_empty_layer`,
-            `allow_other_model`; `responses=FOLDER`, our answer store; the fields of `EngineOptions`,
-            `Description` (`models/arguments.py`) and `RouterOptions` (`models/routers.py`).
+            `allow_other_model`; `responses=FOLDER`, our answer store; the other fields of `Arguments`.
 
     Raises:
         InputError: an argument cannot be used; before the weights are loaded wherever that can be known.
@@ -71,23 +70,27 @@ class PrunedHFLM(GivenOnce, HFLM):
     @reported
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
         as_lm_eval_does()
-        self.given = Arguments.of(arguments)
+        parsed = isinstance(pretrained, Arguments)
+        self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
+        pretrained = self.arguments.pretrained
         if pretrained == "" or not isinstance(pretrained, str | os.PathLike | torch.nn.Module):
             given = f", not {pretrained!r}" if pretrained else ""
             raise InputError(f"name a model: --model_args pretrained=NAME_OR_FOLDER{given}")
         if isinstance(pretrained, torch.nn.Module):
-            self.given.refuse_misspelt(_HF_ARGUMENTS, None)
+            self.arguments.refuse_misspelt(_HF_ARGUMENTS, None)
             self.manifest = manifest_of(pretrained)
         else:
-            if self.given.others.get("device") is not None:
-                device_named(self.given.others["device"], strictly=False)
+            if self.arguments.others.get("device") is not None:
+                device_named(self.arguments.others["device"], strictly=False)
             pretrained = embedded.resolve(str(pretrained))
-            self.given.check_names(pretrained)
+            self.arguments.check_names(pretrained)
             self.manifest = manifest_in(pretrained)
         applied_before = interventions_on(pretrained) if isinstance(pretrained, torch.nn.Module) else ()
-        if self.given.responses and any(one.needs_order for one in (*applied_before, *self.given.interventions)):
+        if self.arguments.responses and any(
+            one.needs_order for one in (*applied_before, *self.arguments.interventions)
+        ):
             raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
-        others = dict(self.given.others)
+        others = dict(self.arguments.others)
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         self.seed = torch.initial_seed()
@@ -119,7 +122,7 @@ class PrunedHFLM(GivenOnce, HFLM):
     def _begin(self, store: AnswerStore | None = None) -> None:
         """Apply what was given to the loaded model, and get ready to answer, from a store that is open or one's own."""
         with self._apply() as applied:  # on a live model nothing may stay when something below fails
-            self.engine = self._engine() if self.given.engine.engine == "batched" else None
+            self.engine = self._engine() if self.arguments.engine == "batched" else None
             self.answering = Answering(self, store)
             say_applied(self.model, self.model_map)
             self._applied = applied.pop_all()
@@ -127,7 +130,7 @@ class PrunedHFLM(GivenOnce, HFLM):
     def _apply(self) -> ExitStack:
         """Apply what was given to the model; closing what comes back undoes it."""
         with ExitStack() as applied:
-            for one in self.given.interventions:
+            for one in self.arguments.interventions:
                 applied.enter_context(one.applied_to(self.model, self.model_map, any_thread=True))
             return applied.pop_all()
 
@@ -137,23 +140,23 @@ class PrunedHFLM(GivenOnce, HFLM):
         self.answering.close()
 
     @reported
-    def again(self, **arguments: Any) -> None:
+    def again(self, parsed: Arguments | None = None, **arguments: Any) -> None:
         """Answer under other arguments of ours, with the weights that are loaded.
 
         Args:
-            arguments: as when it was made, without `pretrained`; those of `hf` must be the same.
+            parsed, arguments: as when it was made, without `pretrained`; those of `hf` must be the same.
 
         Raises:
             InputError: an argument cannot be used, or is one of `hf` that differs.
         """
-        given = Arguments.of(arguments)
-        if given.others != self.given.others or given.description != self.given.description:
+        given = parsed or Arguments.of(arguments)
+        if given.others != self.arguments.others or given.description != self.arguments.description:
             raise InputError("the loaded model has other arguments of hf; load it again")
         self._applied.close()
-        store = self.answering.store if given.responses == self.given.responses else None
+        store = self.answering.store if given.responses == self.arguments.responses else None
         if store is None:
             self.answering.close()
-        self.given, self.seed = given, torch.initial_seed()
+        self.arguments, self.seed = given, torch.initial_seed()
         self._begin(store)
 
     # ------------------------------------------------------------------ loading
@@ -165,11 +168,15 @@ class PrunedHFLM(GivenOnce, HFLM):
         with refused_as(f"cannot read the model {pretrained}"):
             super()._get_config(pretrained, **kwargs)
 
+    def _create_tokenizer(self, *args: Any, **kwargs: Any) -> None:
+        super()._create_tokenizer(*args, **kwargs)
+        self.tokenizer_on_disk = tokenizer_fingerprint(self.tokenizer)  # `hf` gives it a padding token
+
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
-        self.given.refuse_misspelt(_HF_ARGUMENTS, self.config)
+        self.arguments.refuse_misspelt(_HF_ARGUMENTS, self.config)
         self._check_before_loading(bool(kwargs.get("trust_remote_code")))
-        if self.given.responses:
-            self._store = AnswerStore(self.given.responses, self.store_rank)
+        if self.arguments.responses:
+            self._store = AnswerStore(self.arguments.responses, self.store_rank)
         if gguf_file:
             from transformers import GgufConfig
 
@@ -193,23 +200,23 @@ class PrunedHFLM(GivenOnce, HFLM):
             super()._create_model(*args, **kwargs)
         except TypeError as error:
             stray = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if stray and stray[1] in self.given.others:
+            if stray and stray[1] in self.arguments.others:
                 raise unknown(stray[1]) from error
             raise
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Refuse classifiers, and resolve interventions, without weights: a mistake costs no minutes of loading."""
-        turns = self.given.tries if isinstance(self.given.tries, InTurn) else None
+        turns = self.arguments.router if isinstance(self.arguments.router, InTurn) else None
         try:
             bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
         except Exception as error:  # some models cannot be built without weights; the real one will be checked
             eval_logger.info("methods are checked after loading: no model without weights can be built (%s)", error)
             return
         check_language_model(self.config, bare)
-        if not self.given.interventions and not turns:
+        if not self.arguments.interventions and not turns:
             return
-        model_map = map_model(bare, **self.given.description)
-        for one in self.given.interventions:
+        model_map = map_model(bare, **self.arguments.description)
+        for one in self.arguments.interventions:
             one.fit_to(model_map)
         if turns:
             turns.fit_to(model_map, None, [])
@@ -217,7 +224,7 @@ class PrunedHFLM(GivenOnce, HFLM):
     def _engine(self) -> Engine:
         if self.backend != "causal":
             raise InputError("engine=batched decodes causal models only; leave engine out for an encoder-decoder")
-        options = self.given.engine
+        options = self.arguments
         return Engine(
             self.model,
             self.tokenizer,
@@ -230,7 +237,9 @@ class PrunedHFLM(GivenOnce, HFLM):
     def _refuse_unknown_processes(self) -> None:
         """Refuse several processes on CPU that accelerate takes for one each: every one would do everything."""
         count = os.environ.get("WORLD_SIZE", "")
-        alone = self.device.type == "cpu" and not hasattr(self, "accelerator") and not self.given.others.get("tp_plan")
+        alone = (
+            self.device.type == "cpu" and not hasattr(self, "accelerator") and not self.arguments.others.get("tp_plan")
+        )
         if alone and count.isdecimal() and int(count) > 1:
             raise InputError(
                 f"WORLD_SIZE={count} says that this is one of several processes, and accelerate takes it for the only "
@@ -258,7 +267,7 @@ class PrunedHFLM(GivenOnce, HFLM):
     @cached_property
     def model_map(self) -> ModelMap:
         """Where everything is in the model."""
-        return map_model(self.model, **self.given.description)
+        return map_model(self.model, **self.arguments.description)
 
     @cached_property
     def weights(self) -> str | None:
@@ -272,8 +281,8 @@ class PrunedHFLM(GivenOnce, HFLM):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON value of all of the model that an answer depends on, beside what is applied to it; see `identity_of`."""
-        return identity_of(self)
+        """Return everything of the model that an answer depends on, beside what is applied to it, as JSON."""
+        return ModelIdentity.of_model(self).to_json()
 
     @property
     def outcomes_of(self) -> dict[str, Any]:
@@ -295,7 +304,7 @@ class PrunedHFLM(GivenOnce, HFLM):
         if database is not None:
             if self.answering.store:
                 raise InputError("--use_cache and responses= both keep answers; give one of them")
-            if self.given.tries:
+            if self.arguments.router:
                 raise InputError("--use_cache cannot keep the tries of a router apart; use responses=FOLDER instead")
             if any(one.needs_order for one in interventions_on(self.model)):
                 raise InputError(
@@ -400,8 +409,8 @@ class PrunedHFLM(GivenOnce, HFLM):
     def pruning_info(self) -> dict[str, Any]:
         """What is applied, for the results file."""
         info = applied(self.model_map, self.weights)
-        if self.given.tries:
-            info["router"] = self.given.tries.info
+        if self.arguments.router:
+            info["router"] = self.arguments.router.info
         if self.answering.lengths:
             info["answers"] = self.answering.lengths
         if self.manifest:

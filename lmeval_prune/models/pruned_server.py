@@ -33,7 +33,7 @@ from lmeval_prune.errors import InputError, first_line, nearest, reported
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
-from lmeval_prune.models.arguments import Arguments, EngineOptions, our_names, read_fields
+from lmeval_prune.models.arguments import Arguments, argument_names
 from lmeval_prune.models.dispatch import Dispatcher, Job, Server
 from lmeval_prune.models.http_client import Failure, log_probability
 from lmeval_prune.models.identity import config_fingerprint, tokenizer_fingerprint
@@ -71,12 +71,11 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
     @reported
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
         as_lm_eval_does()
-        left = {"base_url": base_url, **arguments}
-        self.options = ServerOptions(**read_fields(ServerOptions, {k: v for k, v in left.items() if v is not None}))
-        others = {
-            name: value for name, value in left.items() if name not in {one.name for one in fields(ServerOptions)}
-        }
-        self.given = Arguments.of(others)
+        known = {each.name for each in fields(ServerOptions)}
+        values = {name: value for name, value in {"base_url": base_url, **arguments}.items() if value is not None}
+        self.options = ServerOptions(**{name: value for name, value in values.items() if name in known})
+        others = {name: value for name, value in arguments.items() if name not in known}
+        self.arguments = Arguments.of(others)
         self._check(others)
         self.api = ApiOptions.of(others)
         self.kind, self.seed = self.options.kind, self.options.seed
@@ -106,17 +105,17 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
     # ------------------------------------------------------------------ getting ready
 
     def _check(self, others: dict[str, Any]) -> None:
-        for each in fields(EngineOptions):
-            if others.get(each.name) is not None:
-                raise InputError(f"{each.name}= is for pruned-hf, which decodes itself; leave it out")
-        for one in self.given.interventions:
+        for name in ("engine", "engine_rows", "deterministic"):
+            if others.get(name) is not None:
+                raise InputError(f"{name}= is for pruned-hf, which decodes itself; leave it out")
+        for one in self.arguments.interventions:
             if not isinstance(one, HeadMask):
                 raise InputError(
                     f"a server's adapters take heads away and nothing else: {type(one).__name__} cannot be served; "
                     f"give heads=, mask= or router=, or use pruned-hf"
                 )
-        for name in self.given.others:
-            known = [*our_names(), *(one.name for one in fields(ServerOptions)), *API_OPTIONS]
+        for name in self.arguments.others:
+            known = [*argument_names(), *(one.name for one in fields(ServerOptions)), *API_OPTIONS]
             if name not in known:
                 raise InputError(f"unknown model_arg {name!r}{nearest(name, known) or '; leave it out'}")
 
@@ -132,7 +131,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
         with refused_as(f"cannot read the model {named} here; give pretrained= of the one that is served"):
             config = AutoConfig.from_pretrained(path, revision=self.api.revision, trust_remote_code=trust)
         bare = language_skeleton(config, trust)
-        return path, config, map_model(bare, **self.given.description)
+        return path, config, map_model(bare, **self.arguments.description)
 
     def _base(self, path: str) -> str:
         """By what the model that is served is known: what the adapters were made from, or what is here."""
@@ -158,7 +157,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
                     f"{path}; give pretrained= of the one that is served and pruned, or export the adapters again"
                 )
             return str(checkpoint)
-        if here is None and self.given.responses:
+        if here is None and self.arguments.responses:
             raise InputError(
                 f"{path} has no weights here, so that answers of another model of this shape could not be told apart: "
                 f"give adapters=FOLDER, which says what they were made from, or leave out responses="
@@ -174,7 +173,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
                 f"export the adapters in the type in which the server computes"
             )
         found = given or (next(iter(made)) if len(made) == 1 else "")
-        if not found and self.given.responses:
+        if not found and self.arguments.responses:
             raise InputError("answers that are kept need to name the type in which the servers compute: dtype=bfloat16")
         return found
 
@@ -298,12 +297,12 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
 
     def get_model_info(self) -> dict[str, Any]:
         """A section `pruning` for the results file: what was asked for."""
-        heads = [head for one in self.given.interventions for head in one.resolve(self.model_map).heads]  # type: ignore[attr-defined]
+        heads = [head for one in self.arguments.interventions for head in one.resolve(self.model_map).heads]  # type: ignore[attr-defined]
         info: dict[str, Any] = {"created_by": CREATED_BY, **self.identity, "heads": heads}
         if self.adapters:
             info["adapters"] = {name: one["hash"] for name, one in self.adapters.items()}
-        if self.given.tries:
-            info["router"] = self.given.tries.info
+        if self.arguments.router:
+            info["router"] = self.arguments.router.info
         return {"pruning": info}
 
     # ------------------------------------------------------------------ prompts
@@ -438,7 +437,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
         where = _name(request)
         if len(request.args) > 2:
             raise InputError(f"{where}: it has more than a text; pruned-server sends texts only")
-        sampled = generation.samples(settings) and not self.given.tries
+        sampled = generation.samples(settings) and not self.arguments.router
         options: dict[str, Any] = dict(
             normalize_gen_kwargs(settings if sampled else generation.greedily(settings), self._max_gen_toks)
         )
@@ -448,7 +447,9 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
         payload: dict[str, Any] = {"max_tokens": length, "stop": until, **options}
         payload["seed"] = seed_of(self.seed, repeat) if drawn else self.seed
         prompt = self._prompt(request, context, length)
-        variant = self.answering.variant(self.given.tries.head(request, repeat) if self.given.tries else UNPRUNED)
+        variant = self.answering.variant(
+            self.arguments.router.head(request, repeat) if self.arguments.router else UNPRUNED
+        )
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
 
         def finished(text: str | None) -> str:

@@ -1,23 +1,28 @@
-"""Who has registered us with lm-eval in this process, by name, so that another process of a run can do the same."""
+"""What rooms above this one have registered here as `MODULE:NAME`: nothing is imported before it is used.
+
+router     called with `Arguments`, returns the `Tries` of their `router=`
+process    registers us with lm-eval; another process of a run calls it, too
+"""
 
 from __future__ import annotations
 
 from pkgutil import resolve_name
+from typing import Any
 
-_BY: list[str] = []
+from lmeval_prune.errors import InputError
 
-
-def register(target: str) -> None:
-    """Remember `MODULE:NAME`, a function that registers us."""
-    _BY[:] = [target]
+TARGETS: dict[str, str] = {}
 
 
-def registrars() -> tuple[str, ...]:
-    """What has been remembered, for `repeat` in another process."""
-    return tuple(_BY)
+def registered(name: str) -> Any:
+    """Import what is registered under a name.
 
-
-def repeat(targets: tuple[str, ...]) -> None:
-    """Register us as another process did."""
-    for target in targets:
-        resolve_name(target)()
+    Raises:
+        InputError: nothing is.
+    """
+    if name not in TARGETS:
+        raise InputError(
+            f"{name}= needs lmeval-prune to be registered with lm-eval: unset LMEVAL_PRUNE_NO_BRIDGE, or use "
+            "`lmeval-prune run` (in a program: `register()` of the plugin)"
+        )
+    return resolve_name(TARGETS[name])

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 
 from lmeval_prune.errors import InputError, first_few, nearest
 from lmeval_prune.models.http_client import whole_number
-from lmeval_prune.settings import typed, types_of
+from lmeval_prune.settings import Count, Positive, Settings
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Settings):
     """Which servers are asked, and how.
 
     Attributes:
@@ -45,13 +45,14 @@ class ServerOptions:
     pretrained: str | None = None
     adapters: str | None = None
     dtype: str | None = None
-    num_concurrent: int = 64
-    max_retries: int = 8
-    timeout: float = 600.0
+    num_concurrent: Count = 64
+    max_retries: Count = 8
+    timeout: Positive = 600.0
     seed: int = 1234
     probe: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.server not in KINDS:
             raise InputError(f"server={self.server} is not known{nearest(self.server, KINDS)}; use {', '.join(KINDS)}")
         if not self.base_url:
@@ -59,8 +60,6 @@ class ServerOptions:
         dtype = str(self.dtype or "float32").removeprefix("torch.")
         if self.server != "llamacpp" and dtype not in DTYPES:
             raise InputError(f"dtype={dtype} is not a type that {self.server} computes in; use {', '.join(DTYPES)}")
-        if self.num_concurrent < 1 or self.max_retries < 1 or self.timeout <= 0:
-            raise InputError("num_concurrent and max_retries must be at least 1, and timeout above 0")
 
     @property
     def urls(self) -> list[str]:
@@ -78,7 +77,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True)
-class ApiOptions:
+class ApiOptions(Settings):
     """What lm-eval's `local-completions` and `hf` know, too.
 
     Attributes:
@@ -92,7 +91,7 @@ class ApiOptions:
         batch_size, max_batch_size, device: without meaning here; lm-eval gives them.
     """
 
-    max_gen_toks: int | None = None
+    max_gen_toks: Count | None = None
     add_bos_token: bool | None = None
     eos_string: str | None = None
     custom_prefix_token_id: int | None = None
@@ -103,7 +102,7 @@ class ApiOptions:
     trust_remote_code: bool = False
     revision: str | None = None
     use_fast_tokenizer: bool = True
-    max_length: int | None = None
+    max_length: Count | None = None
     verify_certificate: bool = True
     ca_cert_path: str | None = None
     auth_token: str | None = None
@@ -120,17 +119,14 @@ class ApiOptions:
         Raises:
             InputError: a value is of another type, or cannot be used.
         """
-        kinds: dict[str, Any] = types_of(cls)  # type: ignore[arg-type]
-        return cls(**{name: typed(name, given[name], kinds[name]) for name in kinds if given.get(name) is not None})
+        return cls(**{name: given[name] for name in API_OPTIONS if given.get(name) is not None})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("header", "chat_template_args"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, dict):
                 raise InputError(f"{name}={value!r} is no dictionary; give model_args as JSON")
-        for name in ("max_length", "max_gen_toks"):
-            if (getattr(self, name) or 1) < 1:
-                raise InputError(f"{name} must be a whole number above 0, not {getattr(self, name)}")
         if self.think_end_token and self.think_end_token.isdigit():
             raise InputError(f"servers send texts: think_end_token={self.think_end_token} is a number; give its text")
         if not self.tokenized_requests:

@@ -40,7 +40,7 @@ class ServedAnswering(Answering):
     """Answers requests from the store, or by asking servers."""
 
     def _applied(self) -> tuple[Intervention, ...]:
-        applied: tuple[Intervention, ...] = self.lm.given.interventions
+        applied: tuple[Intervention, ...] = self.lm.arguments.interventions
         return applied
 
     @property

@@ -10,6 +10,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.interventions.head_mask import HeadMask
 
 DENSE = "dense"  # among names of heads: nothing is pruned
+POLICIES = ("random", "random_top", "best", "oracle")  # values of `router=` that are no folder
 
 
 class Tries(ABC):

@@ -22,10 +22,9 @@ def register_models() -> None:
     """Add `MODELS` to lm-eval's registry, lazily; names already there (read from entry points) stay."""
     from lm_eval.api.registry import model_registry
 
-    from lmeval_prune.models import registered, routers
+    from lmeval_prune.models.registered import TARGETS
 
-    routers.register(ROUTING)
-    registered.register(f"{__name__}:{register.__name__}")
+    TARGETS.update(router=ROUTING, process=f"{__name__}:{register.__name__}")
     for name, target in MODELS.items():
         if name not in model_registry:
             model_registry.register(name, target=target)

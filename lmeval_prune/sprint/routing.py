@@ -9,8 +9,8 @@ from typing import Any
 from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
-from lmeval_prune.models.routers import POLICIES, RouterOptions
-from lmeval_prune.models.tries import DENSE, Tries
+from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.tries import DENSE, POLICIES, Tries
 from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
 from lmeval_prune.sprint.policies import Best, Nearest, Oracle, Policy, Random, RandomTop
 from lmeval_prune.sprint.router import Router
@@ -20,26 +20,25 @@ class Routing(Tries):
     """Orders a pool of heads for each question; the i-th try of a question takes the i-th.
 
     Args:
-        options: the router, and what it needs.
-        any_model: accept a router or store of another model, if it fits.
+        arguments: the router, and what it needs.
 
     Raises:
         InputError: something is missing, or does not belong together.
     """
 
-    def __init__(self, options: RouterOptions, any_model: bool = False) -> None:
+    def __init__(self, arguments: Arguments) -> None:
         super().__init__()
-        self.any_model, self.source = any_model, str(options.router)
+        self.any_model, self.source = bool(arguments.allow_other_model), str(arguments.router)
         self.orders: dict[str, list[str]] = {}
         self.model: dict[str, Any] = {}
         self._random: tuple[str, int] | None = None
-        self.policy, made_with = self._policy(options)
-        self.question_field = options.question_field or made_with or "question"
+        self.policy, made_with = self._policy(arguments)
+        self.question_field = arguments.question_field or made_with or "question"
 
-    def _policy(self, options: RouterOptions) -> tuple[Policy | None, str | None]:
+    def _policy(self, arguments: Arguments) -> tuple[Policy | None, str | None]:
         """The policy, and the field that its questions came from."""
-        router, store, pool = self.source, options.router_store, options.router_pool
-        seed, size = options.router_seed, options.router_size
+        router, store, pool = self.source, arguments.router_store, arguments.router_pool
+        seed, size = arguments.router_seed, arguments.router_size
         if router not in POLICIES:
             if not Path(router).is_dir():
                 raise InputError(f"router={router} is not a folder; name a fitted router or {', '.join(POLICIES)}")

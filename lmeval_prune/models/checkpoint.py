@@ -1,0 +1,103 @@
+"""A model as its folder or the hub describes it: configuration, tokenizer, modules, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.artefacts import digest
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.pruned import refused_as
+from lmeval_prune.checkpoints.skeleton import language_skeleton
+from lmeval_prune.errors import InputError, first_line
+
+_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
+
+
+class Checkpoint:
+    """A language model without weights.
+
+    Args:
+        loading: model_args by which it is loaded, `pretrained` among them; see `Arguments.loading`.
+
+    Attributes:
+        path: folder, or the hub's name.
+        config: transformers' configuration.
+        map: the model's layers and heads.
+
+    Raises:
+        InputError: it is not there, cannot be built, or is no language model.
+    """
+
+    def __init__(self, loading: Mapping[str, Any]) -> None:
+        self.loading = dict(loading)
+        self.path = embedded.resolve(str(loading["pretrained"]))
+        embedded.check_name(self.path, self.loading)
+        self._trust = bool(loading.get("trust_remote_code"))
+        with self._refused():
+            self.config: Any = AutoConfig.from_pretrained(
+                self.path, revision=self.revision, trust_remote_code=self._trust
+            )
+        bare = language_skeleton(self.config, self._trust)
+        self.map: ModelMap = map_model(bare, **{name: loading[name] for name in _DESCRIPTION if name in loading})
+
+    def _refused(self) -> Any:
+        return refused_as(f"cannot read the model {self.loading['pretrained']}; give pretrained= of one that is here")
+
+    @property
+    def revision(self) -> Any:
+        """Return the revision on the hub, if one is named."""
+        return self.loading.get("revision")
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Load the tokenizer."""
+        name = str(self.loading.get("tokenizer") or self.path)
+        with self._refused():
+            return AutoTokenizer.from_pretrained(name, revision=self.revision, trust_remote_code=self._trust)
+
+    @cached_property
+    def dtype(self) -> str:
+        """Return the type that the weights are loaded in; `auto` if only the weights know."""
+        name = str(self.loading.get("dtype") or "auto").removeprefix("torch.")
+        dtype = getattr(self.config, "dtype", None) if name == "auto" else getattr(torch, name, name)
+        return str(dtype or "auto").removeprefix("torch.")
+
+    @property
+    def rounds_coarsely(self) -> bool:
+        """Return whether the order of sums, and so the shape of a batch, shows in answers."""
+        return self.dtype not in ("float32", "float64") or bool(self.loading.get("mixed_precision_dtype"))
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """Return the model's own settings of generation; empty if it has none."""
+        try:
+            config = GenerationConfig.from_pretrained(self.path, revision=self.revision or "main")
+        except OSError:
+            return {}
+        settings: dict[str, Any] = config.to_dict()
+        return settings
+
+    @property
+    def generation_digest(self) -> str:
+        """Return a digest of `generation_config`, or an empty text."""
+        settings = {key: str(value) for key, value in self.generation_config.items() if key != "transformers_version"}
+        return digest(settings) if settings else ""
+
+    def chat_template(self, name: bool | str) -> str:
+        """Return a digest of the chat template of this name (True: the default one); empty for False.
+
+        Raises:
+            InputError: the tokenizer has none.
+        """
+        if not name:
+            return ""
+        try:
+            return digest(self.tokenizer.get_chat_template(name if isinstance(name, str) else None))
+        except ValueError as error:
+            raise InputError(f"apply_chat_template: {first_line(error)}; leave it out for this model") from error

@@ -17,7 +17,6 @@ from lmeval_prune.errors import DiskError, disk_error, writing
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.work import Loaded
 from lmeval_prune.models import answer_store
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -157,7 +156,6 @@ def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path,
     whole = run(Grid.of(given), str(tmp_path / "whole"))
     command = ["grid", "run", str(path), "--output", str(tmp_path / "g")]
     for after in (1, 3, 8):
-        Loaded.release()
         with pytest.MonkeyPatch.context() as patch:
             fill(patch, after=after)
             assert main(command) == 2

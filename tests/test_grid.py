@@ -29,10 +29,11 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder, measuring
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.random_heads import RandomHeads
-from lmeval_prune.grid.ray_runner import OnRay
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.work import Job, Loaded
+from lmeval_prune.grid.runners import OnRay
+from lmeval_prune.grid.work import Job, LoadedModel, Worker
 from lmeval_prune.interventions import HeadMask
+from lmeval_prune.models import checkpoint
 from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -42,12 +43,6 @@ from tests.kills import killing_after
 
 MANY = ("router_seed", "router_size", "engine_rows", "seed")
 RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _release_model() -> Any:
-    yield
-    Loaded.release()
 
 
 def described(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -165,7 +160,6 @@ def kill_after(count: int) -> None:
 
 def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     """SIGKILL at the very first moment and at nine random ones; what is there in the end is what an undisturbed run leaves."""
-    Loaded.release()
     output, moments, killed, states = tmp_path / "killed", random.Random(1), 0, []
     for moment in (0, *(moments.randint(0, 25) for _ in range(9))):
         child = os.fork()
@@ -187,7 +181,6 @@ def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path
 
 def test_two_runners_share_a_folder(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     """Two processes at once: no cell is evaluated twice, and the end is that of one."""
-    Loaded.release()
     output, children = tmp_path / "two", []
     for _ in range(2):
         child = os.fork()
@@ -258,7 +251,7 @@ def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Pa
     folder = GridFolder(tmp_path / "g")
     folder.begin("", None, [])
     job, died = Job(str(folder.path), (cell,), prepares=True), RuntimeError("the node died")
-    assert [one.state for one in job.do()] == ["done"]
+    assert [one.state for one in Worker(job, LoadedModel()).run()] == ["done"]
     assert list(OnRay()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
     folder.fail(cell.prepared, "once", "")
     folder.fail(cell.key, "its preparation failed: once", "")
@@ -314,7 +307,6 @@ SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "
 
 def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it measures, or asked for only when all cells are there."""
-    Loaded.release()
     given = Grid.of(described(tiny_folder, **SMALL, measure=True))
     monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
     child = os.fork()
@@ -488,7 +480,7 @@ def test_a_type_that_only_the_weights_know_is_not_taken_for_another(tiny_folder:
 def test_a_model_is_built_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     monkeypatch.setattr(
-        cells_module, "language_skeleton", lambda *args, **kwargs: built.append(1) or language_skeleton(*args, **kwargs)
+        checkpoint, "language_skeleton", lambda *args, **kwargs: built.append(1) or language_skeleton(*args, **kwargs)
     )
     cells_of(Grid.of(described(tiny_folder)))
     assert len(built) == 1

@@ -151,9 +151,7 @@ def cells_of(grid: Grid) -> list[Cell]:
         if (other := seen.setdefault(cell.key, cell)) is not cell:
             variants = " and ".join(dict.fromkeys((repr(other.variant.name), repr(cell.variant.name))))
             tasks = " and ".join(dict.fromkeys((other.task.name, cell.task.name)))
-            raise InputError(
-                f"two cells are the same: {variants} on {tasks}; nothing tells them apart, leave one out"
-            )
+            raise InputError(f"two cells are the same: {variants} on {tasks}; nothing tells them apart, leave one out")
     return cells
 
 

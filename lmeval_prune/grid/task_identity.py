@@ -186,5 +186,7 @@ def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
     finder.run_script(str(path))
     files = {Path(module.__file__).resolve() for module in finder.modules.values() if module.__file__}
     if any(name.partition(".")[0] == "lmeval_prune" for name in finder.badmodules):  # not beside the file
-        files |= {file for package in (scoring, tasks) for root in package.__path__ for file in Path(root).rglob("*.py")}
+        files |= {
+            file for package in (scoring, tasks) for root in package.__path__ for file in Path(root).rglob("*.py")
+        }
     return frozenset(files)

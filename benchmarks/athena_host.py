@@ -19,7 +19,7 @@ from _record import environment, write
 
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.athena import checkpoint, training
-from lmeval_prune.athena.data import Grounded
+from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.equations import expression
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.tasks import data
@@ -53,7 +53,7 @@ def tested(model: Path, fold: int, heads: str | None, kept: Path) -> dict[str, A
         )  # fmt: skip
         rows = [
             {"id": row["doc"]["id"], "right": row["exact_match"], "answer": row["resps"][0][0],
-             "steps": (one := Grounded.of(row["doc"])) and one.steps(())}
+             "steps": (one := GroundedProblem.of(row["doc"])) and one.steps(())}
             for row in found["samples"][TASK]
         ]  # fmt: skip
         write_text(kept, json.dumps(rows, indent=0) + "\n")
@@ -69,7 +69,7 @@ def tested(model: Path, fold: int, heads: str | None, kept: Path) -> dict[str, A
 def equations() -> dict[str, Any]:
     """How many of ASDiv-A's equations are over the numbers of their problems, and what they would score."""
     rows = data.load("asdiv_a", "all")
-    grounded = [one for row in rows if (one := Grounded.of(row))]
+    grounded = [one for row in rows if (one := GroundedProblem.of(row))]
     written = [expression(one.equation.root, one.problem.numbers) for one in grounded]
     return {
         "problems": len(rows),

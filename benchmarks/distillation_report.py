@@ -23,12 +23,13 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_json, write_text
-from lmeval_prune.distillation import curves
+from lmeval_prune.distillation.recursion import LINES, TITLE
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.documents import plain
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.statistics import holm, sign_flip_test, two_sample_test
 from lmeval_prune.reporting.tables import csv, markdown
+from lmeval_prune.training.curves import draw
 
 ALPHAS, LEVELS = tuple(paper.TABLE_3A), ("low", "medium", "high")
 DENSE, OURS = "dense", "ours"
@@ -263,7 +264,7 @@ def write(results: Path, output: Path) -> list[Path]:
     for row in found.rows:
         if row.get("stages") and row["kind"] == OURS and _unit(row) == _unit(found.rows[0]):
             stem = output / f"{_slug(row['host'])}_{round(100 * row['ratio'])}"
-            curves.draw(row["stages"], stem)
+            draw(row["stages"], LINES, TITLE, stem)
             written += [stem.with_suffix(".png"), stem.with_suffix(".svg")]
     return written
 

@@ -84,7 +84,7 @@ def projection(options: Any) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(embedded.resolve("smollm2-135m"), dtype=torch.float32).eval()
     tokens = torch.randint(5, 40_000, (1, 1024), generator=torch.Generator().manual_seed(0))
     found: dict[str, Any] = {}
-    few, spent, begun = filtered_attention.FEW, [0.0], [0.0]
+    small, spent, begun = filtered_attention.SMALL_PASS, [0.0], [0.0]
     ways = ("all tokens", "without skipped ones")
 
     def begin(*_: Any) -> None:
@@ -103,7 +103,7 @@ def projection(options: Any) -> dict[str, Any]:
             hooks += [module.register_forward_hook(end) for module in modules]
             for number in range(2 * options.rounds + 1):
                 for name in ways if number % 2 else reversed(ways):
-                    filtered_attention.FEW = 1 << 30 if name == "all tokens" else few
+                    filtered_attention.SMALL_PASS = 1 << 30 if name == "all tokens" else small
                     spent[0], start = 0.0, time.process_time()
                     model.model(tokens, use_cache=False)
                     passes[name].append(time.process_time() - start)
@@ -117,7 +117,7 @@ def projection(options: Any) -> dict[str, Any]:
         }
         found[f"{ratio:.0%}"] = {"realised": realised, "median": median, "pass": passes, "projections": projections}
         print(ratio, median, flush=True)
-    filtered_attention.FEW = few
+    filtered_attention.SMALL_PASS = small
     return found
 
 

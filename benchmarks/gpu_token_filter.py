@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -33,16 +32,14 @@ from _record import commit, processor, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 
 from lmeval_prune import map_model
-from lmeval_prune.interventions import filtered_attention
-from lmeval_prune.interventions.filter_on_device import DeviceSequences
-from lmeval_prune.interventions.filtered_attention import FilteredAttention, FilteredLayer, Sequences
+from lmeval_prune.interventions.filtered_attention import FilteredAttention
+from lmeval_prune.interventions.filtered_cache import FilteredLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
 from lmeval_prune.kernels.filtered_attention import naive as naive_attention
 from lmeval_prune.kernels.filtered_attention import ops as attention
-from lmeval_prune.kernels.masked_projection import naive as naive_projection
-from lmeval_prune.kernels.masked_projection import ops as projection
 from lmeval_prune.kernels.token_filter import ops as token_filter
+from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
 SHAPES = {
     "llama-2-13b": {
@@ -64,7 +61,7 @@ SHAPES = {
     },
 }
 WIDTH = 128
-NOTHING = (0.0, 0.01, 0.9, 8, math.inf, 0, False)  # a rule by which nothing is skipped
+NOTHING = Rule(0.0, step_size=0.01, warmup=8)  # nothing is skipped
 SDPA, SCALING = torch.nn.functional.scaled_dot_product_attention, WIDTH**-0.5
 DEVICE = "cuda"
 BEGIN = time.perf_counter()
@@ -96,8 +93,7 @@ def nothing_skipped(model: Any) -> Iterator[None]:
     model_map = map_model(model)
     with ExitStack() as stack:
         layers = TokenFilter(0.1).layers(model_map)
-        counts: dict[str, Counter[str]] = {one.label: Counter() for one in layers}
-        FilteredAttention(NOTHING, False, False, counts, {}).attach(model_map, layers, stack)
+        FilteredAttention(NOTHING, False, False).attach(model_map, layers, stack)
         yield
 
 
@@ -135,40 +131,25 @@ def gate_kernels(config: LlamaConfig, options: argparse.Namespace) -> dict[str, 
         )
         for splits in (1, 4)
     }
-    query, is_chosen = random(options, rows, heads, keys, WIDTH), torch.rand(rows, keys, device=DEVICE) < 0.5
-    chosen, counts = (~is_chosen).to(torch.uint8).argsort(dim=1, stable=True), is_chosen.sum(1)
-    some = chosen, counts, (torch.arange(keys, device=DEVICE) + 1).expand(rows, keys)
-    expected = naive_attention.prefill(query.double(), *doubles, *some, SCALING)
-    found["prefill"] = relative_error(attention.prefill(query, *stored, *some, SCALING), expected)
-    x, weight = random(options, rows, heads * WIDTH), random(options, config.hidden_size, heads * WIDTH)
-    kept = torch.arange(0, heads, 2, device=DEVICE)
-    expected = naive_projection.project(x.double(), weight.double(), kept, WIDTH)
-    found["projection"] = relative_error(projection.project(x, weight, kept, WIDTH), expected)
     return found
 
 
 @torch.no_grad()
-def gate_model(device: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A small model: on a GPU, its kernels against the path that CPUs take; on a CPU, a text at once and in pieces."""
+def gate_model(device: str) -> dict[str, Any]:
+    """A small model: a text at once, by the model's own attention, and in pieces, on a GPU by the kernels."""
     model = built(shaped("llama-3-8b", 16), device, torch.float32)
     ids = torch.randint(5, 1000, (3, 40), generator=torch.Generator().manual_seed(0)).to(device)
 
-    def logits(pieces: list[int], kind: Any) -> tuple[torch.Tensor, list[list[int]]]:
-        usual, found, begin = filtered_attention.sequences_like, [], 0
-        filtered_attention.sequences_like = kind.like
-        try:
-            with TokenFilter(0.3, focus="uniform").applied_to(model):
-                cache = DynamicCache(config=model.config)
-                for piece in pieces:
-                    found.append(model(ids[:, begin : begin + piece], past_key_values=cache).logits)
-                    begin += piece
-                return torch.cat(found, 1), [[int(n) for n in layer.sequences.lengths] for layer in cache.layers]
-        finally:
-            filtered_attention.sequences_like = usual
+    def logits(pieces: list[int]) -> tuple[torch.Tensor, list[list[int]]]:
+        parts = []
+        with TokenFilter(0.3, focus="uniform").applied_to(model):
+            cache = DynamicCache(config=model.config)
+            for piece in ids.split(pieces, dim=1):
+                parts.append(model(piece, past_key_values=cache).logits)
+            return torch.cat(parts, 1), [layer.lengths.tolist() for layer in cache.layers]
 
-    pieces = [32, *[1] * 8]
-    expected, lengths = logits([40], Sequences)
-    found, by_pieces = logits(pieces, Sequences if options.cpu else DeviceSequences)
+    expected, lengths = logits([40])
+    found, by_pieces = logits([32, *[1] * 8])
     return {
         "largest difference of logits": float((found - expected).abs().max() / expected.abs().max()),
         "same tokens stored": lengths == by_pieces,
@@ -177,7 +158,7 @@ def gate_model(device: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def gate(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": gate_model("cpu" if options.cpu else DEVICE, options)}
+    found: dict[str, Any] = {"model": gate_model("cpu" if options.cpu else DEVICE)}
     right = found["model"]["same tokens stored"] and found["model"]["largest difference of logits"] < 1e-3
     if not options.cpu:
         dispatch.TAKEN.clear()
@@ -261,47 +242,21 @@ def decode_kernels(
     for share in (0.0, 0.5):
         skipped = torch.arange(batch, device=DEVICE) < share * batch
         name = f"attention, {share:.0%} of rows skipped"
-        found[name] = clock(attention.decode, query, k, v, lengths, skipped, SCALING, check=False)
+        found[name] = clock(attention.decode, query, k, v, lengths, skipped, SCALING)
     taken = found["attention, 0% of rows skipped"]
     found["attention, share of bandwidth"] = 2 * k.numel() * k.element_size() / taken / measured
-    state = torch.zeros(batch, 6, dtype=torch.float64, device=DEVICE)
-    anchor = torch.zeros(batch, kv_heads, WIDTH, device=DEVICE)
-    valid, begun = (torch.ones(size, dtype=torch.bool, device=DEVICE) for size in ((batch, 1), (batch,)))
-    places = torch.zeros(batch, keys, dtype=torch.long, device=DEVICE)
+    memory, valid = Memory.fresh(batch, one, one), torch.ones(batch, 1, dtype=torch.bool, device=DEVICE)
+    memory.begun.fill_(True)
+    positions = torch.zeros(batch, keys, dtype=torch.long, device=DEVICE)
     totals = torch.zeros(2, dtype=torch.long, device=DEVICE)
 
     def decide() -> None:
         lengths.fill_(keys - 1)
-        store = k, v, places, lengths, totals
-        moved = one, one, valid, begun, anchor, anchor, state, NOTHING
-        token_filter.decide_and_store(*moved, store=store, place=keys, keep_skipped=False)
+        store = k, v, positions, lengths, totals
+        token_filter.decide_and_store(one, one, valid, memory, NOTHING, store=store, position=keys, keep_skipped=False)
 
     found["decide and store"] = clock(decide)
     found["decide and store, layers that filter"] = found["decide and store"] * config.num_hidden_layers / 2
-    return found
-
-
-def prefill_kernels(config: LlamaConfig, options: argparse.Namespace, clock: Clock) -> dict[str, float]:
-    """Milliseconds of a layer's attention of a prompt, by how many of its tokens are skipped."""
-    keys, (heads, kv_heads) = options.context, (config.num_attention_heads, config.num_key_value_heads)
-    query, (k, v) = random(options, 1, heads, keys, WIDTH), random(options, 2, 1, kv_heads, keys, WIDTH)
-    found = {"sdpa": clock(SDPA, query, k, v, is_causal=True, enable_gqa=True)}
-    for share in (0.0, 0.2, 0.5):
-        count = round(keys * (1 - share))
-        chosen = torch.randperm(keys, device=DEVICE)[:count].sort().values[None]
-        some = chosen, torch.tensor([count], device=DEVICE), torch.arange(1, count + 1, device=DEVICE)[None]
-        found[f"{share:.0%} skipped"] = clock(attention.prefill, query, k, v, *some, SCALING, check=False)
-    return found
-
-
-def projection_kernels(config: LlamaConfig, options: argparse.Namespace, tokens: int, clock: Clock) -> dict[str, float]:
-    """Milliseconds of a layer's output projection, by how many heads are masked."""
-    heads = config.num_attention_heads
-    x, weight = random(options, tokens, heads * WIDTH), random(options, config.hidden_size, heads * WIDTH)
-    found = {"dense": clock(torch.nn.functional.linear, x, weight)}
-    for share in (0.0, 0.5):
-        kept = torch.arange(round(heads * share), heads, device=DEVICE)
-        found[f"{share:.0%} of heads masked"] = clock(projection.project, x, weight, kept, WIDTH, check=False)
     return found
 
 
@@ -316,9 +271,6 @@ def kernels(config: LlamaConfig, options: argparse.Namespace, clock: Clock) -> d
     for batch in options.batches:
         if 4 * batch * config.num_key_value_heads * options.context * WIDTH <= 2**34:  # bytes of keys and values
             found[f"decode, batch {batch}"] = decode_kernels(config, options, batch, measured, clock)
-    found[f"prefill of {options.context} tokens"] = prefill_kernels(config, options, clock)
-    for tokens in (1, 32, options.context):
-        found[f"output projection of {tokens} tokens"] = projection_kernels(config, options, tokens, clock)
     return found
 
 
@@ -391,9 +343,7 @@ def cache_bytes(cache: DynamicCache) -> dict[str, int]:
     held = stored = 0
     for layer in cache.layers:
         if isinstance(layer, FilteredLayer):
-            assert layer.sequences is not None
-            both = (layer.sequences.keys, layer.sequences.values)
-            tokens = sum(int(length) for length in layer.sequences.lengths)
+            both, tokens = (layer.keys, layer.values), int(layer.lengths.sum())
             stored += sum(one.shape[1] * one.shape[-1] * one.element_size() * tokens for one in both)
         else:
             both = (layer.keys, layer.values)
@@ -404,7 +354,7 @@ def cache_bytes(cache: DynamicCache) -> dict[str, int]:
 
 @contextmanager
 def timing_decisions(into: list[float]) -> Iterator[None]:
-    decide = FilteredAttention._decide
+    decide = token_filter.decide
 
     def timed(*args: Any) -> Any:
         begin = time.process_time()
@@ -412,11 +362,11 @@ def timing_decisions(into: list[float]) -> Iterator[None]:
         into.append(time.process_time() - begin)
         return out
 
-    FilteredAttention._decide = timed  # type: ignore[method-assign]
+    token_filter.decide = timed
     try:
         yield
     finally:
-        FilteredAttention._decide = decide  # type: ignore[method-assign]
+        token_filter.decide = decide
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Which way an operation takes: its Triton kernel, or the PyTorch twin beside it.
+"""Choice between the Triton kernel of an operation and the PyTorch twin beside it.
 
-A kernel runs on CUDA devices, and on a CPU only in Triton's interpreter (`TRITON_INTERPRET=1` before triton is first
-imported). Where a kernel was to be expected and cannot serve a case, a warning says so, once for each reason.
+Kernels run on CUDA devices; in tests also on a CPU, in Triton's interpreter. Where a kernel is expected and cannot
+serve a case, a warning says so, once for each reason.
 """
 
 from __future__ import annotations
@@ -18,66 +18,67 @@ import torch
 logger = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+KERNELS_ON_CPU = False  # tests set it, together with TRITON_INTERPRET=1 before triton is imported
 TAKEN: Counter[str] = Counter()  # how often each way was taken: `decide: triton`, `decide: torch`
-HALVES = (torch.float16, torch.bfloat16)
 WIDEST = 256  # of a head: more does not fit into a program's registers
 
 
-@cache
-def has_triton() -> bool:
-    """Whether triton is installed."""
-    return find_spec("triton") is not None
+def on_device(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is where kernels run."""
+    return tensor.is_cuda or KERNELS_ON_CPU
 
 
 def takes_kernel(operation: str, tensor: torch.Tensor, *obstacles: str | None) -> bool:
-    """Whether a kernel shall run; counted in `TAKEN`.
+    """Return whether a kernel shall run; count it in `TAKEN`.
 
     Args:
         operation: its name.
         tensor: says on which device.
-        obstacles: what the kernel cannot do about this case, None for what it can.
+        obstacles: what the kernel cannot do in this case, None for what it can.
     """
-    reasons = [reason for reason in obstacles if reason]
-    if tensor.is_cuda and not has_triton():
-        reasons.append("triton is not installed (pip install triton)")
-    wanted = tensor.is_cuda or (INTERPRETED and has_triton())
-    if wanted and reasons:
-        _say_once(operation, reasons[0])
-    takes = wanted and not reasons
-    TAKEN[f"{operation}: {'triton' if takes else 'torch'}"] += 1
-    return takes
+    if not on_device(tensor):
+        return False
+    reasons = [reason for reason in (*obstacles, _triton_missing()) if reason]
+    if reasons:
+        _warn_once(operation, reasons[0])
+    TAKEN[f"{operation}: {'torch' if reasons else 'triton'}"] += 1
+    return not reasons
 
 
 @cache
-def _say_once(operation: str, reason: str) -> None:
+def _triton_missing() -> str | None:
+    return None if find_spec("triton") else "triton is not installed (pip install triton)"
+
+
+@cache
+def _warn_once(operation: str, reason: str) -> None:
     logger.warning("%s runs in PyTorch, not in its Triton kernel: %s", operation, reason)
 
 
-def unlike(*tensors: torch.Tensor | None) -> str | None:
-    """What keeps these tensors from one kernel: their types, or that gradients are wanted."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    types = {tensor.dtype for tensor in given}
-    if len(types) > 1 or not types <= {torch.float32, *HALVES}:
-        names = sorted(str(one).removeprefix("torch.") for one in types)
+def unlike(*tensors: torch.Tensor) -> str | None:
+    """Return what keeps these tensors from one kernel: their types, devices, or that they need gradients."""
+    types = {tensor.dtype for tensor in tensors}
+    if len(types) > 1 or not types <= {torch.float32, torch.float16, torch.bfloat16}:
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in types)
         return f"it takes one type of float32, float16 and bfloat16, not {' and '.join(names)}"
-    if len({tensor.device for tensor in given}) > 1:
+    if len({tensor.device for tensor in tensors}) > 1:
         return "its tensors are on several devices"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients"
     return None
 
 
 def too_wide(*widths: int) -> str | None:
-    """That heads are wider than kernels take."""
+    """Return a message if heads are wider than kernels take."""
     return f"heads are {max(widths)} wide, more than {WIDEST}" if max(widths) > WIDEST else None
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Where kernels are to be launched."""
+    """Launch kernels inside the block where a tensor is."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many programs a device runs side by side, at least."""
+    """Return how many programs a device runs side by side, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -11,7 +11,7 @@ _LAZY = {
     "RowMasks": "lmeval_prune.interventions.row_masks",
     "Plan": "lmeval_prune.interventions.plan",
     "cut": "lmeval_prune.surgery.cut",
-    "load_pretrained": "lmeval_prune.checkpoints.pruned",
+    "load_pretrained": "lmeval_prune.checkpoints.loading",
     "TokenFilter": "lmeval_prune.interventions.token_filter",
     "Intervention": "lmeval_prune.interventions.base",
     "Head": "lmeval_prune.architectures.heads",

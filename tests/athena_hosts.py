@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmeval_prune.athena.batches import Example
+from lmeval_prune.athena.batches import Example, examples_of
 from lmeval_prune.athena.checkpoint import begin
-from lmeval_prune.athena.data import Grounded
+from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.model import Athena
 from tests.tiny_models import tiny
 
@@ -60,9 +63,9 @@ def document(number: int) -> dict[str, Any]:
     }
 
 
-def grounded() -> list[Grounded]:
+def grounded() -> list[GroundedProblem]:
     """All our problems."""
-    return [one for number in range(len(PROBLEMS)) if (one := Grounded.of(document(number)))]
+    return [one for number in range(len(PROBLEMS)) if (one := GroundedProblem.of(document(number)))]
 
 
 def host(encoder: Path, **settings: Any) -> Athena:
@@ -80,10 +83,9 @@ def host(encoder: Path, **settings: Any) -> Athena:
 
 def examples(model: Athena) -> list[Example]:
     """Our problems as examples of a host."""
-    settings = model.settings
-    made = [one.example(model.tokenizer, settings.max_length, settings.constants) for one in grounded()]
-    assert all(made)
-    return [one for one in made if one]
+    made = examples_of(grounded(), model.tokenizer, model.settings)
+    assert len(made) == len(PROBLEMS)
+    return made
 
 
 def data_folder(folder: Path, rows: int = 30) -> Path:
@@ -107,6 +109,23 @@ def data_folder(folder: Path, rows: int = 30) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asdiv.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+@contextmanager
+def quick_training() -> Iterator[None]:
+    """Draw no pictures, which take as long as the rest, and let transformers' collections pass over what is there."""
+    import pytest
+
+    from lmeval_prune.athena import training
+    from lmeval_prune.distillation import recursion
+
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recursion, "draw", lambda *_: None)
+        patch.setattr(training, "draw", lambda *_: None)
+        yield
+    gc.unfreeze()
 
 
 def without_mask_token(encoder: Path) -> None:

@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lmeval_prune.kernels.filtered_attention import triton as attention
-from lmeval_prune.kernels.masked_projection import triton as projection
 from lmeval_prune.kernels.token_filter import triton as token_filter
+from lmeval_prune.kernels.token_filter.state import Memory
 
 ROOM = {80: 163 * 1024, 90: 227 * 1024}  # of shared memory a program, A100 and H100
 TYPES = {
@@ -72,34 +72,26 @@ class Caught:
 
 
 def main(every: bool) -> None:
-    for module in (attention, projection, token_filter):
+    for module in (attention, token_filter):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, Caught(getattr(module, name), every))
-    long = torch.long
     for dtype, width in ((torch.bfloat16, 128), (torch.float32, 80)):
-        lengths, skipped, places = (
+        lengths, skipped, positions = (
             torch.zeros(3, dtype=torch.int32),
             torch.zeros(3).bool(),
-            torch.zeros(3, 64, dtype=long),
+            torch.zeros(3, 64, dtype=torch.long),
         )
         keys = torch.zeros(3, 2, 64, width, dtype=dtype)
         for splits, window, softcap in ((1, None, None), (4, 16, 30.0)):
             query = torch.zeros(3, 8, width, dtype=dtype)
-            attention.decode(query, keys, keys, lengths, skipped, 0.1, window, places, softcap, splits)
-        chosen = torch.zeros(3, 7, dtype=long)
-        query = torch.zeros(3, 8, 20, width, dtype=dtype)
-        for window in (None, 16):
-            attention.prefill(query, keys, keys, chosen, lengths, chosen, 0.1, window, places, None)
-        x, weight = torch.zeros(20, 4 * width, dtype=dtype), torch.zeros(32, 4 * width, dtype=dtype)
-        projection.project(x, weight, lengths, width, None)
-        state, rule = torch.zeros(3, 6, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+            attention.decode(query, keys, keys, lengths, skipped, 0.1, window, positions, softcap, splits)
+        states, rule = torch.zeros(3, 6, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         key, valid = torch.zeros(3, 2, 1, width, dtype=dtype), torch.zeros(3, 1).bool()
         anchor = torch.zeros(3, 2, width, dtype=torch.float32)
-        store = (keys, keys, places, lengths, torch.zeros(2, dtype=long))
-        for numbers, stored in ((state, store), (state[:1], None)):
-            arguments = (key, key, valid, skipped, anchor, anchor, numbers, rule)
-            token_filter.decide(*arguments, 0, False, stored, 7, False)
-            token_filter.thresholds(places.float(), places.to(torch.uint8), numbers, rule)
+        store = (keys, keys, positions, lengths, torch.zeros(2, dtype=torch.long))
+        for some, stored in ((states, store), (states[:1], None)):
+            memory = Memory(skipped, anchor, anchor, some)
+            token_filter.decide(key, key, valid, memory, rule, 0, False, stored, 7, False)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ from torch import nn
 from lmeval_prune import HeadMask, InputError, artefacts, map_model, preflight
 from lmeval_prune.artefacts import alone, check_writable, file_name, final_path, new_file, new_folder, write_text
 from lmeval_prune.athena import checkpoint as athena
-from lmeval_prune.athena.training import begun_with
 from lmeval_prune.checkpoints import pruned
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, load_pretrained, manifest_in, removed_from
+from lmeval_prune.checkpoints.loading import load_pretrained
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
-from lmeval_prune.distillation.host import NOTE, note_of
+from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
 from lmeval_prune.errors import DiskError
 from lmeval_prune.export.adapters import AdapterExport
@@ -59,6 +59,7 @@ from lmeval_prune.sprint.curves import from_samples
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.surgery.cut import cut_to
+from lmeval_prune.training.resuming import read_options
 from tests.athena_hosts import encoder_folder, host
 from tests.methods import ROWS
 from tests.test_grid_comparison import made as grid_by_hand
@@ -675,12 +676,12 @@ def _distillation(folder: Path) -> Kind:
     material = {"splits": {"task": "t", "test": None}, "trained_on": ["a"], "validated_on": []}
     content = {"model": "m", "options": {"epochs": 1}, "material": material, "stages": [stage]}
     artefacts.write_artefact(folder / NOTE, DISTILLATION, 1, content)
-    return Kind([folder / NOTE], lambda: str(note_of(folder)))
+    return Kind([folder / NOTE], lambda: str(read_note(folder)))
 
 
 def _begun(folder: Path) -> Kind:
     write_text(folder / "options.json", json.dumps({"epochs": 1, "train": ["a"]}))
-    return Kind([folder / "options.json"], lambda: str(sorted(begun_with(folder / "options.json").items())))
+    return Kind([folder / "options.json"], lambda: str(sorted(read_options(folder).items())))
 
 
 def _results(folder: Path) -> Kind:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmeval_prune import HeadMask, InputError, map_model
-from lmeval_prune.athena.batches import Collator, Encoded
+from lmeval_prune.athena.batches import Collator, EncodedProblem
 from lmeval_prune.athena.checkpoint import begin, read, write
 from lmeval_prune.athena.model import Athena
 from lmeval_prune.athena.problems import Problem
@@ -89,17 +89,17 @@ class Literal:
             self.merge(operator, one, other) if operator in ("add", "mul") else self.ffn(f"transforms.{operator}", one)
         )
 
-    def begin(self, problem: Encoded) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    def begin(self, problem: EncodedProblem) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Leaves, premises and the goal."""
         with torch.no_grad():
             hidden = self.model.encoder(torch.tensor([problem.ids])).last_hidden_state[0]
-        leaves = [hidden[place] for _, place in problem.places]
+        leaves = [hidden[place] for _, place in problem.numbers]
         for vector in self.w["constants.vectors"]:
             up = self.linear("constants.up", self.norm("constants.norm", vector))
             leaves.append(self.linear("constants.down", self.gelu(up)))
         return leaves, [hidden[0]], hidden[problem.goal]
 
-    def solve(self, problem: Encoded) -> Solution:
+    def solve(self, problem: EncodedProblem) -> Solution:
         settings = self.model.settings
         sources, premises, goal = self.begin(problem)
         expansion, kept, verdicts = Expansion(problem.leaves(settings.constants)), list[Tensor](), list[float]()
@@ -145,8 +145,8 @@ def collated(model: Athena, some: list) -> dict:
     return Collator(len(model.settings.constants), model.tokenizer.pad_token_id)(some)
 
 
-def encoded(model: Athena) -> list[Encoded]:
-    return [Encoded.of(one.problem, model.tokenizer, model.settings.max_length) for one in grounded()]
+def encoded(model: Athena) -> list[EncodedProblem]:
+    return [EncodedProblem.of(one.problem, model.tokenizer, model.settings.max_length) for one in grounded()]
 
 
 def test_teacher_forcing_follows_the_formulas(model: Athena) -> None:
@@ -235,9 +235,9 @@ def test_thoughts_are_capped_and_the_search_has_a_limit(encoder: Path) -> None:
 def test_problems_without_numbers_or_too_long_ones_are_answered_as_far_as_can_be(encoder: Path) -> None:
     model = host(encoder, steps=3)
     long = Problem.of("3 " + "apples and pears, " * 20 + "4 plums and 5 figs?")
-    problem = Encoded.of(long, model.tokenizer, model.settings.max_length)
+    problem = EncodedProblem.of(long, model.tokenizer, model.settings.max_length)
     assert len(problem.ids) == model.settings.max_length
-    assert [number for number, _ in problem.places] == [1, 2]  # the beginning was cut off
+    assert [number for number, _ in problem.numbers] == [1, 2]  # the beginning was cut off
     texts = answers(model, [Problem.of("How many?"), long, grounded()[0].problem], batch=2)
     assert texts[0] == ""
     assert texts[1] and "3" not in texts[1].replace(" ", "")
@@ -247,8 +247,8 @@ def test_problems_without_numbers_or_too_long_ones_are_answered_as_far_as_can_be
 def test_the_goal_is_the_last_token_of_the_text(model: Athena) -> None:
     problem = encoded(model)[0]
     assert model.tokenizer.convert_ids_to_tokens(problem.ids)[problem.goal] == "?"
-    ends = Encoded.of(Problem.of("What is twice 8"), model.tokenizer, 128)
-    assert ends.goal == ends.places[-1][1]
+    ends = EncodedProblem.of(Problem.of("What is twice 8"), model.tokenizer, 128)
+    assert ends.goal == ends.numbers[-1][1]
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])

@@ -9,9 +9,9 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from lmeval_prune.athena.data import Grounded
+from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.equations import expression, parse
-from lmeval_prune.athena.problems import Problem, gold
+from lmeval_prune.athena.problems import Problem, gold_equation
 from lmeval_prune.athena.thoughts import Expansion, Thought, labelled_steps, merged
 from lmeval_prune.scoring import evaluate
 from lmeval_prune.tasks.data import load
@@ -229,10 +229,10 @@ def test_the_text_has_a_mask_for_each_number_and_no_other() -> None:
 
 def test_equal_numbers_are_used_one_after_the_other() -> None:
     problem = Problem.of("4 boxes of 4 cups, and 5")
-    assert gold({"formula": "4*4+5=21"}, problem).root == add(mul(N[0], N[1]), N[2])
-    assert gold({"formula": "5*5=25"}, problem).root == mul(N[2], N[2])
+    assert gold_equation({"formula": "4*4+5=21"}, problem).root == add(mul(N[0], N[1]), N[2])
+    assert gold_equation({"formula": "5*5=25"}, problem).root == mul(N[2], N[2])
     with pytest.raises(ValueError, match="no number of the problem"):
-        gold({"formula": "4+6=10"}, problem)
+        gold_equation({"formula": "4+6=10"}, problem)
 
 
 def test_names_and_constants() -> None:
@@ -244,14 +244,14 @@ def test_names_and_constants() -> None:
     }
     problem = Problem.of_document(document)
     assert problem.numbers == (Fraction(1, 5), Fraction(3, 8))
-    assert gold(document, problem).root == mul(N[0], add(("con", "1"), neg(N[1])))
+    assert gold_equation(document, problem).root == mul(N[0], add(("con", "1"), neg(N[1])))
     with pytest.raises(ValueError, match="cannot be read"):
         Problem.of_document({**document, "numbers": ["some", "(3/8)"]})
 
 
 def test_every_equation_of_asdiv_a_that_grounds_is_reached(shared_data) -> None:
     rows = load("asdiv_a", "all", shared_data)
-    grounded = [one for row in rows if (one := Grounded.of(row))]
+    grounded = [one for row in rows if (one := GroundedProblem.of(row))]
     assert (len(rows), len(grounded)) == (1218, 1217)
     assert Counter(one.steps(()) for one in grounded) == {3: 939, 5: 278}
     right = sum(one.is_solved_by(expression(one.equation.root, one.problem.numbers)) for one in grounded)
@@ -260,7 +260,7 @@ def test_every_equation_of_asdiv_a_that_grounds_is_reached(shared_data) -> None:
 
 def test_equations_of_math23k_are_reached(shared_data) -> None:
     for row in list(load("math23k", "test", shared_data))[:50]:
-        one = Grounded.of(row)
+        one = GroundedProblem.of(row)
         assert one
         assert one.steps(("1", "2", "157/50")) <= 19
         assert one.is_solved_by(expression(one.equation.root, one.problem.numbers))

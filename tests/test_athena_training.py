@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,15 @@ from safetensors import SafetensorError
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import lock_of
 from lmeval_prune.athena import checkpoint, training
-from lmeval_prune.athena.data import Material, question_key
+from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.athena.training import AthenaTrainer, ByLength, last_whole, room_in, train
+from lmeval_prune.athena.training import AthenaTrainer, train
 from lmeval_prune.cli import main
-from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
+from lmeval_prune.training import curves, resuming
+from lmeval_prune.training.questions import question_key
+from lmeval_prune.training.resuming import full_disk_refused, last_checkpoint
+from lmeval_prune.training.trainer import BatchesByLength
+from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
 from tests.conftest import task_manager
 
 
@@ -46,9 +51,17 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
 
 @pytest.fixture(scope="module")
 def trained(options: TrainOptions) -> str:
-    """Without interruption."""
-    training.train(options)
+    """Without interruption, with a picture of its losses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "draw", curves.draw)
+        training.train(options)
     return options.output
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    with quick_training():
+        yield
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
@@ -78,7 +91,13 @@ def killed_at(patch: pytest.MonkeyPatch, name: str, call: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [("compute_loss", 2), ("compute_loss", 9), ("_save_rng_state", 2), ("evaluation_loop", 3), ("_load_best_model", 1)],
+    [
+        ("compute_loss", 9),
+        ("_save_rng_state", 2),
+        pytest.param("compute_loss", 2, marks=pytest.mark.long),
+        pytest.param("evaluation_loop", 3, marks=pytest.mark.long),
+        pytest.param("_load_best_model", 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_training_that_was_killed_ends_with_the_same_weights(
     options: TrainOptions, trained: str, tmp_path: Path, name: str, call: int
@@ -99,12 +118,14 @@ def test_a_training_that_was_killed_ends_with_the_same_weights(
 
 
 def test_patience_survives_a_kill(options: TrainOptions, tmp_path: Path) -> None:
-    still = replace(options, epochs=6, patience=1, encoder_rate=1e-9, head_rate=1e-9, output=str(tmp_path / "one"))
+    still = replace(
+        options, epochs=6, batch=10, patience=1, encoder_rate=1e-9, head_rate=1e-9, output=str(tmp_path / "one")
+    )
     training.train(still)
     epochs = sum("loss" in row for row in checkpoint.describe(still.output)["log"])
     assert epochs == 2  # nothing is learned, and the second epoch is no better
     with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, "compute_loss", 8)
+        killed_at(patch, "compute_loss", 4)
         with pytest.raises(Killed):
             training.train(replace(still, output=str(tmp_path / "two")))
     training.train(replace(still, output=str(tmp_path / "two")))
@@ -161,7 +182,7 @@ def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path
         with (
             pytest.MonkeyPatch.context() as patch
         ):  # Adam would turn the rounding of gradients that are zero into steps
-            patch.setattr(ByLength, "__iter__", lambda self: iter(range(len(self))))
+            patch.setattr(BatchesByLength, "__iter__", lambda self: iter(range(len(self))))
             patch.setattr(AthenaTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
             training.train(replace(one, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
         found.append(weights(folder))
@@ -172,7 +193,7 @@ def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path
 
 def test_batches_hold_texts_of_about_one_length_in_another_order_each_epoch() -> None:
     lengths = [(7 * i) % 50 for i in range(101)]
-    sampler = ByLength(lengths, 4, 0)
+    sampler = BatchesByLength(lengths, 4, 0)
     orders = []
     for epoch in (0, 1, 0):
         sampler.set_epoch(epoch)
@@ -190,7 +211,7 @@ def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
         (tmp_path / f"checkpoint-{step}").mkdir()
         if state:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
-    assert last_whole(tmp_path) == str(tmp_path / "checkpoint-20")
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
 
 
@@ -203,18 +224,18 @@ def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_a_full_disk_is_one_line(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(resuming.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
     with (
         pytest.raises(InputError, match="cannot be written: no space left on device; free some space and run"),
-        room_in(tmp_path),
+        full_disk_refused(tmp_path),
     ):
         raise error
 
 
 @pytest.mark.parametrize("error", [RuntimeError("inline_container"), RuntimeError("shapes"), OSError(errno.EIO, "bad")])
 def test_other_errors_are_not_a_full_disk(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
-    with pytest.raises(type(error)) as raised, room_in(tmp_path):
+    monkeypatch.setattr(resuming.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    with pytest.raises(type(error)) as raised, full_disk_refused(tmp_path):
         raise error
     assert raised.value is error
 
@@ -249,8 +270,8 @@ def test_a_refused_training_leaves_its_name_free(options: TrainOptions, tmp_path
         ("--train fold7", "no split 'fold7'"),
         ("--data asdiv_b", "unknown data set 'asdiv_b'"),
         ("--limit 2", "too few to train and validate"),
-        ("--validation 1.5", "validation must be"),
-        ("--epochs 0", "must be at least 1"),
+        ("--validation 1.5", "validation=1.5 must be"),
+        ("--epochs 0", "epochs=0 must be a whole number, at least 1"),
         ("--patience 2 --validation 0", "patience needs a validation split"),
         ("--encoder nobody/nothing/here", "no such folder"),
     ],
@@ -282,7 +303,7 @@ def test_the_material_leaves_out_the_test_and_what_does_not_ground(options: Trai
     rows[1] |= {"formula": "3+99=102"}  # fold 1: a number that the text lacks
     rows[2] |= {"body": rows[0]["body"], "question": rows[0]["question"], "formula": rows[0]["formula"]}  # of the test
     (folder / "asdiv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = Material.of(replace(options, data_dir=str(folder)))
+    found = ProblemSplit.load(replace(options, data_dir=str(folder)))
     assert (found.ungrounded, found.repeated) == (1, 1)
     assert (len(found.train), len(found.validation)) == (18, 4)
     assert found.constants == ()
@@ -357,7 +378,7 @@ def test_questions_of_the_training_are_noticed(
         ({"token_filter": 0.2}, "token_filter is for causal models"),
         ({"batchsize": 3}, "did you mean 'batch_size'"),
         ({"dtype": "float32"}, "unknown model_arg 'dtype'"),
-        ({"batch_size": "many"}, "not a whole number"),
+        ({"batch_size": "many"}, "batch_size=.many. must be a whole number"),
         ({"batch_size": 0}, "above 0"),
         ({"device": "abacus"}, "device=abacus is not there"),
     ],
@@ -398,7 +419,7 @@ def test_math23k_is_trained_on_and_its_constants_are_thought_of(
     (tmp_path / "data" / "math23k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     model = training.train(
         replace(
-            options, data="math23k", train=("train",), test="test", epochs=1, max_kept=12,
+            options, data="math23k", train=("train",), test="test", epochs=1, batch=25, max_kept=12,
             data_dir=str(tmp_path / "data"), output=str(tmp_path / "host"),
         )
     )  # fmt: skip

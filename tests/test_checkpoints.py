@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.architectures import loadable_fingerprints, nonfinite_tensor, weights_fingerprint
 from lmeval_prune.athena.checkpoint import begin
-from lmeval_prune.checkpoints.pruned import load_weights, read_config
+from lmeval_prune.checkpoints.loading import load_weights, read_config
 from lmeval_prune.checkpoints.skeleton import language_skeleton, skeleton_of, with_weights
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.plan import Plan

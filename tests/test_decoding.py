@@ -418,7 +418,7 @@ def test_what_is_stored_and_kept_stays_within_memory(
     def stored(cache: KVCache) -> list[torch.Tensor]:
         states: list[Any] = [state for states in cache.states.values() for state in states.values()]
         tensors = [one for each in (cache.keys, cache.values, cache.places, cache.lengths) for one in each.values()]
-        return [*tensors, *(one for state in states for one in state._tensors)]
+        return [*tensors, *(tensor for state in states for tensor in state.tensors)]
 
     def made(self: KVCache, *args: Any) -> None:
         inner(self, *args)
@@ -432,7 +432,7 @@ def test_what_is_stored_and_kept_stays_within_memory(
         for question in {id(q): q for q in (*run.ready, *(row.group for row in run.active))}.values():
             for one in question.shared:
                 tensors += [*one.tensors, *([] if one.places is None else [one.places])]
-                tensors += [tensor for state in one.states.values() for tensor in state]
+                tensors += [tensor for state in one.states.values() for tensor in state.tensors]
             tensors += [*(piece for pieces in question.kept.values() for piece in pieces)]
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 

@@ -516,23 +516,24 @@ def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"seed": "abc"}, "variant 'v': seed='abc' is not a whole number"),
-        ({"variants": {"v": {"seed": 1.5}}}, "variant 'v': seed=1.5 is not a whole number"),
-        ({"variants": {"v": {"selected_on": 5}}}, "`selected_on:` is a list of tasks, not 5"),
-        ({"variants": {"v": {"selected_on": [5]}}}, "`selected_on:` is a list of tasks"),
-        ({"variants": {"v": {"prepare": {"random_heads": 0.1}}}}, "`prepare:` is one {NAME: {SETTING: VALUE}}"),
-        ({"gen_kwargs": "max_gen_toks=96"}, "`gen_kwargs:` holds {NAME: VALUE} pairs, not 'max_gen_toks=96'"),
-        ({"tasks": [{"task": "t", "gen_kwargs": "max_gen_toks=96"}]}, "`gen_kwargs:` holds {NAME: VALUE} pairs"),
-        ({"metadata": [1]}, "`metadata:` holds {NAME: VALUE} pairs"),
-        ({"batch_size": -3}, "batch_size is a whole number from 1, or auto, not -3"),
-        ({"batch_size": 1.5}, "batch_size is a whole number"),
+        ({"seed": "abc"}, "variant 'v': seed='abc'"),
+        ({"variants": {"v": {"seed": 1.5}}}, "variant 'v': seed=1.5"),
+        ({"variants": {"v": {"selected_on": 5}}}, "variant 'v': selected_on=5"),
+        ({"variants": {"v": {"prepare": {"random_heads": 0.1}}}}, "`prepare:`"),
+        ({"gen_kwargs": "max_gen_toks=96"}, "`gen_kwargs:`"),
+        ({"tasks": [{"task": "t", "gen_kwargs": "max_gen_toks=96"}]}, "`gen_kwargs:`"),
+        ({"tasks": [{"task": "t", "num_fewshot": -1}]}, "num_fewshot=-1"),
+        ({"metadata": [1]}, "`metadata:`"),
+        ({"batch_size": -3}, "batch_size"),
+        ({"batch_size": 1.5}, "batch_size"),
     ],
 )
-def test_mistakes_in_a_grid_are_one_line(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
+def test_mistakes_in_a_grid_are_one_line(change: dict[str, Any], names: str) -> None:
+    with pytest.raises(InputError, match=re.escape(names)) as refusal:
         Grid.of({"model": {"pretrained": "m"}, "variants": {"v": {}}, "tasks": ["t"], **change})
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_variant_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

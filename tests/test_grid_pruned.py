@@ -94,9 +94,9 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
         ({"method": "flap", "ratio": 1.2}, "at least 0 and below 1"),
         ({"method": "flap"}, "prune needs ratio"),
         ({"method": "flap", "ratio": 0.2, "options": {"metrc": "ifv"}}, "no option 'metrc'"),
-        ({"method": "flap", "ratio": 0.2, "more": {"units": "head"}}, "prune.more has no 'units'"),
-        ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "prune.more.steps='many' is not a whole number"),
-        ({"method": "flap", "ratio": 0.2, "more": "unit"}, "is no dictionary of settings"),
+        ({"method": "flap", "ratio": 0.2, "more": {"units": "head"}}, "prune.more has no setting 'units'"),
+        ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "steps='many'"),
+        ({"method": "flap", "ratio": 0.2, "more": "unit"}, "more='unit'"),
         ({"method": "flap", "ratio": 0.2, "task": "a", "text": "b"}, "not both"),
     ],
 )

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lmeval_prune import Head, HeadMask, InputError, RowMasks, map_model
-from tests.tiny_models import ALL, output, tiny, tokens
+from tests.tiny_models import ALL, distinct, output, tiny, tokens
 
 
 def hooks(model: nn.Module) -> int:
@@ -49,8 +49,8 @@ def delete_by_hand(model: nn.Module, heads: list[Head]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", distinct(ALL))
 def test_the_hook_is_deletion(family: str, attention: str) -> None:
     model = tiny(family, attention)
     inputs = tokens()
@@ -65,7 +65,7 @@ def test_the_hook_is_deletion(family: str, attention: str) -> None:
     assert hooks(model) == 0
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", distinct(ALL))
 def test_each_row_of_a_batch_has_its_own_mask(family: str) -> None:
     model = tiny(family)
     inputs = tokens(rows=4)

@@ -21,6 +21,6 @@ def test_every_kernel_compiles_for_ampere_and_hopper() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    for kernel in ("decode", "join", "prefill", "project", "decide", "thresholds"):
+    for kernel in ("decode", "join", "decide"):
         for capability in (80, 90):
             assert f"_{kernel}_kernel sm_{capability}" in done.stdout

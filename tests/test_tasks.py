@@ -1,5 +1,6 @@
 """Data loading, task YAMLs and their results functions."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
+from lmeval_prune.grid.sources import code_digest
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, named, results, scored
 from lmeval_prune.tasks.named import load_task, load_tasks
@@ -276,3 +278,19 @@ def test_tasks_of_lm_eval_get_their_own_metadata() -> None:
     assert first.task_index["gsm8k"] is second.task_index["gsm8k"]
     assert [manager.metadata for manager in (first, second)] == [{"seed": 1}, {"seed": 2}]
     assert first._factory is not second._factory and "prune_tiny" in first.all_groups
+
+
+def test_a_tasks_code_includes_the_word_lists_that_answers_are_read_by(tmp_path: Path) -> None:
+    """So answers that were judged by other lists are not taken from a grid's store."""
+    module = tmp_path / "judging.py"
+    module.write_text("def judge(): ...\n")
+    (tmp_path / "words").mkdir()
+    lists = tmp_path / "words" / "en.yaml"
+    lists.write_text("verbs: [is]\n")
+    specification = importlib.util.spec_from_file_location("judging", module)
+    assert specification and specification.loader
+    judging = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(judging)
+    before = code_digest(None, {"process_results": judging.judge})
+    lists.write_text("verbs: [is, are]\n")
+    assert code_digest(None, {"process_results": judging.judge}) != before

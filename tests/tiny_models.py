@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from lmeval_prune.architectures import FAMILIES
 
 _HEADS = {
     "hidden_size": 32,
@@ -119,6 +123,16 @@ EAGER_ONLY = {
     "gpt_neo",
 }  # no sdpa in stock transformers
 VOCABULARY = 64
+
+
+def distinct(families: Iterable[str]) -> list[Any]:
+    """Return families as parameters of a test; those that share a table entry with one before run in `test-long`."""
+    entries, parameters = set(), []
+    for family in families:
+        entry = FAMILIES[family]
+        parameters.append(pytest.param(family, marks=[pytest.mark.long] if entry in entries else []))
+        entries.add(entry)
+    return parameters
 
 
 def tiny(

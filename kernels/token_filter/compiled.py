@@ -1,7 +1,4 @@
-"""Token Filtering's decisions on a CPU: a compiled loop over tokens, the same formulas as `naive`.
-
-numba compiles it when it is first called, and keeps the result; no compiler is needed.
-"""
+"""Token Filtering's decisions on a CPU: loops over tokens, compiled by numba, with the formulas of `naive`."""
 
 from __future__ import annotations
 
@@ -11,10 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from lmeval_prune.kernels.token_filter.parallel import PADDING, SCORED
-from lmeval_prune.kernels.token_filter.state import COLUMNS, DEVIATIONS, KNOWN, MEAN, SEEN, SKIPPED, THRESHOLD
-
-__all__ = ["COLUMNS", "THRESHOLD", "decide", "thresholds"]
+from lmeval_prune.kernels.token_filter.state import DEVIATIONS, KNOWN, MEAN, SEEN, SKIPPED, THRESHOLD
 
 
 @njit(cache=True)
@@ -53,74 +47,27 @@ def _similarity(key: Any, value: Any, anchor_key: Any, anchor_value: Any, kind: 
 
 
 @njit(cache=True)
-def threshold_step(
-    state: Any, score: float, has_score: bool, share: float, step_size: float, warmup: int, quantile: float
-) -> bool:
-    """One token: whether it is skipped; moves counts and threshold on (eq. 4). `state`: a row of `COLUMNS` numbers."""
-    skip = False
-    if has_score:
-        if state[SEEN] < warmup:
-            state[KNOWN] += 1
-            deviation = score - state[MEAN]
-            state[MEAN] += deviation / state[KNOWN]
-            state[DEVIATIONS] += deviation * (score - state[MEAN])
-        else:
-            skip = score > state[THRESHOLD]
-    state[SEEN] += 1
-    state[SKIPPED] += skip
-    if state[SEEN] == warmup and math.isinf(quantile):
-        state[THRESHOLD] = quantile
-    elif state[SEEN] == warmup and state[KNOWN] > 0:
-        state[THRESHOLD] = state[MEAN] + math.sqrt(state[DEVIATIONS] / state[KNOWN]) * quantile
-    if state[SEEN] > warmup:
-        state[THRESHOLD] += step_size * (state[SKIPPED] / state[SEEN] - share)
-    return skip
-
-
-@njit(cache=True)
-def decide(
+def similarities(
     key: Any,
     value: Any,
     valid: Any,
     begun: Any,
     anchor_key: Any,
     anchor_value: Any,
-    state: Any,
-    share: float,
-    step_size: float,
     smoothing: float,
-    warmup: int,
-    quantile: float,
     kind: int,
     as_printed: bool,
 ) -> Any:
-    """Which tokens are skipped; moves anchors and states on.
-
-    Args:
-        key, value: (rows, key-value heads, tokens, width).
-        valid: (rows, tokens), false for padding.
-        begun: (rows,), whether a row has had a token; written.
-        anchor_key, anchor_value: (rows, key-value heads, width); written.
-        state: (rows, `COLUMNS`), or (1, `COLUMNS`) where all rows share it; written. Rows take turns, token by token.
-        share, step_size, smoothing, warmup: as in `naive.Rule`.
-        quantile: of the standard normal distribution that `share` of it exceeds.
-        kind, as_printed: as in `_similarity`.
-
-    Returns:
-        (rows, tokens), true where a token is skipped.
-    """
+    """Compute the similarity of each token to its anchors, as `parallel.similarities` does, on arrays of float64."""
     rows, heads, tokens, _ = key.shape
-    skipped = np.zeros((rows, tokens), dtype=np.bool_)
-    for t in range(tokens):
-        for row in range(rows):
+    scores = np.full((rows, tokens), np.nan)
+    for row in range(rows):
+        for t in range(tokens):
             if not valid[row, t]:
                 continue
-            own = state[row if state.shape[0] > 1 else 0]
             k, v = key[row, :, t], value[row, :, t]
-            score = 0.0
             if begun[row]:
-                score = _similarity(k, v, anchor_key[row], anchor_value[row], kind, as_printed)
-            skipped[row, t] = threshold_step(own, score, begun[row], share, step_size, warmup, quantile)
+                scores[row, t] = _similarity(k, v, anchor_key[row], anchor_value[row], kind, as_printed)
             decay = smoothing if begun[row] else 0.0
             for h in range(heads):
                 for i in range(k.shape[1]):
@@ -128,18 +75,45 @@ def decide(
                 for i in range(v.shape[1]):
                     anchor_value[row, h, i] = decay * anchor_value[row, h, i] + (1 - decay) * v[h, i]
             begun[row] = True
-    return skipped
+    return scores
 
 
 @njit(cache=True)
-def thresholds(scores: Any, what: Any, state: Any, share: float, step_size: float, warmup: int, quantile: float) -> Any:
-    """The decisions alone, from similarities (rows, tokens) and `what` as `parallel.similarities` gives them."""
+def thresholds(
+    scores: Any, valid: Any, states: Any, share: float, step_size: float, warmup: int, quantile: float
+) -> Any:
+    """Decide which tokens are skipped (eq. 4); update the states. Rows that share a state take turns, token by token.
+
+    Args:
+        scores: similarities (rows, tokens); not a number where a token has none, as the first one.
+        valid: (rows, tokens), false for padding.
+        states: (rows, `COLUMNS`), or one row for all; written.
+        share, step_size, warmup, quantile: as in `Rule`.
+
+    Returns:
+        (rows, tokens), true where a token is skipped.
+    """
     rows, tokens = scores.shape
     skipped = np.zeros((rows, tokens), dtype=np.bool_)
     for t in range(tokens):
         for row in range(rows):
-            if what[row, t] != PADDING:
-                own = state[row if state.shape[0] > 1 else 0]
-                has_score = what[row, t] == SCORED
-                skipped[row, t] = threshold_step(own, scores[row, t], has_score, share, step_size, warmup, quantile)
+            if not valid[row, t]:
+                continue
+            state, score, skip = states[row if states.shape[0] > 1 else 0], scores[row, t], False
+            if state[SEEN] >= warmup:
+                skip = score > state[THRESHOLD]
+            elif not math.isnan(score):
+                state[KNOWN] += 1
+                deviation = score - state[MEAN]
+                state[MEAN] += deviation / state[KNOWN]
+                state[DEVIATIONS] += deviation * (score - state[MEAN])
+            state[SEEN] += 1
+            state[SKIPPED] += skip
+            if state[SEEN] == warmup and math.isinf(quantile):
+                state[THRESHOLD] = quantile
+            elif state[SEEN] == warmup and state[KNOWN] > 0:
+                state[THRESHOLD] = state[MEAN] + math.sqrt(state[DEVIATIONS] / state[KNOWN]) * quantile
+            if state[SEEN] > warmup:
+                state[THRESHOLD] += step_size * (state[SKIPPED] / state[SEEN] - share)
+            skipped[row, t] = skip
     return skipped

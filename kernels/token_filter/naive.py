@@ -1,4 +1,4 @@
-"""Token Filtering, one sequence and one layer, token by token: what everything else is tested against.
+"""Token Filtering of one sequence in one layer, token by token: the reference of all tests.
 
 Names as in the paper (§3.2, §3.3): `s_k`, `s_v` similarities of key and value to their anchors, `alpha` the weight
 of the key's (eq. 1), `S` their fusion (eq. 2), `T` the layer's threshold, `P` the share of tokens that it shall skip
@@ -13,31 +13,14 @@ from statistics import NormalDist
 
 import torch
 
+from lmeval_prune.kernels.token_filter.state import Rule
 
-@dataclass(frozen=True)
-class Rule:
-    """How a layer decides.
-
-    Attributes:
-        share: of tokens that shall be skipped, in 0 … 1: `P_tail` in eq. 3.
-        similarity: what is compared with its anchor: `kv`, `key` or `value`.
-        fusion: `inverse_variance`, or `as_printed` in eq. 1.
-        step_size: of the threshold's feedback, eq. 4.
-        smoothing: of the anchors.
-        warmup: so many tokens at the beginning are never skipped; their similarities give the first threshold.
-    """
-
-    share: float
-    similarity: str = "kv"
-    fusion: str = "inverse_variance"
-    step_size: float = 0.05
-    smoothing: float = 0.9
-    warmup: int = 16
+__all__ = ["Rule", "State", "attention", "cosine", "decide", "first_threshold", "similarity"]
 
 
 @dataclass
 class State:
-    """What a layer remembers of a sequence.
+    """Memory of a layer for one sequence.
 
     Attributes:
         anchor_key, anchor_value: (key-value heads, width); None before the first token.
@@ -55,13 +38,13 @@ class State:
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Cosine of the angle between two vectors; 0 if one has no length."""
+    """Return the cosine of the angle between two vectors; 0 if either has no length."""
     length = math.sqrt(float(a @ a)) * math.sqrt(float(b @ b))
     return float(a @ b) / length if length else 0.0
 
 
 def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> float:
-    """S of a token, from its keys and values, (key-value heads, width) each; eqs. 1 and 2."""
+    """Return S of a token from its keys and values, (key-value heads, width) each; eqs. 1 and 2."""
     assert state.anchor_key is not None and state.anchor_value is not None
     of_keys = [cosine(k, anchor) for k, anchor in zip(key, state.anchor_key, strict=True)]
     of_values = [cosine(v, anchor) for v, anchor in zip(value, state.anchor_value, strict=True)]
@@ -81,7 +64,7 @@ def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule)
 
 
 def decide(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> bool:
-    """Whether a token is skipped; moves the anchors, the counts and the threshold on."""
+    """Decide whether a token is skipped; update the anchors, the counts and the threshold."""
     skip = False
     if state.anchor_key is None or state.anchor_value is None:
         state.anchor_key, state.anchor_value = key, value
@@ -103,7 +86,7 @@ def decide(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> 
 
 
 def first_threshold(known: list[float], share: float) -> float:
-    """What `share` of normally distributed similarities with this mean and variance exceed."""
+    """Return what `share` of normally distributed similarities with the mean and variance of `known` exceed."""
     if share in (0, 1):
         return math.inf if share == 0 else -math.inf
     mean = sum(known) / len(known)
@@ -120,7 +103,7 @@ def attention(
     window: int | None = None,
     keep_skipped_kv: bool = False,
 ) -> torch.Tensor:
-    """Causal attention of one sequence in which some tokens are skipped.
+    """Compute the causal attention of one sequence in which some tokens are skipped.
 
     Args:
         query: (heads, tokens, width).

@@ -1,73 +1,52 @@
-"""Token Filtering's decisions with everything on the device: arguments as in `compiled.decide`, as tensors."""
+"""Token Filtering's decisions: by a compiled loop on a CPU, by a kernel or in parallel on a GPU."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
-from lmeval_prune.kernels.dispatch import device_of, takes_kernel, too_wide
+from lmeval_prune.kernels.dispatch import device_of, on_device, takes_kernel, too_wide
 from lmeval_prune.kernels.token_filter import parallel
+from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
-# share, step size, smoothing, warm-up, quantile, kind, as printed: see `compiled.decide`
-Rule = tuple[float, float, float, int, float, int, bool]
 LARGEST = 2**15  # keys or values of one token that a program can hold
 
 
-@lru_cache(maxsize=64)
-def _numbers(rule: Rule, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(rule[:5], device=device, dtype=dtype)
+def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule) -> torch.Tensor:
+    """Decide which tokens are skipped, (rows, tokens); update the memory.
 
-
-def decide(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor,
-    begun: torch.Tensor,
-    anchor_key: torch.Tensor,
-    anchor_value: torch.Tensor,
-    state: torch.Tensor,
-    rule: Rule,
-) -> torch.Tensor:
-    """Which tokens are skipped, (rows, tokens); moves anchors and states on, without waiting for the device.
-
-    One token a row is one launch. Of several, similarities are computed at once, and one program a row follows the
-    threshold over them.
+    On a GPU one token a row is one launch. Of several, similarities are computed there at once; the device is waited
+    for, since the CPU follows the threshold over them.
 
     Args:
         key, value: (rows, key-value heads, tokens, width).
         valid: (rows, tokens), false for padding.
-        begun: (rows,), whether a row has had a token; written.
-        anchor_key, anchor_value: (rows, key-value heads, width) in float32 or float64; written.
-        state: (rows, `state.COLUMNS`), or one row where all rows share it, in float32 or float64; written.
-        rule: the remaining arguments of `compiled.decide`, share, step size, smoothing, warm-up, quantile, kind and
-            whether as printed.
+        memory: of the rows; written.
+        rule: of the layer.
     """
     rows, _, tokens, _ = key.shape
     if not rows or not tokens:
         return valid.clone()
-    share, step_size, smoothing, warmup, quantile, kind, as_printed = rule
     if tokens == 1 and takes_kernel("decide", key, _too_large(key, value)):
-        from lmeval_prune.kernels.token_filter import triton
+        return _launch(key, value, valid, memory, rule)
+    from lmeval_prune.kernels.token_filter import compiled  # numba takes a while to import
 
-        with device_of(key):
-            numbers = _numbers(rule, key.device, state.dtype)
-            return triton.decide(key, value, valid, begun, anchor_key, anchor_value, state, numbers, kind, as_printed)
-    scores, what = parallel.similarities(
-        key, value, valid, begun, anchor_key, anchor_value, smoothing, kind, as_printed
-    )
-    if takes_kernel("thresholds", key):
-        from lmeval_prune.kernels.token_filter import triton
-
-        with device_of(key):
-            return triton.thresholds(scores, what, state, _numbers(rule, key.device, state.dtype))
-    from lmeval_prune.kernels.token_filter import compiled
-
-    moved = state.to("cpu", torch.float64)
+    is_token = _array(valid, torch.bool)
+    if on_device(key):
+        scores = _array(parallel.similarities(key, value, valid, memory, rule))
+    else:
+        anchors = memory.begun.numpy(), memory.anchor_key.numpy(), memory.anchor_value.numpy()
+        scores = compiled.similarities(
+            _array(key), _array(value), is_token, *anchors, rule.smoothing, rule.kind, rule.as_printed
+        )
+    states = memory.states.cpu()
     skipped = compiled.thresholds(
-        scores.to("cpu", torch.float64).numpy(), what.cpu().numpy(), moved.numpy(), share, step_size, warmup, quantile
+        scores, is_token, states.numpy(), rule.share, rule.step_size, rule.warmup, rule.quantile
     )
-    state.copy_(moved)
+    if memory.states.is_cuda:
+        memory.states.copy_(states)
     return torch.from_numpy(skipped).to(key.device)
 
 
@@ -75,50 +54,61 @@ def decide_and_store(
     key: torch.Tensor,
     value: torch.Tensor,
     valid: torch.Tensor,
-    begun: torch.Tensor,
-    anchor_key: torch.Tensor,
-    anchor_value: torch.Tensor,
-    state: torch.Tensor,
+    memory: Memory,
     rule: Rule,
     *,
     store: tuple[torch.Tensor, ...],
-    place: int,
+    position: int,
     keep_skipped: bool,
 ) -> torch.Tensor:
-    """`decide` of one token a row, which then goes to its row's store unless it is skipped; one launch.
+    """Decide about one token a row, and store it unless it is skipped; one launch on a GPU.
 
     Args:
-        key, value, valid, begun, anchor_key, anchor_value, state, rule: as in `decide`, one token a row.
-        store: keys and values, (rows, key-value heads, capacity, width); their places, (rows, capacity); lengths,
+        key, value, valid, memory, rule: as in `decide`, one token a row.
+        store: keys and values, (rows, key-value heads, capacity, width); their positions, (rows, capacity); lengths,
             (rows,), all below the capacity; totals, (2,), tokens and skipped ones so far. All contiguous, all written.
-        place: of these tokens.
+        position: of these tokens in the text.
         keep_skipped: whether skipped tokens are stored, too.
 
     Returns:
         (rows, 1), true where a token is skipped or padding.
     """
-    keys, values, places, lengths, totals = store
+    keys, values, positions, lengths, totals = store
     types = None if keys.dtype == key.dtype == value.dtype == values.dtype else "the store has another type"
     if len(key) and takes_kernel("decide", key, _too_large(key, value), types):
-        from lmeval_prune.kernels.token_filter import triton
-
-        kind, as_printed = rule[5:]
-        with device_of(key):
-            numbers = _numbers(rule, key.device, state.dtype)
-            moved = (key, value, valid, begun, anchor_key, anchor_value, state, numbers)
-            return triton.decide(*moved, kind, as_printed, store, place, keep_skipped)
-    skipped = decide(key, value, valid, begun, anchor_key, anchor_value, state, rule)
-    rows = torch.arange(len(key), device=key.device)
-    keys[rows, :, lengths.long()] = key[:, :, 0].to(keys.dtype)  # what is not counted does not matter
-    values[rows, :, lengths.long()] = value[:, :, 0].to(values.dtype)
-    places[rows, lengths.long()] = place
+        return _launch(key, value, valid, memory, rule, store, position, keep_skipped)
+    skipped = decide(key, value, valid, memory, rule)
+    rows, ends = torch.arange(len(key), device=key.device), lengths.long()
+    keys[rows, :, ends] = key[:, :, 0].to(keys.dtype)  # what lies behind a row's length is not read
+    values[rows, :, ends] = value[:, :, 0].to(values.dtype)
+    positions[rows, ends] = position
     lengths += (valid if keep_skipped else valid & ~skipped)[:, 0]
     totals += torch.stack([valid.sum(), skipped.sum()])
     return skipped | ~valid
 
 
+def _launch(
+    key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule, *stored: object
+) -> torch.Tensor:
+    from lmeval_prune.kernels.token_filter import triton
+
+    numbers = _numbers(rule, key.device, memory.states.dtype)
+    with device_of(key):
+        return triton.decide(key, value, valid, memory, numbers, rule.kind, rule.as_printed, *stored)
+
+
+@lru_cache(maxsize=64)
+def _numbers(rule: Rule, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    numbers = rule.share, rule.step_size, rule.smoothing, rule.warmup, rule.quantile
+    return torch.tensor(numbers, device=device, dtype=dtype)
+
+
+def _array(tensor: torch.Tensor, dtype: torch.dtype = torch.float64) -> np.ndarray:
+    return tensor.detach().to("cpu", dtype).contiguous().numpy()
+
+
 def _too_large(key: torch.Tensor, value: torch.Tensor) -> str | None:
-    held = key.shape[1] * max(key.shape[-1], value.shape[-1])
+    numbers = key.shape[1] * max(key.shape[-1], value.shape[-1])
     return too_wide(key.shape[-1], value.shape[-1]) or (
-        f"a token has {held} numbers, more than {LARGEST}" if held > LARGEST else None
+        f"a token has {numbers} numbers, more than {LARGEST}" if numbers > LARGEST else None
     )

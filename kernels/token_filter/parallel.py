@@ -13,61 +13,44 @@ from __future__ import annotations
 
 import torch
 
-CHUNK = 64  # tokens
-SLICE = 2**24  # numbers for whose anchors there shall be room at once
+from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
-# Of a token: padding; the first of its row, which has no similarity; any other.
-PADDING, FIRST, SCORED = range(3)
+CHUNK = 64  # tokens
+SLICE = 2**24  # numbers of anchors held at once
 
 
 def similarities(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor,
-    begun: torch.Tensor,
-    anchor_key: torch.Tensor,
-    anchor_value: torch.Tensor,
-    smoothing: float,
-    kind: int,
-    as_printed: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Similarity S of each token to the anchors that it meets (eqs. 1, 2); moves `begun` and the anchors on.
+    key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule
+) -> torch.Tensor:
+    """Compute the similarity S of each token to the anchors that it meets (eqs. 1, 2); update `begun` and the anchors.
 
-    Args:
-        key, value: (rows, key-value heads, tokens, width).
-        valid: (rows, tokens), false for padding.
-        begun: (rows,), whether a row has had a token; written.
-        anchor_key, anchor_value: (rows, key-value heads, width) in the type to compute in; written.
-        smoothing, kind, as_printed: as in `compiled.decide`.
-
-    Returns:
-        Similarities, (rows, tokens) in the anchors' type, and what each token is: `PADDING`, `FIRST` or `SCORED`.
+    Arguments as in `ops.decide`. Returns (rows, tokens) in the anchors' type, not a number for the first token of a
+    row, which has no similarity, and anything for padding.
     """
     rows, heads, tokens, width = key.shape
-    scores = anchor_key.new_zeros(rows, tokens)
+    scores = memory.anchor_key.new_zeros(rows, tokens)
     is_padding = ~valid[:, None, :, None]  # which may be anything, not only numbers
     size = max(1, SLICE // max(1, heads * tokens * max(width, value.shape[-1])))
-    for some in (slice(row, row + size) for row in range(0, rows, size)):
-        weights = _Weights(valid[some], begun[some], smoothing, anchor_key.dtype)
+    for part in (slice(row, row + size) for row in range(0, rows, size)):
+        weights = _Weights(valid[part], memory.begun[part], rule.smoothing, scores.dtype)
         of_keys, of_values = (
-            _cosines(tensor[some].to(anchor.dtype).masked_fill(is_padding[some], 0), weights, anchor[some])
-            for tensor, anchor in ((key, anchor_key), (value, anchor_value))
+            _cosines(tensor[part].to(anchor.dtype).masked_fill(is_padding[part], 0), weights, anchor[part])
+            for tensor, anchor in ((key, memory.anchor_key), (value, memory.anchor_value))
         )
-        scores[some] = _fuse(of_keys, of_values, kind, as_printed)
-    is_first = valid & ~begun[:, None] & (valid.cumsum(1) == 1)
-    what = torch.where(valid, SCORED, PADDING).masked_fill_(is_first, FIRST).to(torch.uint8)
-    begun |= valid.any(1)
-    return scores, what
+        scores[part] = _fuse(of_keys, of_values, rule)
+    scores[valid & ~memory.begun[:, None] & (valid.cumsum(1) == 1)] = torch.nan
+    memory.begun |= valid.any(1)
+    return scores
 
 
 class _Weights:
-    """The matrices of the scan: of tokens in their chunk's anchors, and of chunks in what is carried on."""
+    """Matrices of the scan: weights of tokens in their chunk's anchors, and of chunks in what is carried on."""
 
     def __init__(self, valid: torch.Tensor, begun: torch.Tensor, smoothing: float, dtype: torch.dtype) -> None:
         padded = torch.nn.functional.pad(valid, (0, -valid.shape[1] % CHUNK))
         enters = padded.to(dtype) * (1 - smoothing)
         enters[padded & ~begun[:, None] & (padded.cumsum(1) == 1)] = 1
-        padded, enters = (one.unflatten(1, (-1, CHUNK)) for one in (padded, enters))
+        padded, enters = (tensor.unflatten(1, (-1, CHUNK)) for tensor in (padded, enters))
         after = padded.cumsum(2)  # tokens of the chunk up to and including each, n
         total = after[..., -1:]
         before = torch.cat([after - padded.long(), total], 2)  # m; one more: the end of the chunk
@@ -86,23 +69,23 @@ def _decays(before: torch.Tensor, after: torch.Tensor, smoothing: float, dtype: 
 
 
 def _cosines(x: torch.Tensor, weights: _Weights, anchor: torch.Tensor) -> torch.Tensor:
-    """Cosine of each token's vector to the anchor that it meets, (rows, heads, tokens); moves the anchor on."""
+    """Cosine of each token's vector to the anchor that it meets, (rows, heads, tokens); updates the anchor."""
     tokens = x.shape[2]
     chunks = torch.nn.functional.pad(x, (0, 0, 0, -tokens % CHUNK)).unflatten(2, (-1, CHUNK))
-    found = weights.of_tokens[:, None] @ chunks  # (rows, heads, chunks, CHUNK + 1, width)
-    carries = weights.of_chunks[:, None] @ found[..., -1, :] + weights.of_anchor[:, None, :, None] * anchor[:, :, None]
-    met = found[..., :-1, :] + weights.of_carry[:, None, ..., None] * carries[:, :, :-1, None]
+    sums = weights.of_tokens[:, None] @ chunks  # (rows, heads, chunks, CHUNK + 1, width)
+    carries = weights.of_chunks[:, None] @ sums[..., -1, :] + weights.of_anchor[:, None, :, None] * anchor[:, :, None]
+    anchors = sums[..., :-1, :] + weights.of_carry[:, None, ..., None] * carries[:, :, :-1, None]
     anchor.copy_(carries[:, :, -1])
-    met = met.flatten(2, 3)[:, :, :tokens]
-    lengths = x.norm(dim=-1) * met.norm(dim=-1)
-    return torch.where(lengths > 0, (x * met).sum(-1) / lengths, 0.0)
+    anchors = anchors.flatten(2, 3)[:, :, :tokens]
+    lengths = x.norm(dim=-1) * anchors.norm(dim=-1)
+    return torch.where(lengths > 0, (x * anchors).sum(-1) / lengths, 0.0)
 
 
-def _fuse(of_keys: torch.Tensor, of_values: torch.Tensor, kind: int, as_printed: bool) -> torch.Tensor:
+def _fuse(of_keys: torch.Tensor, of_values: torch.Tensor, rule: Rule) -> torch.Tensor:
     s_k, s_v = of_keys.mean(1), of_values.mean(1)
-    if kind:
-        return s_k if kind == 1 else s_v
+    if rule.kind:
+        return s_k if rule.kind == 1 else s_v
     variance_k, variance_v = of_keys.var(1, correction=0), of_values.var(1, correction=0)
     both = variance_k + variance_v
-    alpha = torch.where(both == 0, 0.5, (variance_k if as_printed else variance_v) / both)
+    alpha = torch.where(both == 0, 0.5, (variance_k if rule.as_printed else variance_v) / both)
     return alpha * s_k + (1 - alpha) * s_v

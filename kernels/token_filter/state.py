@@ -1,17 +1,108 @@
-"""What a filter remembers of a sequence beside its anchors (see `naive.State`), as columns of numbers.
+"""The rule of a filtered layer, and what the layer remembers of each sequence (see `naive.State`)."""
 
-A row for each sequence, or one for a whole run. Similarities of the warm-up are kept as their number, mean, and sum of
-squared deviations.
-"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import cached_property
+from statistics import NormalDist
+from typing import Self
 
 import torch
 
+# Columns of a state. Similarities of the warm-up are kept as their number, mean, and sum of squared deviations.
 THRESHOLD, SEEN, SKIPPED, KNOWN, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
+SIMILARITIES = ("kv", "key", "value")
 
 
-def fresh(rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """States of sequences that have not begun, (rows, `COLUMNS`) in float64."""
+@dataclass(frozen=True)
+class Rule:
+    """Settings of a filtered layer.
+
+    Attributes:
+        share: of tokens to be skipped, in 0 … 1: `P_tail` in eq. 3.
+        similarity: what is compared with its anchor: `kv`, `key` or `value`.
+        fusion: `inverse_variance`, or `as_printed` in eq. 1.
+        step_size: of the threshold's feedback, eq. 4.
+        smoothing: of the anchors.
+        warmup: number of first tokens that are never skipped; their similarities give the first threshold.
+        first: the first threshold, in standard deviations from the mean of the warm-up's similarities. Default: what
+            `share` of a normal distribution exceeds.
+    """
+
+    share: float
+    similarity: str = "kv"
+    fusion: str = "inverse_variance"
+    step_size: float = 0.05
+    smoothing: float = 0.9
+    warmup: int = 16
+    first: float | None = None
+
+    @cached_property
+    def quantile(self) -> float:
+        """`first`, or its default; infinite where none or all shall be skipped."""
+        if self.first is not None:
+            return self.first
+        if self.share in (0, 1):
+            return math.inf if self.share == 0 else -math.inf
+        return -NormalDist().inv_cdf(self.share)
+
+    @cached_property
+    def kind(self) -> int:
+        """The number of `similarity`, for kernels."""
+        return SIMILARITIES.index(self.similarity)
+
+    @property
+    def as_printed(self) -> bool:
+        """Whether fusion follows eq. 1 as it is printed."""
+        return self.fusion == "as_printed"
+
+
+@dataclass
+class Memory:
+    """What a filtered layer remembers of sequences, one a row; decisions write into it.
+
+    Attributes:
+        begun: whether a sequence has had a token, (rows,).
+        anchor_key, anchor_value: (rows, key-value heads, width), in float64 on a CPU, else in float32 at least.
+        states: (rows, `COLUMNS`) in float64; a single row where all sequences share one threshold.
+    """
+
+    begun: torch.Tensor
+    anchor_key: torch.Tensor
+    anchor_value: torch.Tensor
+    states: torch.Tensor
+
+    @classmethod
+    @torch.inference_mode(False)  # a normal tensor can be written in any mode
+    def fresh(cls, rows: int, key: torch.Tensor, value: torch.Tensor) -> Self:
+        """Return the memory of `rows` new sequences with keys and values (…, key-value heads, tokens, width)."""
+        dtype = torch.promote_types(key.dtype, torch.float32) if key.is_cuda else torch.float64
+        anchors = [
+            torch.zeros(rows, tensor.shape[-3], tensor.shape[-1], dtype=dtype, device=key.device)
+            for tensor in (key, value)
+        ]
+        return cls(torch.zeros(rows, dtype=torch.bool, device=key.device), *anchors, fresh_states(rows, key.device))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, rows first."""
+        return [getattr(self, field.name) for field in fields(Memory)]
+
+    def rows(self, rows: torch.Tensor) -> Memory:
+        """Return a copy of some rows."""
+        return Memory(*(tensor[rows] for tensor in self.tensors))
+
+    def write(self, rows: torch.Tensor | int, memory: Memory) -> None:
+        """Overwrite some rows."""
+        for tensor, new in zip(self.tensors, memory.tensors, strict=True):
+            tensor[rows] = new
+
+
+@torch.inference_mode(False)
+def fresh_states(rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return states of sequences that have not begun, (rows, `COLUMNS`) in float64."""
     states = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
     states[:, THRESHOLD] = 1
     return states

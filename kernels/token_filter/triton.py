@@ -1,51 +1,25 @@
-"""Token Filtering's decisions on a GPU: a decode step in one launch; of a prompt, the threshold's recursion.
+"""Token Filtering's decode step on a GPU, in one launch. Formulas: `naive`.
 
-Formulas: `naive`. A program has a row, or, if all rows share one state, the whole batch. It has no tiles to choose, and
-writes its state in place, so nothing is tuned but the number of warps, which follows from how much a row has to hold.
+A program has a row, or, if all rows share one state, the whole batch. It has no tiles to choose, and writes its state
+in place, so nothing is tuned but the number of warps, which follows from how much a row has to hold.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from lmeval_prune.kernels.token_filter.parallel import FIRST, PADDING, SCORED
+from lmeval_prune.kernels.token_filter.state import COLUMNS, Memory
 
-_PADDING, _FIRST, _SCORED = tl.constexpr(PADDING), tl.constexpr(FIRST), tl.constexpr(SCORED)
+_COLUMNS = tl.constexpr(COLUMNS)
 _INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _load_state(state):  # its columns
-    return (
-        tl.load(state),
-        tl.load(state + 1),
-        tl.load(state + 2),
-        tl.load(state + 3),
-        tl.load(state + 4),
-        tl.load(state + 5),
-    )
-
-
-@triton.jit
-def _store_state(state, threshold, seen, skipped, known, mean, deviations):
-    tl.store(state, threshold)
-    tl.store(state + 1, seen)
-    tl.store(state + 2, skipped)
-    tl.store(state + 3, known)
-    tl.store(state + 4, mean)
-    tl.store(state + 5, deviations)
-
-
-@triton.jit
 def _threshold_step(
-    score, what, threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile
-):  # `compiled.threshold_step`, without branches; padding changes nothing
-    is_token = what != _PADDING
-    has_score = what == _SCORED
+    score, is_token, has_score, threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile
+):  # `compiled.thresholds`, without branches; padding changes nothing
     skip = has_score & (seen >= warmup) & (score > threshold)
     is_known = has_score & (seen < warmup)
     deviation = score - mean
@@ -97,7 +71,7 @@ def _similarity(
     return score
 
 
-@triton.jit(do_not_specialize=["place"])
+@triton.jit(do_not_specialize=["position"])
 def _decide_kernel(
     key,  # (rows, HEADS, 1, WIDTH)
     value,  # (rows, HEADS, 1, WIDTH_V)
@@ -105,15 +79,15 @@ def _decide_kernel(
     begun,  # (rows)
     anchor_key,  # (rows, HEADS, WIDTH)
     anchor_value,  # (rows, HEADS, WIDTH_V)
-    state,  # (rows or 1, 6)
+    state,  # (rows or 1, COLUMNS)
     rule,  # share, step size, smoothing, warm-up, quantile
     absent,  # (rows): out, `skipped`, and padding too if STORE
     stored_keys,  # (rows, HEADS, capacity, WIDTH); this and what follows only if STORE
     stored_values,  # (rows, HEADS, capacity, WIDTH_V)
-    places,  # (rows, capacity)
+    positions,  # (rows, capacity)
     lengths,  # (rows)
     totals,  # (2): tokens, skipped
-    place,
+    position,
     rows,
     capacity,
     stride_key_row,
@@ -137,8 +111,9 @@ def _decide_kernel(
     last = first + 1
     if SHARED:
         last = first + rows
-    state += first * 6
-    threshold, seen, skipped, known, mean, deviations = _load_state(state)
+    state += first * _COLUMNS
+    threshold, seen, skipped = tl.load(state), tl.load(state + 1), tl.load(state + 2)
+    known, mean, deviations = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
     share, step_size, smoothing = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
     warmup, quantile = tl.load(rule + 3), tl.load(rule + 4)
     heads = tl.arange(0, BLOCK_H)[:, None]
@@ -157,10 +132,10 @@ def _decide_kernel(
         k, v = new_key.to(old_k.dtype), new_value.to(old_v.dtype)
 
         score = _similarity(k, old_k, v, old_v, is_head, HEADS, KIND, AS_PRINTED).to(threshold.dtype)
-        what = tl.where(is_token, tl.where(has_begun, _SCORED, _FIRST), _PADDING)
         skip, threshold, seen, skipped, known, mean, deviations = _threshold_step(
-            score, what, threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile
-        )
+            score, is_token, is_token & has_begun,
+            threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile,
+        )  # fmt: skip
 
         if STORE:
             length = tl.load(lengths + row)
@@ -181,51 +156,53 @@ def _decide_kernel(
                 tl.store(
                     stored_values + ((row * HEADS + heads) * capacity + slot) * WIDTH_V + dv, new_value, mask=is_value
                 )
-                tl.store(places + row * capacity + slot, place)
+                tl.store(positions + row * capacity + slot, position)
                 tl.store(lengths + row, length + 1)
             tl.atomic_add(totals, is_token.to(tl.int64))
             tl.atomic_add(totals + 1, skip.to(tl.int64))
             tl.store(absent + row, (skip | (is_token == 0)).to(tl.uint8))
         else:
             tl.store(absent + row, skip.to(tl.uint8))
-    _store_state(state, threshold, seen, skipped, known, mean, deviations)
+    tl.store(state, threshold)
+    tl.store(state + 1, seen)
+    tl.store(state + 2, skipped)
+    tl.store(state + 3, known)
+    tl.store(state + 4, mean)
+    tl.store(state + 5, deviations)
 
 
 def decide(
     key: torch.Tensor,
     value: torch.Tensor,
     valid: torch.Tensor,
-    begun: torch.Tensor,
-    anchor_key: torch.Tensor,
-    anchor_value: torch.Tensor,
-    state: torch.Tensor,
+    memory: Memory,
     rule: torch.Tensor,
     kind: int,
     as_printed: bool,
     store: tuple[torch.Tensor, ...] | None = None,
-    place: int = 0,
+    position: int = 0,
     keep_skipped: bool = False,
 ) -> torch.Tensor:
-    """Launch one decode step; arguments as in `ops.decide` and `ops.decide_and_store`, `rule` on the device."""
+    """Launch one decode step; arguments as in `ops.decide_and_store`, the rule's numbers on the device."""
     rows, heads, _, width = key.shape
     width_v = value.shape[-1]
-    key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value))
+    key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value))
     absent = torch.empty(rows, 1, dtype=torch.bool, device=key.device)
-    stored = store or (state,) * 5
-    shared = state.shape[0] == 1 and rows > 1
+    stored = store or (memory.states,) * 5
+    shared = memory.states.shape[0] == 1 and rows > 1
     block_h, block_d, block_dv = (triton.next_power_of_2(size) for size in (heads, width, width_v))
     _decide_kernel[(1 if shared else rows,)](
         key,
         value,
         valid.view(torch.uint8),
-        begun.view(torch.uint8),
-        anchor_key,
-        anchor_value,
-        state,
+        memory.begun.view(torch.uint8),
+        memory.anchor_key,
+        memory.anchor_value,
+        memory.states,
         rule,
         absent.view(torch.uint8),
         *stored,
-        place,
+        position,
         rows,
         stored[2].shape[1] if store else 0,
         *key.stride()[:2],
@@ -245,56 +222,3 @@ def decide(
         num_warps=min(8, max(1, block_h * max(block_d, block_dv) // 512)),
     )
     return absent
-
-
-@triton.jit
-def _thresholds_kernel(
-    scores,  # (rows, tokens)
-    what,  # (rows, tokens)
-    state,  # (rows or 1, 6)
-    rule,  # share, step size, smoothing, warm-up, quantile
-    skips,  # (rows, tokens): out
-    rows,
-    tokens,
-    SHARED: tl.constexpr,
-):
-    first = tl.program_id(0).to(tl.int64)
-    last = first + 1
-    if SHARED:
-        last = first + rows
-    state += first * 6
-    threshold, seen, skipped, known, mean, deviations = _load_state(state)
-    share, step_size = tl.load(rule), tl.load(rule + 1)
-    warmup, quantile = tl.load(rule + 3), tl.load(rule + 4)
-    for token in range(tokens):
-        for row in range(first, last):  # they take turns
-            at = row * tokens + token
-            score = tl.load(scores + at).to(threshold.dtype)
-            skip, threshold, seen, skipped, known, mean, deviations = _threshold_step(
-                score,
-                tl.load(what + at),
-                threshold,
-                seen,
-                skipped,
-                known,
-                mean,
-                deviations,
-                share,
-                step_size,
-                warmup,
-                quantile,
-            )
-            tl.store(skips + at, skip.to(tl.uint8))
-    _store_state(state, threshold, seen, skipped, known, mean, deviations)
-
-
-def thresholds(scores: torch.Tensor, what: torch.Tensor, state: torch.Tensor, rule: torch.Tensor) -> torch.Tensor:
-    """Launch the recursion over tokens; arguments as in `compiled.thresholds`, `rule` on the device."""
-    rows, tokens = scores.shape
-    skipped = torch.empty(rows, tokens, dtype=torch.bool, device=scores.device)
-    shared = state.shape[0] == 1 and rows > 1
-    grid: Any = (1 if shared else rows,)
-    _thresholds_kernel[grid](
-        scores, what, state, rule, skipped.view(torch.uint8), rows, tokens, SHARED=shared, num_warps=1
-    )
-    return skipped

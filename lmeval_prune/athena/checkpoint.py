@@ -1,6 +1,6 @@
 """ATHENA as a folder: `athena.json`, the head part's weights, and the encoder as a stock transformers folder.
 
-Whatever works on models by their folder (`lmeval-prune heads`, `mask`, …) works on `FOLDER/encoder`.
+Commands that take a model's folder (`lmeval-prune heads`, `mask`, …) take `FOLDER/encoder`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NotRequired, Required
+from typing import Any, NotRequired
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,8 @@ from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import read_config, refused_as, save_checkpoint
+from lmeval_prune.checkpoints.loading import read_config, refused_as
+from lmeval_prune.checkpoints.pruned import save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
 
@@ -31,23 +32,8 @@ SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
 
 
-class Settings(TypedDict, total=False):
-    """`AthenaSettings` in JSON."""
-
-    width: Required[int]
-    channels: Required[int]
-    heads: Required[int]
-    constants: Required[list[str]]
-    steps: int
-    max_length: Required[int]
-    dropout: float
-    max_kept: int
-    accept: float
-    conclude: float
-
-
-class Options(TypedDict):
-    """What is read of the options of a training."""
+class TrainedWith(TypedDict):
+    """Training options that are read again."""
 
     data: str
     train: list[str]
@@ -56,9 +42,9 @@ class Options(TypedDict):
 class Contents(TypedDict):
     """Fields of `athena.json`."""
 
-    settings: Settings
+    settings: dict[str, Any]
     head_sha256: str
-    options: NotRequired[Options]
+    options: NotRequired[TrainedWith]
     log: NotRequired[list[dict[str, float]]]
     trained_on: NotRequired[list[str]]
     validated_on: NotRequired[list[str]]
@@ -69,7 +55,7 @@ def begin(name: str, **settings: Any) -> Athena:
 
     Args:
         name: of the encoder: hub name, folder, or embedded model.
-        settings: fields of `AthenaSettings` beside those that the encoder gives.
+        settings: fields of `AthenaSettings` that do not follow from the encoder.
 
     Raises:
         InputError: there is no such model, or it is no encoder with a mask token.
@@ -85,7 +71,7 @@ def begin(name: str, **settings: Any) -> Athena:
     model_map = map_model(skeleton(config, AutoModel))
     if not model_map.feed_forward:
         raise InputError(f"the encoder {name} ({config.model_type}) has no feed-forward blocks that we know; {fix}")
-    own = AthenaSettings(
+    sizes = AthenaSettings(
         width=config.hidden_size,
         channels=model_map.feed_forward[0].channels,
         heads=model_map.attention[0].heads,
@@ -94,7 +80,7 @@ def begin(name: str, **settings: Any) -> Athena:
     )
     with refused_as(f"the weights of the encoder {name} cannot be loaded"):
         encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    return Athena(own, encoder, tokenizer)
+    return Athena(sizes, encoder, tokenizer)
 
 
 def write(
@@ -103,11 +89,11 @@ def write(
     manifest: dict[str, Any] | None = None,
     beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a model; its folder appears whole, and takes the place of one that was there.
+    """Write a model; its folder appears whole, and replaces one that was there.
 
     Args:
         model: to be written.
-        folder: where to.
+        folder: of the model.
         manifest: of its encoder, if that was cut.
         beside: called with the folder that is being written, to add files.
 
@@ -133,13 +119,13 @@ def write(
 
 
 def head_state(model: Athena) -> dict[str, Tensor]:
-    """Weights of all but the encoder."""
+    """Return the weights of all but the encoder."""
     state = model.state_dict()
     return {name: tensor.contiguous() for name, tensor in state.items() if not name.startswith("encoder.")}
 
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `athena.json` says.
+    """Read the fields of `athena.json`.
 
     Raises:
         InputError: the folder is not an ATHENA's.
@@ -160,9 +146,8 @@ def read(folder: str | os.PathLike[str]) -> Athena:
     for key in ("schema", "schema_version", "created_by"):
         content.pop(key, None)
     try:
-        given, sha256 = content.pop("settings"), content.pop("head_sha256")
-        settings = AthenaSettings(**{**given, "constants": tuple(given["constants"])})
-        state = read_tensors(Path(folder) / HEAD, sha256)
+        settings = AthenaSettings.from_dict(content.pop("settings"), f"settings in {SETTINGS}")
+        state = read_tensors(Path(folder) / HEAD, content.pop("head_sha256"))
         tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER, trust_remote_code=False)
         encoder = with_weights(skeleton_of(f"{folder}/{ENCODER}"), f"{folder}/{ENCODER}")
         model = Athena(settings, encoder, tokenizer).to(next(iter(state.values())).dtype)

@@ -10,23 +10,23 @@ from lmeval_prune.athena.options import TrainOptions
 
 def train(**options: Any) -> int:
     """Train ATHENA, a host model that answers word problems by expressions."""
-    wanted = TrainOptions(**options)
+    settings = TrainOptions(**options)
     from lmeval_prune.athena import training
+    from lmeval_prune.training.curves import ACCURACY
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        model = training.train(wanted)
+        model = training.train(settings)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on beside {wanted.output}")
+        print(f"interrupted; the same command goes on beside {settings.output}")
         return 130
-    rows = [row for row in model.about["log"] if training.ACCURACY in row]
+    rows = [row for row in model.about["log"] if ACCURACY in row]
     if rows:
         best = model.about["best_epoch"]
         row = next(row for row in rows if round(row["epoch"]) == best)
-        print(f"validation: {row[training.ACCURACY]:.1%} of {model.about['problems']['validation']} (epoch {best})")
-    task, split = f"prune_{wanted.data}_equation", wanted.test
+        print(f"validation: {row[ACCURACY]:.1%} of {model.about['problems']['validation']} (epoch {best})")
     print(
-        f"{wanted.output}: test it with\n  lm_eval --model athena --model_args pretrained={wanted.output} "
-        f'--tasks {task} --metadata \'{{"data_split": "{split}"}}\''
+        f"{settings.output}: test it with\n  lm_eval --model athena --model_args pretrained={settings.output} "
+        f'--tasks prune_{settings.data}_equation --metadata \'{{"data_split": "{settings.test}"}}\''
     )
     return 0

@@ -1,4 +1,4 @@
-"""Equations as thoughts, and thoughts as expressions that the scorer reads."""
+"""Equations read as thoughts, and thoughts written as expressions that the scorer reads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from lmeval_prune.athena.thoughts import Thought, merged
+from lmeval_prune.athena.thoughts import MERGES, Thought, merged
 
 Leaf = Callable[[Fraction | str], Thought]
 SUM, PRODUCT, POWER, ATOM = range(4)  # how tightly an expression binds
 
 
 class Equation(NamedTuple):
-    """An equation as a thought, and all thoughts that it is made of as it was written, itself among them."""
+    """An equation as a thought, and all its parts as it was written, itself among them."""
 
     root: Thought
     targets: frozenset[Thought]
@@ -31,7 +31,7 @@ def parse(equation: str, leaf: Leaf) -> Equation:
         leaf: called from left to right with the value of each number that is written out and with each name.
 
     Raises:
-        ValueError: it is none, or `leaf` knows no such number or name.
+        ValueError: it is no equation, or `leaf` knows no such number or name.
     """
     try:
         tree = ast.parse(equation.replace("^", "**").strip(), mode="eval").body
@@ -51,16 +51,16 @@ def _read(node: ast.expr, leaf: Leaf) -> Equation:
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             return _power(_read(left, leaf), right, leaf)
         case ast.BinOp(left=left, op=operator, right=right):
-            one, other = _read(left, leaf), _read(right, leaf)
+            first, second = _read(left, leaf), _read(right, leaf)
             match operator:
                 case ast.Add():
-                    return _merged("add", one, other)
+                    return _merged("add", first, second)
                 case ast.Sub():
-                    return _merged("add", one, _transformed("neg", other))
+                    return _merged("add", first, _transformed("neg", second))
                 case ast.Mult():
-                    return _product(one, other)
+                    return _product(first, second)
                 case ast.Div():
-                    return _quotient(one, other)
+                    return _quotient(first, second)
     raise ValueError(f"{ast.unparse(node)} is no arithmetic over the four operations and powers")
 
 
@@ -68,12 +68,12 @@ def _whole(thought: Thought, *parts: Equation) -> Equation:
     return Equation(thought, frozenset({thought}).union(*(part.targets for part in parts)))
 
 
-def _transformed(operator: str, one: Equation) -> Equation:
-    return _whole((operator, one.root), one)
+def _transformed(operator: str, part: Equation) -> Equation:
+    return _whole((operator, part.root), part)
 
 
-def _merged(operator: str, one: Equation, other: Equation) -> Equation:
-    return _whole(merged(operator, one.root, other.root), one, other)
+def _merged(operator: str, first: Equation, second: Equation) -> Equation:
+    return _whole(merged(operator, first.root, second.root), first, second)
 
 
 def _constant(thought: Thought) -> Fraction | None:
@@ -82,8 +82,8 @@ def _constant(thought: Thought) -> Fraction | None:
     return -Fraction(thought[1][1]) if thought[0] == "neg" and thought[1][0] == "con" else None
 
 
-def _product(one: Equation, other: Equation) -> Equation:
-    for factor, rest in ((one, other), (other, one)):
+def _product(first: Equation, second: Equation) -> Equation:
+    for factor, rest in ((first, second), (second, first)):
         match _constant(factor.root):
             case 1:
                 return rest
@@ -93,17 +93,17 @@ def _product(one: Equation, other: Equation) -> Equation:
                 return _merged("add", rest, rest)
             case value if value == Fraction(1, 2):
                 return _transformed("halve", rest)
-    return _merged("mul", one, other)
+    return _merged("mul", first, second)
 
 
-def _quotient(one: Equation, other: Equation) -> Equation:
-    match _constant(other.root):
+def _quotient(dividend: Equation, divisor: Equation) -> Equation:
+    match _constant(divisor.root):
         case 1:
-            return one
+            return dividend
         case 2:
-            return _transformed("halve", one)
-    inverse = _transformed("inv", other)
-    return inverse if _constant(one.root) == 1 else _merged("mul", one, inverse)
+            return _transformed("halve", dividend)
+    inverse = _transformed("inv", divisor)
+    return inverse if _constant(dividend.root) == 1 else _merged("mul", dividend, inverse)
 
 
 def _power(base: Equation, node: ast.expr, leaf: Leaf) -> Equation:
@@ -118,23 +118,20 @@ def _power(base: Equation, node: ast.expr, leaf: Leaf) -> Equation:
 
 
 def expression(thought: Thought, numbers: Sequence[Fraction]) -> str:
-    """Write a thought out, with no more brackets than needed.
-
-    Args:
-        thought: to be written.
-        numbers: values of the problem's numbers.
-    """
+    """Write a thought over the values of the problem's numbers, with no more brackets than needed."""
     return _written(thought, numbers)[0]
 
 
 def _written(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
-    """An expression, and how tightly it binds."""
+    """Return an expression, and how tightly it binds."""
 
     def part(inner: Thought, tightness: int) -> str:
-        text, own = _written(inner, numbers)
-        return text if own >= tightness else f"({text})"
+        text, inner_tightness = _written(inner, numbers)
+        return text if inner_tightness >= tightness else f"({text})"
 
     operator, *arguments = thought
+    if operator in MERGES:
+        return _written_merge(operator, arguments, part)
     match operator:
         case "num":
             return _number(numbers[arguments[0]])
@@ -148,19 +145,24 @@ def _written(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
             return f"{part(arguments[0], PRODUCT)} / 2", PRODUCT
         case "root":
             return f"{part(arguments[0], ATOM)} ** 0.5", POWER
+    raise ValueError(f"{operator!r} is no operator of thoughts")
+
+
+def _written_merge(operator: str, arguments: list[Thought], part: Callable[[Thought, int], str]) -> tuple[str, int]:
+    """Write a sum with its differences, or a product with its quotients."""
     opposite, sign, tightness = ("neg", "-", PRODUCT) if operator == "add" else ("inv", "/", POWER)
-    kept = [part(one, PRODUCT) for one in arguments if one[0] != opposite]
-    turned = [part(one[1], tightness) for one in arguments if one[0] == opposite]
+    kept = [part(term, PRODUCT) for term in arguments if term[0] != opposite]
+    turned = [part(term[1], tightness) for term in arguments if term[0] == opposite]
     if not kept:
         first, *turned = turned
         kept = [f"-{first}" if operator == "add" else f"1 / {first}"]
     plus = " + " if operator == "add" else " * "
-    text = plus.join(kept) + "".join(f" {sign} {one}" for one in turned)
+    text = plus.join(kept) + "".join(f" {sign} {term}" for term in turned)
     return text, SUM if operator == "add" else PRODUCT
 
 
 def _number(value: Fraction) -> tuple[str, int]:
-    """A number with its decimals if they end, else a fraction in brackets."""
+    """Write a number with its decimals if they end, else as a fraction in brackets."""
     for decimals in range(13):
         scaled = value * 10**decimals
         if scaled.denominator == 1:

@@ -1,4 +1,4 @@
-"""ATHENA: an encoder that reads a problem, and modules that think of it step by step.
+"""ATHENA: an encoder that reads a problem, and modules that think of answers step by step.
 
 `h` is the encoder's width, `f` that of its feed-forward blocks. Every block of the head part is normed first.
 """
@@ -15,32 +15,33 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers.modeling_outputs import ModelOutput
 
 from lmeval_prune.athena.thoughts import LEAVES, MERGES, OPERATORS, TRANSFORMS
+from lmeval_prune.settings import Count, Settings, Share, ShareBelowOne
 
 
 @dataclass(frozen=True)
-class AthenaSettings:
-    """What an ATHENA is, beside its weights.
+class AthenaSettings(Settings):
+    """Sizes and limits of an ATHENA, as `athena.json` has them.
 
     Attributes:
-        width, channels, heads: of the head part: h, f and the number of heads of its attentions.
-        constants: that it can think of, as exact numbers, e.g. `"1"`, `"157/50"`.
-        steps: so many steps at most.
-        max_length: tokens of a text.
+        width, channels, heads: h, f and the number of attention heads of the head part.
+        constants: numbers that it can think of, exact, e.g. `"1"`, `"157/50"`.
+        steps: largest number of steps.
+        max_length: largest number of tokens of a text.
         dropout: of the head part, in training.
-        max_kept: thoughts of a problem at most.
+        max_kept: largest number of thoughts that are kept of a problem.
         accept, conclude: probability from which a candidate is kept, and from which an answer ends the search.
     """
 
-    width: int
-    channels: int
-    heads: int
+    width: Count
+    channels: Count
+    heads: Count
     constants: tuple[str, ...] = ()
-    steps: int = 5
-    max_length: int = 512
-    dropout: float = 0.2
-    max_kept: int = 60
-    accept: float = 0.5
-    conclude: float = 0.95
+    steps: Count = 5
+    max_length: Count = 512
+    dropout: ShareBelowOne = 0.2
+    max_kept: Count = 60
+    accept: Share = 0.5
+    conclude: Share = 0.95
 
 
 @dataclass
@@ -50,8 +51,8 @@ class AthenaOutput(ModelOutput):
     Attributes:
         reason: of all candidates, by step.
         answer: of all kept thoughts.
-        candidate_problem, kept_problem: whose they are.
-        attentions: the encoder's attention maps, if they were asked for.
+        candidate_problem, kept_problem: index of the problem of each.
+        attentions: the encoder's attention maps, on demand.
     """
 
     reason: Tensor | None = None
@@ -62,7 +63,7 @@ class AthenaOutput(ModelOutput):
 
 
 class FeedForward(nn.Module):
-    """x + W₂ gelu(W₁ norm(x))."""
+    """A block of x + W₂ gelu(W₁ norm(x))."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -72,12 +73,12 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (n, h)."""
+        """Transform vectors, shape (n, h)."""
         return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
 
 
 class Attention(nn.Module):
-    """Projections of an attention of several heads, without norm and residual."""
+    """A multi-head attention without norm and residual."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -85,12 +86,12 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(settings.width, settings.width) for _ in range(4))
 
     def forward(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Concatenated outputs of the heads before the output projection, shape (…, n, h).
+        """Return the concatenated outputs of the heads before the output projection, shape (…, n, h).
 
         Args:
             queries: shape (…, n, h).
             keys: shape (…, m, h).
-            allowed: which key each query sees, shape (n, m); all by default.
+            allowed: mask of the keys that each query sees, shape (n, m); default: all.
         """
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
@@ -100,7 +101,7 @@ class Attention(nn.Module):
 
 
 class Merge(nn.Module):
-    """A thought of two thoughts, whichever comes first: the two look at each other, and their views are added."""
+    """A merge of two thoughts, the same in either order: they attend to each other, and the views are added."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -109,11 +110,11 @@ class Merge(nn.Module):
         self.dropout = nn.Dropout(settings.dropout)
         self.feed_forward = FeedForward(settings)
 
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        """Shapes (n, h)."""
-        pair = self.norm(torch.stack([one, other], dim=-2))
-        seen = self.attention(pair, pair).sum(dim=-2)
-        return self.feed_forward(one + other + self.dropout(self.attention.output(seen)))
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Merge thoughts, shapes (n, h)."""
+        pair = self.norm(torch.stack([first, second], dim=-2))
+        views = self.attention(pair, pair).sum(dim=-2)
+        return self.feed_forward(first + second + self.dropout(self.attention.output(views)))
 
 
 class Constants(nn.Module):
@@ -127,13 +128,13 @@ class Constants(nn.Module):
         self.down = nn.Linear(settings.channels, settings.width)
 
     def forward(self) -> Tensor:
-        """Shape (constants, h)."""
+        """Return the embeddings, shape (constants, h)."""
         embedded: Tensor = self.down(gelu(self.up(self.norm(self.vectors))))
         return embedded
 
 
 class Judge(nn.Module):
-    """How good a thought is in the light of references."""
+    """A judgement of thoughts in the light of references."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -144,28 +145,28 @@ class Judge(nn.Module):
         self.score = nn.Linear(settings.width, 1)
 
     def forward(self, thoughts: Tensor, references: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-        """Contexts (n, h) and logits (n,) of thoughts (n, h).
+        """Return contexts (n, h) and logits (n,) of thoughts (n, h).
 
         Args:
             thoughts: of several problems.
             references: of several problems, shape (m, h).
-            allowed: which are of one problem, shape (n, m).
+            allowed: mask of the references of a thought's own problem, shape (n, m).
         """
         x = self.before(thoughts)
-        seen = self.attention(self.norm(x), self.reference_norm(references), allowed)
-        x = self.after(x + self.dropout(self.attention.output(seen)))
+        views = self.attention(self.norm(x), self.reference_norm(references), allowed)
+        x = self.after(x + self.dropout(self.attention.output(views)))
         return x, self.score(x)[:, 0]
 
 
 @dataclass
-class State:
-    """How far the thinking is, of several problems.
+class Thinking:
+    """Embeddings of the thoughts that several problems have so far.
 
     Attributes:
         leaves: embeddings of numbers and constants, problem by problem.
-        kept, kept_problem: embeddings of the kept thoughts, and whose they are.
-        premises, premise_problem: what `reason` looks at: the texts, then the contexts of kept thoughts.
-        goals: what `answer` looks at, one a problem.
+        kept, kept_problem: embeddings of the kept thoughts, and the problem of each.
+        premises, premise_problem: references of `reason`: the texts, then the contexts of kept thoughts.
+        goals: references of `answer`, one a problem.
     """
 
     leaves: Tensor
@@ -185,7 +186,7 @@ class Athena(nn.Module):
         tokenizer: the encoder's.
 
     Attributes:
-        about: what it was trained on and how.
+        about: training options, losses and questions, as `athena.json` has them.
     """
 
     accepts_loss_kwargs = True  # transformers' Trainer counts the labels of an accumulated batch
@@ -202,51 +203,51 @@ class Athena(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the weights."""
         return self.reason.score.weight.device
 
-    def read(self, inputs: Mapping[str, Tensor], **settings: Any) -> tuple[State, Any]:
-        """Read texts, as `texts` of `batches.py` gives them.
+    def read(self, inputs: Mapping[str, Tensor], **settings: Any) -> tuple[Thinking, Any]:
+        """Read texts.
 
         Args:
-            inputs: see there.
+            inputs: of `text_inputs`.
             settings: of the encoder's call.
 
         Returns:
-            The state at the beginning, and the encoder's own output.
+            The state before the first step, and the encoder's own output.
         """
-        found = self.encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **settings)
-        hidden = found.last_hidden_state
+        encoded = self.encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **settings)
+        hidden = encoded.last_hidden_state
         rows = torch.arange(len(hidden), device=hidden.device)
         leaves = hidden[inputs["number_rows"], inputs["number_columns"]]
         if self.constants is not None:
             leaves = torch.cat([leaves, self.constants()])
         leaves = leaves[inputs["leaf_order"]]
-        return State(leaves, leaves[:0], rows[:0], hidden[:, 0], rows, hidden[rows, inputs["goals"]]), found
+        return Thinking(leaves, leaves[:0], rows[:0], hidden[:, 0], rows, hidden[rows, inputs["goals"]]), encoded
 
-    def think(self, state: State, step: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Think of a step's candidates, as `Joined` gives them.
+    def think(self, state: Thinking, step: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Embed and judge the candidates of a `JoinedStep`.
 
         Returns:
             Thoughts and their contexts, shape (n, h), and logits of `reason`, shape (n,).
         """
-        found = []
+        parts = []
         pairs = zip(OPERATORS, step["first"].split(step["sizes"]), step["second"].split(step["sizes"]), strict=True)
         for operator, first, second in pairs:
             if not len(first):
                 continue
             if operator in LEAVES:
-                found.append(state.leaves[first])
+                parts.append(state.leaves[first])
             elif operator in TRANSFORMS:
-                found.append(self.transforms[operator](state.kept[first]))
+                parts.append(self.transforms[operator](state.kept[first]))
             else:
-                found.append(self.merges[operator](state.kept[first], state.kept[second]))
-        thoughts = torch.cat(found)
+                parts.append(self.merges[operator](state.kept[first], state.kept[second]))
+        thoughts = torch.cat(parts)
         allowed = step["problem"][:, None] == state.premise_problem
         return thoughts, *self.reason(thoughts, state.premises, allowed)
 
-    def keep(self, state: State, thoughts: Tensor, contexts: Tensor, problem: Tensor) -> State:
-        """The state after these thoughts were kept."""
+    def keep(self, state: Thinking, thoughts: Tensor, contexts: Tensor, problem: Tensor) -> Thinking:
+        """Return the state after these thoughts are kept."""
         return replace(
             state,
             kept=torch.cat([state.kept, thoughts]),
@@ -255,21 +256,21 @@ class Athena(nn.Module):
             premise_problem=torch.cat([state.premise_problem, problem]),
         )
 
-    def conclude(self, state: State, thoughts: Tensor, problem: Tensor) -> Tensor:
-        """Logits of `answer`, shape (n,): whether a thought is what is asked for."""
+    def conclude(self, state: Thinking, thoughts: Tensor, problem: Tensor) -> Tensor:
+        """Return logits of `answer`, shape (n,): that a thought answers its problem."""
         allowed = problem[:, None] == torch.arange(len(state.goals), device=problem.device)
         return self.answer(thoughts, state.goals, allowed)[1]
 
     def forward(
         self, steps: list[dict[str, Any]], labels: Tensor | None = None, output_attentions: bool = False, **inputs: Any
     ) -> AthenaOutput:
-        """Logits of teacher forcing: what leads to the equation is kept.
+        """Return logits of teacher forcing: candidates that lead to the equation are kept.
 
         Args:
-            steps: as `Collator` makes them.
-            labels: not used here; see `AthenaTrainer.compute_loss`.
-            output_attentions: give the encoder's attention maps, too (they need its eager attention).
-            inputs: see `read`.
+            steps: of `Collator`.
+            labels: for the loss alone; see `AthenaTrainer.compute_loss`.
+            output_attentions: return the encoder's attention maps, too (they need its eager attention).
+            inputs: of `text_inputs`.
         """
         state, encoded = self.read(inputs, **({"output_attentions": True} if output_attentions else {}))
         logits = []

@@ -1,16 +1,20 @@
-"""What can be set of training. Imports nothing heavy, so that `--help` is quick."""
+"""Options of ATHENA's training. Imports nothing heavy, so that `--help` is quick."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
 
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
+from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, ShareBelowOne
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """What is trained, and on what.
+class TrainOptions(Settings):
+    """Options of ATHENA's training.
 
     Attributes:
         output: folder of the model; an interrupted training goes on beside it
@@ -39,39 +43,26 @@ class TrainOptions:
     data: str = "asdiv_a"
     test: str = "fold0"
     train: tuple[str, ...] = ()
-    validation: float = 0.1
-    limit: int | None = None
+    validation: ShareBelowOne = 0.1
+    limit: Annotated[int, Ge(2)] | None = None
     encoder: str = ENCODER
-    epochs: int = 12
-    patience: int = 0
-    batch: int = 8
-    accumulate: int = 1
-    encoder_rate: float = 1e-4
-    head_rate: float = 3e-4
-    decay: float = 0.01
-    warmup: float = 0.06
-    clip: float = 5.0
-    dropout: float = 0.2
-    max_kept: int = 60
-    seed: int = 0
+    epochs: Count = 12
+    patience: Natural = 0
+    batch: Count = 8
+    accumulate: Count = 1
+    encoder_rate: Positive = 1e-4
+    head_rate: Positive = 3e-4
+    decay: NonNegative = 0.01
+    warmup: ShareBelowOne = 0.06
+    clip: Positive = 5.0
+    dropout: ShareBelowOne = 0.2
+    max_kept: Count = 60
+    seed: Seed = 0
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        wrong = {
-            "validation must be at least 0 and below 1": not 0 <= self.validation < 1,
-            "dropout must be at least 0 and below 1": not 0 <= self.dropout < 1,
-            "warmup must be at least 0 and below 1": not 0 <= self.warmup < 1,
-            "epochs, batch, accumulate and max_kept must be at least 1": min(
-                self.epochs, self.batch, self.accumulate, self.max_kept
-            )
-            < 1,
-            "seed must be at least 0 and below 2³¹": not 0 <= self.seed < 2**31,
-            "limit must be at least 2": self.limit is not None and self.limit < 2,
-            "the learning rates and clip must be above 0": min(self.encoder_rate, self.head_rate, self.clip) <= 0,
-            "decay and patience must not be negative": min(self.decay, self.patience) < 0,
-            "patience needs a validation split; give validation": bool(self.patience) and self.validation == 0,
-            f"the training split {self.test} is the test split; leave it out of train": self.test in self.train,
-        }
-        for message, is_wrong in wrong.items():
-            if is_wrong:
-                raise InputError(message)
+        super().__post_init__()
+        if self.patience and not self.validation:
+            raise InputError("patience needs a validation split; give validation")
+        if self.test in self.train:
+            raise InputError(f"the training split {self.test} is the test split; leave it out of train")

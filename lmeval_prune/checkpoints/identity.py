@@ -1,8 +1,9 @@
-"""By what a checkpoint is known again without being loaded: the bytes of its weights, or a hub's commit."""
+"""Identity of a checkpoint that is not loaded: the bytes of its weights, or a hub's commit."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
 
-WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # and code that a checkpoint brings along
-TRAINING = re.compile(r"training_args|optimizer|scheduler|rng_state|scaler")  # what a trainer leaves beside them
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # and code that a checkpoint brings along
+_TRAINING = re.compile(r"training_args|optimizer|scheduler|rng_state|scaler")  # what a trainer leaves beside them
+
+
+def weight_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return those of a folder's files that hold weights, or code that a checkpoint brings along, in order."""
+    return [folder / name for name in sorted(names) if _WEIGHTS.fullmatch(name) and not _TRAINING.match(name)]
 
 
 def checkpoint_identity(pretrained: str, revision: str | None = None) -> str:
-    """A digest of a checkpoint's weights, whatever its folder is called; of a hub's model, of its name and commit.
+    """Return a digest of a checkpoint's weights, whatever its folder is called; of a hub's model, of name and commit.
 
     Args:
         pretrained: as for lm_eval, or the name of an embedded model.
@@ -30,10 +36,10 @@ def checkpoint_identity(pretrained: str, revision: str | None = None) -> str:
     embedded.check_name(pretrained)
     folder = Path(embedded.resolve(pretrained)).expanduser()
     if folder.is_dir():
-        files = sorted(one for one in folder.iterdir() if WEIGHTS.fullmatch(one.name) and not TRAINING.match(one.name))
+        files = weight_files(folder, (path.name for path in folder.iterdir()))
         if not files:
             raise InputError(f"pretrained={pretrained}: the folder holds no weights")
-        return digest([content_digest(one) for one in files])
+        return digest([content_digest(path) for path in files])
     try:
         config = cached_file(pretrained, "config.json", revision=revision)
     except (OSError, ValueError) as error:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import UNREADABLE as UNREADABLE
-from lmeval_prune.checkpoints.pruned import (
+from lmeval_prune.checkpoints.loading import (
     class_of,
     has_own_layers,
     language_kind,
@@ -32,22 +31,19 @@ def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> 
     Raises:
         InputError: transformers has no class for it, or the class refuses its values.
     """
-    own = class_of(config) if kind is None or has_own_layers(config) else None
+    config = copy.deepcopy(config)
+    exact = class_of(config) if kind is None or has_own_layers(config) else None
     with torch.device("meta"), refused_as("no model can be built from config.json"):
-        model: Any = (
-            own._from_config(copy.deepcopy(config))
-            if own
-            else kind.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
-        )
+        if exact:
+            model: Any = exact._from_config(config)
+        else:
+            model = kind.from_config(config, trust_remote_code=trust_remote_code)
     model.config._name_or_path = getattr(config, "_name_or_path", "")
     return model
 
 
 def language_skeleton(config: Any, trust_remote_code: bool = False) -> Any:
-    """Return the language model that lm-eval makes of a configuration, on the meta device.
-
-    Args:
-        config, trust_remote_code: as of `skeleton`.
+    """Return the language model that lm-eval makes of a configuration, on the meta device; arguments as of `skeleton`.
 
     Raises:
         InputError: as of `skeleton`, or it is the configuration of no language model.
@@ -73,12 +69,12 @@ def check_language_model(config: Any, bare: Any) -> None:
     if named is None:  # its weights tell
         return
     try:
-        own = bare if isinstance(bare, named) else skeleton(config)
+        exact = bare if isinstance(bare, named) else skeleton(config)
     except InputError:  # it cannot be built without weights, and they tell
         return
-    if own.get_output_embeddings() is None and (own is bare or _parameters(own) != _parameters(bare)):
+    if exact.get_output_embeddings() is None and (exact is bare or _parameters(exact) != _parameters(bare)):
         raise InputError(
-            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(own).__name__}, no language model, and "
+            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(exact).__name__}, no language model, and "
             f"lm-eval asks no others; name a language model"
         )
 
@@ -89,7 +85,7 @@ def _parameters(bare: Any) -> set[str]:
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
-    """As `skeleton`, by a model's name or folder.
+    """Return the model of a name or folder, on the meta device.
 
     Raises:
         InputError: its configuration cannot be read, or transformers has no class for it.

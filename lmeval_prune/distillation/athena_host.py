@@ -9,35 +9,39 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint, training
-from lmeval_prune.athena.batches import Collator
-from lmeval_prune.athena.data import Material as AthenaMaterial
-from lmeval_prune.athena.data import question_key
+from lmeval_prune.athena.batches import Collator, examples_of
+from lmeval_prune.athena.data import ProblemSplit
+from lmeval_prune.athena.model import AthenaSettings
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.checkpoints.skeleton import UNREADABLE, skeleton_of
-from lmeval_prune.distillation.host import Host, Material, Seen
+from lmeval_prune.checkpoints.loading import refused_as
+from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.data import load
+from lmeval_prune.training.curves import ACCURACY
+from lmeval_prune.training.questions import SeenQuestions
 
-_OF_TEXTS = {"task": None, "chat": False, "answer": "{}", "answer_field": None}
+_LANGUAGE_OPTIONS = {"task": None, "chat": False, "answer": "{}", "answer_field": None}  # and their defaults
 
 
 class AthenaHost(Host):
-    """See the base class. Data, test and validation split are those that the host was trained with."""
+    """ATHENA as a host. Data, test and validation split are those that it was trained with."""
 
-    metric, greater = "eval_accuracy", True
+    metric, greater = ACCURACY, True
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
         self.about = checkpoint.describe(options.pretrained)
-        for name, default in _OF_TEXTS.items():
+        for name, default in _LANGUAGE_OPTIONS.items():
             if getattr(options, name) != default:
                 raise InputError(f"{name} is for language models, and {options.pretrained} is an ATHENA; leave it out")
-        self.constants: list[str] = list(self.about["settings"]["constants"])
+        self.settings = AthenaSettings.from_dict(self.about["settings"], f"settings in {checkpoint.SETTINGS}")
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -45,114 +49,108 @@ class AthenaHost(Host):
         return self._tokenizer(self.options.pretrained)
 
     def _tokenizer(self, folder: str) -> Any:
-        try:
-            found = AutoTokenizer.from_pretrained(Path(folder) / checkpoint.ENCODER, trust_remote_code=False)
-        except (*UNREADABLE, KeyError) as error:
-            raise InputError(f"the tokenizer in {folder} cannot be read ({first_line(error)})") from error
-        if found.mask_token is None:
+        with refused_as(f"the tokenizer in {folder} cannot be read"):
+            tokenizer = AutoTokenizer.from_pretrained(Path(folder) / checkpoint.ENCODER, trust_remote_code=False)
+        if tokenizer.mask_token is None:
             raise InputError(f"the encoder in {folder} has no mask token, which takes the place of numbers")
-        return found
+        return tokenizer
 
+    @override
     def skeleton(self, folder: str) -> Any:
-        """The encoder's; see the base class."""
         return skeleton_of(str(Path(folder) / checkpoint.ENCODER))
 
+    @override
     def identity(self, folder: str) -> str:
-        """Of encoder and head; see the base class."""
         return digest([checkpoint.describe(folder)["head_sha256"], super().identity(f"{folder}/{checkpoint.ENCODER}")])
 
+    @override
     def check_teacher(self, folder: str) -> None:
-        """Tokens and constants; see the base class."""
-        other = checkpoint.describe(folder)["settings"]["constants"]
-        if self._tokenizer(folder).get_vocab() != self.tokenizer.get_vocab() or other != self.constants:
+        constants = tuple(checkpoint.describe(folder)["settings"]["constants"])
+        if self._tokenizer(folder).get_vocab() != self.tokenizer.get_vocab() or constants != self.settings.constants:
             raise InputError(
                 f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; name "
                 f"a teacher with the same ones"
             )
 
+    @override
     def read(self, folder: str) -> nn.Module:
-        """See the base class."""
         return checkpoint.read(folder)
 
+    @override
     def write(
         self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
     ) -> None:
-        """See the base class."""
-        model.about = {**model.about, **Seen.of(manifest).content()} if "trained_on" in manifest else model.about
+        if "trained_on" in manifest:
+            model.about = {**model.about, **SeenQuestions.from_artefact(manifest).to_artefact()}
         checkpoint.write(model, folder, manifest, beside)
 
-    def part(self, model: Any) -> Any:
-        """The encoder."""
+    @override
+    def backbone(self, model: Any) -> Any:
         return model.encoder
 
-    def with_part(self, model: Any, part: Any) -> Any:
-        """With another encoder."""
-        model.encoder = part
+    @override
+    def with_backbone(self, model: Any, backbone: Any) -> Any:
+        model.encoder = backbone
         return model
 
-    def part_folder(self, folder: Path) -> Path:
-        """The encoder's."""
+    @override
+    def backbone_folder(self, folder: Path) -> Path:
         return folder / checkpoint.ENCODER
 
-    def seen(self, folder: str) -> Seen:
-        """See the base class; of a host that does not say what it was validated on, by drawing that again."""
+    @override
+    def seen(self, folder: str) -> SeenQuestions:
         about = checkpoint.describe(folder)
-        if "options" in about and "validated_on" not in about:
-            found = AthenaMaterial.of(self._training(about["options"]))
-            about["validated_on"] = [question_key(one.document) for one in found.validation]
-        return Seen.of(about)
+        if "options" in about and "validated_on" not in about:  # an older one: its validation split is drawn again
+            about["validated_on"] = ProblemSplit.load(self._trained_with(about["options"])).questions.validated
+        return SeenQuestions.from_artefact(about)
 
-    def _training(self, own: Mapping[str, Any], **given: Any) -> TrainOptions:
-        """The options of a host's training, and what differs from them."""
-        known = {**own, "train": tuple(own["train"]), "output": self.options.output, "patience": 0}
-        return TrainOptions(**{**known, **given, "data_dir": self.options.data_dir})
+    def _trained_with(self, options: Mapping[str, Any], **changes: Any) -> TrainOptions:
+        """Return the options of a host's training, with changes."""
+        fixed = {"output": self.options.output, "data_dir": self.options.data_dir, "patience": 0}
+        return TrainOptions(**{**options, **changes, **fixed})
 
-    def material(self) -> Material:
-        """See the base class."""
-        own, asked = self.about.get("options"), self.options
-        if own is None:
-            raise InputError(f"{asked.pretrained} does not say what it was trained on; train it anew")
-        given = {"test": asked.test, "train": asked.train, "validation": asked.validation, "limit": asked.limit}
-        wanted = self._training(own, **{name: value for name, value in given.items() if value not in (None, ())})
-        found = AthenaMaterial.of(wanted)
-        own_questions = Seen(
-            *(frozenset(question_key(one.document) for one in some) for some in (found.train, found.validation))
+    @override
+    def examples(self) -> TrainingExamples:
+        if "options" not in self.about:
+            raise InputError(f"{self.options.pretrained} does not say what it was trained on; train it anew")
+        changes = {name: getattr(self.options, name) for name in ("test", "train", "validation", "limit")}
+        changes = {name: value for name, value in changes.items() if value not in (None, ())}
+        options = self._trained_with(self.about["options"], **changes)
+        split = ProblemSplit.load(options)
+        test = load(options.data, options.test, options.data_dir)
+        seen = self.all_seen(split.questions, test, options.test)
+        train, validation = (
+            examples_of(problems, self.tokenizer, self.settings) for problems in (split.train, split.validation)
         )
-        test = load(wanted.data, wanted.test, wanted.data_dir)
-        seen = self.all_seen(own_questions, test, wanted.test)
-        length, constants = self.about["settings"]["max_length"], self.constants
-        made = [one.example(self.tokenizer, length, constants) for one in found.train]
-        train = [example for example in made if example]
-        judged = [one.example(self.tokenizer, length, constants) for one in found.validation]
-        about = {
+        note = {
             "train": len(train),
-            "validation": len(found.validation),
-            "ungrounded": found.ungrounded,
-            "repeated": found.repeated,
-            "splits": {"data": wanted.data, "test": wanted.test, "train": list(wanted.train)},
-            **seen.content(),
+            "validation": len(split.validation),
+            "ungrounded": split.ungrounded,
+            "repeated": split.repeated,
+            "splits": {"data": options.data, "test": options.test, "train": list(options.train)},
+            **seen.to_artefact(),
         }
-        validation = [example for example in judged if example]
-        return Material(train, validation, [len(example.problem.ids) for example in train], about, found.validation)
+        return TrainingExamples(train, validation, [len(item.problem.ids) for item in train], note, split.validation)
 
+    @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
-        """See the base class."""
-        return Collator(len(self.constants), self.tokenizer.pad_token_id)(examples)
+        return Collator(len(self.settings.constants), self.tokenizer.pad_token_id)(examples)
 
+    @override
     def items(self, inputs: Mapping[str, Any]) -> int:
-        """Candidates and kept thoughts."""
-        return len(inputs["labels"])
+        return len(inputs["labels"])  # of candidates and kept thoughts
 
+    @override
     def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """See the base class."""
         return training.task_loss(outputs, inputs["labels"], 1)
 
-    def response_loss(self, taught: Any, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Of candidates one by one, and of the choice among each problem's kept thoughts; see the base class."""
+    @override
+    def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
+        # of candidates one by one, and of the choice among each problem's kept thoughts
         temperature = self.options.temperature
-        reasons = judgement_divergence(taught.reason, outputs.reason, temperature)
-        return reasons + choice_divergence(taught.answer, outputs.answer, outputs.kept_problem, temperature)
+        reasons = judgement_divergence(teacher.reason, student.reason, temperature)
+        return reasons + choice_divergence(teacher.answer, student.answer, student.kept_problem, temperature)
 
-    def validated(self, model: Any, material: Material) -> dict[str, float]:
-        """The share of problems that it solves."""
-        return {self.metric: training.share_solved(model, material.problems)}
+    @override
+    def figures(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
+        return {ACCURACY: training.share_solved(model, examples.problems)}

@@ -1,6 +1,6 @@
 """The distillation loss (the paper's eq. 7), as sums that add up over the batches of one update.
 
-A host divides them by what it counts over the whole update, so that accumulated batches are one large batch.
+They are divided by counts over the whole update, so that accumulated batches are one large batch.
 """
 
 from __future__ import annotations
@@ -13,63 +13,63 @@ from torch.nn.functional import log_softmax, logsigmoid
 
 
 def answer_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """KL(teacher ‖ student) of distributions over the vocabulary, summed over tokens.
+    """Return KL(teacher ‖ student) of distributions over the vocabulary, summed over tokens.
 
     Args:
         teacher, student: logits, shape (tokens, vocabulary).
         temperature: τ, by which both are divided.
     """
-    expected, got = (log_softmax(_wide(logits) / temperature, dim=-1) for logits in (teacher, student))
-    return (expected.exp() * (expected - got)).sum()
+    expected, actual = (log_softmax(_wide(logits) / temperature, dim=-1) for logits in (teacher, student))
+    return (expected.exp() * (expected - actual)).sum()
 
 
 def judgement_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """KL(teacher ‖ student) of independent yes-or-no judgements, summed.
+    """Return KL(teacher ‖ student) of independent yes-or-no judgements, summed.
 
     Args:
-        teacher, student: logits, one a judgement.
+        teacher, student: logits of the judgements.
         temperature: τ.
     """
-    expected, got = _wide(teacher) / temperature, _wide(student) / temperature
-    yes = expected.sigmoid() * (logsigmoid(expected) - logsigmoid(got))
-    no = (-expected).sigmoid() * (logsigmoid(-expected) - logsigmoid(-got))
+    expected, actual = _wide(teacher) / temperature, _wide(student) / temperature
+    yes = expected.sigmoid() * (logsigmoid(expected) - logsigmoid(actual))
+    no = (-expected).sigmoid() * (logsigmoid(-expected) - logsigmoid(-actual))
     return (yes + no).sum()
 
 
 def choice_divergence(teacher: Tensor, student: Tensor, problem: Tensor, temperature: float) -> Tensor:
-    """KL(teacher ‖ student) of one choice among each problem's thoughts, summed over problems.
+    """Return KL(teacher ‖ student) of one choice among each problem's thoughts, summed over problems.
 
     Args:
-        teacher, student: logits, one a thought.
-        problem: whose thought it is.
+        teacher, student: logits of the thoughts.
+        problem: index of each thought's problem.
         temperature: τ.
     """
-    own = problem.unique()[:, None] == problem
-    expected, got = (
-        log_softmax((_wide(x) / temperature).expand(own.shape).masked_fill(~own, torch.finfo(_wide(x).dtype).min), -1)
-        for x in (teacher, student)
+    member = problem.unique()[:, None] == problem
+    expected, actual = (
+        log_softmax((x / temperature).expand(member.shape).masked_fill(~member, torch.finfo(x.dtype).min), -1)
+        for x in (_wide(teacher), _wide(student))
     )
-    return (expected.exp() * (expected - got)).sum()
+    return (expected.exp() * (expected - actual)).sum()
 
 
 def attention_distance(
     teacher: Sequence[Tensor], student: Sequence[Tensor], heads: Sequence[Sequence[int]], real: Tensor
 ) -> Tensor:
-    """Squared differences of attention maps: means over heads and layers of sums over real positions.
+    """Return squared differences of attention maps: means over heads and layers of sums over real positions.
 
     Args:
-        teacher, student: of each layer (texts, heads, queries, keys).
+        teacher, student: maps of each layer, shape (texts, heads, queries, keys).
         heads: of each layer, for each of the student's heads the teacher's that it was.
-        real: which tokens are no padding, (texts, tokens).
+        real: mask of the tokens that are no padding, shape (texts, tokens).
     """
     pairs = (real[:, :, None] * real[:, None, :])[:, None].to(student[0].dtype)
     total = torch.zeros((), dtype=torch.promote_types(student[0].dtype, torch.float32), device=student[0].device)
-    for expected, got, own in zip(teacher, student, heads, strict=True):
-        difference = _wide(expected)[:, torch.tensor(own, device=expected.device)] - _wide(got)
-        total = total + (difference.square() * pairs).sum() / len(own)
+    for expected, actual, indices in zip(teacher, student, heads, strict=True):
+        difference = _wide(expected)[:, torch.tensor(indices, device=expected.device)] - _wide(actual)
+        total = total + (difference.square() * pairs).sum() / len(indices)
     return total / len(student)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Return it in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,17 +1,20 @@
-"""What can be set of distillation. Imports nothing heavy, so that `--help` is quick."""
+"""Options of distillation. Imports nothing heavy, so that `--help` is quick."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Seed, Settings, ShareBelowOne
 
 
 @dataclass(frozen=True)
-class DistillOptions:
-    """What is pruned, who teaches, and on what.
+class DistillOptions(Settings):
+    """Options of a distillation: pruning, teaching and training.
 
     Attributes:
         pretrained: the model: a causal language model, as for lm_eval, or a folder of `lmeval-prune athena train`
@@ -66,12 +69,12 @@ class DistillOptions:
     task: str | None = None
     train: tuple[str, ...] = ()
     test: str | None = None
-    validation: float | None = None
-    limit: int | None = None
+    validation: ShareBelowOne | None = None
+    limit: Annotated[int, Ge(2)] | None = None
     chat: bool = False
     answer: str = "{}"
     answer_field: str | None = None
-    max_length: int = 512
+    max_length: Count = 512
     ratio: float = 0.25
     unit: str = "head"
     ffn_ratio: float = 0.0
@@ -84,58 +87,38 @@ class DistillOptions:
     options: dict[str, Any] = field(default_factory=dict)
     ffn_method: str | None = None
     ffn_options: dict[str, Any] = field(default_factory=dict)
-    calibration: int = 64
+    calibration: Count = 64
     response: bool = True
     feature: bool = True
-    temperature: float = 2.0
-    distill_weight: float = 0.5
-    task_weight: float = 0.5
-    epochs: int = 4
-    patience: int = 0
-    batch: int = 8
-    accumulate: int = 1
-    save_steps: int = 0
-    rate: float = 5e-5
-    decay: float = 0.01
-    warmup: float = 0.06
-    clip: float = 5.0
-    seed: int = 0
+    temperature: Positive = 2.0
+    distill_weight: NonNegative = 0.5
+    task_weight: NonNegative = 0.5
+    epochs: Natural = 4
+    patience: Natural = 0
+    batch: Count = 8
+    accumulate: Count = 1
+    save_steps: Natural = 0
+    rate: Positive = 5e-5
+    decay: NonNegative = 0.01
+    warmup: ShareBelowOne = 0.06
+    clip: Positive = 5.0
+    seed: Seed = 0
     trainer: dict[str, Any] = field(default_factory=dict)
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.pruning()
-        wrong = {
-            f"the training split {self.test} is the test split; leave it out of train": self.test in self.train,
-            "validation must be at least 0 and below 1": not 0 <= (self.validation or 0) < 1,
-            "warmup must be at least 0 and below 1": not 0 <= self.warmup < 1,
-            "batch, accumulate, calibration and max_length must be at least 1": min(
-                self.batch, self.accumulate, self.calibration, self.max_length
-            )
-            < 1,
-            "seed must be at least 0 and below 2³¹": not 0 <= self.seed < 2**31,
-            "limit must be at least 2": self.limit is not None and self.limit < 2,
-            "rate, clip and temperature must be above 0": min(self.rate, self.clip, self.temperature) <= 0,
-            "decay, epochs, patience and save_steps must not be negative": min(
-                self.decay, self.epochs, self.patience, self.save_steps
-            )
-            < 0,
-            "distill_weight and task_weight must not be negative, and not both 0": min(
-                self.distill_weight, self.task_weight
-            )
-            < 0
-            or self.distill_weight == self.task_weight == 0,
-            "nothing would be learned: response and feature are off and task_weight is 0; raise task_weight": not (
-                self.taught or self.task_weight
-            ),
-            "patience needs a validation split; give validation": bool(self.patience) and self.validation == 0,
-            "answer must have {} where the target stands": "{}" not in self.answer,
-            "ffn_options are those of a method for channels; give ffn_method, too": bool(self.ffn_options)
-            and not self.ffn_method,
-        }
-        for message, is_wrong in wrong.items():
-            if is_wrong:
-                raise InputError(message)
+        if self.test in self.train:
+            raise InputError(f"the training split {self.test} is the test split; leave it out of train")
+        if not (self.taught or self.task_weight):
+            raise InputError("nothing would be learned: nobody teaches and task_weight is 0; raise task_weight")
+        if self.patience and self.validation == 0:
+            raise InputError("patience needs a validation split; give validation")
+        if "{}" not in self.answer:
+            raise InputError("answer must have {} where the target stands")
+        if self.ffn_options and not self.ffn_method:
+            raise InputError("ffn_options are those of a method for channels; give ffn_method, too")
 
     @property
     def taught(self) -> bool:
@@ -143,25 +126,25 @@ class DistillOptions:
         return self.distill_weight > 0 and (self.response or self.feature)
 
     @property
-    def looks_at_maps(self) -> bool:
+    def compares_maps(self) -> bool:
         """Whether attention maps are compared."""
         return self.distill_weight > 0 and self.feature
 
     def pruning(self) -> PruneOptions:
-        """What is removed in all stages.
+        """Return what all stages remove together; training makes up for the loss.
 
         Raises:
-            InputError: it cannot be.
+            InputError: it cannot be removed.
         """
         return PruneOptions(
-            self.ratio,
-            self.unit,
-            self.ffn_ratio,
-            self.ffn_multiple,
-            self.allocation,
-            self.p_min,
-            self.stages,
-            self.growth,
+            ratio=self.ratio,
+            unit=self.unit,
+            ffn_ratio=self.ffn_ratio,
+            ffn_multiple=self.ffn_multiple,
+            allocation=self.allocation,
+            p_min=self.p_min,
+            steps=self.stages,
+            growth=self.growth,
             budget="heads",
-            compensation="none",  # training makes up for the loss
+            compensation="none",
         )

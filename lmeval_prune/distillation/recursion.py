@@ -1,63 +1,67 @@
-"""Algorithm 2: what matters least is removed, the rest is trained under the model before, and so on, stage by stage.
+"""Algorithm 2: the least important parts are removed, the rest is taught by the model before, stage by stage.
 
 The unpruned model teaches the first stage, each student the next. A stage is a folder that appears when it is complete,
-so that whoever goes on reads what there is and does the rest.
+so that a distillation that was interrupted reads complete stages and does the others.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 
-from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.artefacts import alone, write_artefact, write_text
+from lmeval_prune.architectures import loadable_fingerprints, map_model, weights_fingerprint
+from lmeval_prune.artefacts import alone, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
-from lmeval_prune.athena.training import begun_with, last_whole, refuse_other, room_in
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.checkpoints.pruned import read_manifest
-from lmeval_prune.distillation.curves import draw
-from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, Material, check_maps, note_of
+from lmeval_prune.distillation.attention_maps import check_gives_maps
+from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.trainer import check_arguments, train
+from lmeval_prune.distillation.stages import check_pruning, cut_stage
+from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
-from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.schedule import check_methods, settled, stages
-from lmeval_prune.pruners.selection import Removed, select_channels, select_heads, share_of
-from lmeval_prune.pruners.sequential import SequentialPruner
-from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
+from lmeval_prune.reporting.plot_style import COLOURS
+from lmeval_prune.training.curves import draw
+from lmeval_prune.training.resuming import check_resumable, full_disk_refused, refuse_other, settings_of, write_options
 
-_OF_THE_FILE = ("schema", "schema_version", "created_by", "files")
+TITLE = "Recursive distillation, stage by stage"
+LINES = {
+    "loss": ("all (λ₁·distillation + λ₂·task)", COLOURS[7], "-"),
+    "response": ("response", COLOURS[0], "-"),
+    "feature": ("feature", COLOURS[2], "-"),
+    "task": ("task", COLOURS[1], "-"),
+    "eval_loss": ("all, validation", COLOURS[6], "--"),
+}
+_ENVELOPE = ("schema", "schema_version", "created_by", "files")  # fields that are written anew with an artefact
 
 
 def distill(options: DistillOptions) -> dict[str, Any]:
     """Prune and distil a model and write it; what was interrupted goes on.
 
-    What is not yet complete stands beside the output until it is there. A model that was made with the same options is
-    left as it is.
+    Stages are kept beside the output until it is complete. A model that was made with the same options is left as it
+    is.
 
     Returns:
-        What `distillation.json` says.
+        The fields of `distillation.json`.
 
     Raises:
         InputError: something cannot be used, before any weights are read wherever that can be known; or `output` was
             begun with other options.
     """
-    target = Path(options.output)
+    target, host = Path(options.output), host_of(options)
+    settings = settings_of(options)
+    for name in ("pretrained", "teacher"):
+        settings[name] = host.identity(settings[name]) if settings[name] else None
     work = target.with_name(f"{target.name}.distilling")
-    host = host_of(options)
-    settings = _settings(host)
     if (target / NOTE).is_file():
-        refuse_other(settings, note_of(target)["options"], target)
+        refuse_other(settings, read_note(target)["options"], target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is no distilled model; name another output")
@@ -65,19 +69,19 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         with ExitStack() as stack:
             if this_process().is_main_process:
                 stack.enter_context(alone(target))
-            _go_on(host, settings, target, work)
+            _run_stages(host, settings, target, work)
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)
-    return note_of(target)
+    return read_note(target)
 
 
 def this_process() -> Any:
-    """Which of several processes this one is, and what lets them wait for each other."""
+    """Return accelerate's state of this process, which lets several ones wait for each other."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def host_of(options: DistillOptions) -> Host:
-    """What knows the kind of the model.
+    """Make the host for the kind of the model.
 
     Raises:
         InputError: options do not suit it.
@@ -103,216 +107,132 @@ def check(host: Host) -> None:
     Raises:
         InputError: saying why.
     """
-    options, wanted = host.options, host.options.pruning()
-    bare = host.skeleton(options.pretrained)
-    model_map = map_model(bare)
+    options = host.options
+    skeleton = host.skeleton(options.pretrained)
+    model_map = map_model(skeleton)
     host.check_layers()
-    if wanted.ratio or wanted.ffn_ratio:
-        pruner, of_channels = _pruners(options, 0)
-        for one in (pruner, of_channels):
-            if isinstance(one, SequentialPruner):
-                raise InputError(
-                    f"{pruner_name(one)} scores each layer when those before are pruned, and a stage needs scores of "
-                    "all layers at once; use another method"
-                )
-        wanted = settled(wanted, pruner, model_map, of_channels)
-        check_methods(pruner, of_channels, model_map, wanted, True)
-        check_cuttable(model_map, bool(wanted.ratio))
-        allocations = [wanted.allocation or one.allocation for one in (pruner, of_channels)]
-        _check_stages(model_map, wanted, *allocations)
+    check_pruning(options, model_map)
     check_arguments(options)
     if options.teacher:
         host.check_teacher(options.teacher)
-    if options.looks_at_maps:
-        check_maps(bare)
+    if options.compares_maps:
+        check_gives_maps(skeleton)
         if options.teacher and map_model(host.skeleton(options.teacher)).signature() != model_map.signature():
             raise InputError(
                 f"feature compares head by head, and the teacher {options.teacher} has others; give --feature false"
             )
 
 
-def _check_stages(model_map: ModelMap, wanted: PruneOptions, allocation: str, of_blocks: str) -> None:
-    """Refuse a schedule with a stage that removes nothing.
-
-    Raises:
-        InputError: there is one, or what is removed would stay as fillers that are trained again.
-    """
-    if wanted.ratio and wanted.unit == "head" and any(1 < one.kv_heads < one.heads for one in model_map.attention):
-        raise InputError(
-            "unit=head leaves heads in the groups that key-value heads are shared by, and training would fill them "
-            "again; use group or balanced"
-        )
-    of_heads, of_channels = wanted.schedules()
-    scores = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
-    # one block after the other, so that as many go as can with ffn_multiple
-    channel_scores = {x: torch.full((width,), i * 1.0) for i, (x, width) in enumerate(model_map.channels().items())}
-    heads: Removed = {}
-    channels: Removed = {}
-    before = (0, 0)
-    for stage in range(1, wanted.steps + 1):
-        if wanted.ratio:
-            heads = select_heads(model_map, scores, of_heads.at(stage), wanted.unit or "head", allocation, heads)
-        if wanted.ffn_ratio:
-            channels = select_channels(
-                model_map, channel_scores, of_channels.at(stage), wanted.ffn_multiple, of_blocks, channels
-            )
-        after = (sum(map(len, heads.values())), sum(map(len, channels.values())))
-        if after[0] <= before[0] and after[1] <= before[1]:
-            raise InputError(
-                f"stage {stage} of {wanted.steps} has nothing left to remove: {after[0]} of {model_map.total_heads} "
-                f"heads and {after[1]} of {sum(model_map.channels().values())} channels are gone by then; give fewer "
-                f"stages, a larger ratio, another unit, allocation global or a smaller ffn_multiple"
-            )
-        before = after
-
-
-def _pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
-    """What scores heads, and channels; what draws, draws anew in each stage."""
-    heads = make_pruner(options.method, options.options)
-    channels = make_pruner(options.ffn_method, options.ffn_options) if options.ffn_method else heads
-    return _of_stage(heads, stage), _of_stage(channels, stage)
-
-
-def _of_stage(pruner: Any, stage: int) -> Pruner:
-    found: Pruner = replace(pruner, seed=1000 * stage + pruner.seed) if hasattr(pruner, "seed") else pruner
-    return found
-
-
-def _settings(host: Host) -> dict[str, Any]:
-    """What the result depends on: options, and the models by their weights."""
-    found: dict[str, Any] = json.loads(json.dumps(asdict(host.options)))
-    for name in ("output", "data_dir"):  # where things are changes nothing
-        del found[name]
-    for name in ("pretrained", "teacher"):
-        found[name] = host.identity(found[name]) if found[name] else None
-    return found
-
-
-def _go_on(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
-    options, process = host.options, this_process()
-    begun = work / "options.json"
-    if begun.is_file():
-        refuse_other(settings, begun_with(begun), work)
-    material = host.material()
-    if options.patience and not material.validation:
+def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
+    """Run the stages that are not complete, one after the other."""
+    options = host.options
+    check_resumable(work, settings)
+    examples = host.examples()
+    if options.patience and not examples.validation:
         raise InputError("patience needs a validation split, and the model was trained without one; give validation")
-    process.wait_for_everyone()
-    if process.is_main_process:
-        write_text(begun, json.dumps(settings, indent=1) + "\n")
-        shown = {name: value for name, value in material.about.items() if isinstance(value, int)}
-        print(f"problems: {', '.join(f'{name} {value}' for name, value in shown.items())}", flush=True)
-    parent, note = (
-        options.pretrained,
-        {"model": options.pretrained, "options": settings, "material": material.about, "stages": []},
-    )
-    for stage in range(1, options.stages + 1):
-        folder = target if stage == options.stages else work / f"stage{stage}"
+    this_process().wait_for_everyone()
+    if this_process().is_main_process:
+        write_options(work, settings)
+        counts = ", ".join(f"{name} {count}" for name, count in examples.note.items() if isinstance(count, int))
+        print(f"problems: {counts}", flush=True)
+    note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
+    parent = options.pretrained
+    for number in range(1, options.stages + 1):
+        folder = target if number == options.stages else work / f"stage{number}"
         if not (folder / NOTE).is_file():
-            with room_in(work):
-                _run_stage(host, material, stage, parent, work, folder, note)
-        parent, note = str(folder), note_of(folder)
+            with full_disk_refused(work):
+                Stage(host, examples, number, parent, note, work, folder).run()
+        parent, note = str(folder), read_note(folder)
 
 
-def _run_stage(
-    host: Host, material: Material, stage: int, parent: str, work: Path, folder: Path, note: dict[str, Any]
-) -> None:
-    """Remove, train, and write what came of it; what of this is done already is read."""
-    options, process, begun = host.options, this_process(), time.monotonic()
-    smaller, training = work / f"stage{stage}.cut", work / f"stage{stage}.training"
-    if process.is_main_process and not smaller.is_dir():
-        print(f"stage {stage} of {options.stages}: scoring and cutting", flush=True)
-        model: Any = host.read(parent).to(process.device)
-        found = _cut(host, model, stage, material)
-        host.write(host.with_part(model, found.model.cpu()), found.manifest, smaller)
-        del model, found
-    process.wait_for_everyone()
-    manifest = read_manifest(host.part_folder(smaller)) or {}
-    own = manifest["stages"][-1]
-    student: Any = host.read(str(smaller))
-    layers = map_model(host.part(student)).attention
-    kept = [own["kept_heads"][layer.label] for layer in layers]
-    learned: dict[str, Any] = {"best_epoch": 0, "log": []}
-    if options.epochs:
-        taught_by = options.teacher if stage == 1 and options.teacher else parent
-        teacher = host.read(taught_by) if options.taught else None
-        learned = train(host, student, teacher, kept, material, training, stage, time.monotonic() - begun, last_whole)
-    process.wait_for_everyone()
-    if process.is_main_process:
-        before = note["stages"][-1]["heads"] if note["stages"] else {}
-        of_heads, of_channels = options.pruning().schedules()
-        about = {
-            "stage": stage,
-            "ratio": of_heads.at(stage),
-            "ffn_ratio": of_channels.at(stage),
-            "removed": own["removed"],
-            "heads": {x.label: _originals(one, before.get(x.label)) for x, one in zip(layers, kept, strict=True)},
+@dataclass
+class Stage:
+    """A stage of a distillation.
+
+    Attributes:
+        host: of the models.
+        examples: of training and validation.
+        number: from 1.
+        parent: folder or name of the model that is cut, which is the teacher, too.
+        note: fields of `distillation.json` after the stage before.
+        work: folder of what is not complete.
+        folder: of the result.
+    """
+
+    host: Host
+    examples: TrainingExamples
+    number: int
+    parent: str
+    note: dict[str, Any]
+    work: Path
+    folder: Path
+    process: Any = field(default_factory=this_process)
+
+    def run(self) -> None:
+        """Cut, train and write; an interrupted stage goes on from the cut model, or its last checkpoint."""
+        begun, options = time.monotonic(), self.host.options
+        smaller, checkpoints = (self.work / f"stage{self.number}.{name}" for name in ("cut", "training"))
+        if self.process.is_main_process and not smaller.is_dir():
+            print(f"stage {self.number} of {options.stages}: scoring and cutting", flush=True)
+            model: Any = self.host.read(self.parent).to(self.process.device)
+            result = cut_stage(self.host, model, self.number, self.examples)
+            self.host.write(self.host.with_backbone(model, result.model.cpu()), result.manifest, smaller)
+            del model, result
+        self.process.wait_for_everyone()
+        manifest = read_manifest(self.host.backbone_folder(smaller)) or {}
+        student: Any = self.host.read(str(smaller))
+        layers = [layer.label for layer in map_model(self.host.backbone(student)).attention]
+        kept = {label: manifest["stages"][-1]["kept_heads"][label] for label in layers}
+        training: dict[str, Any] = {"best_epoch": 0, "log": []}
+        if options.epochs:
+            teacher = self.host.read(self._teacher()) if options.taught else None
+            heads = list(kept.values())
+            training = DistillTrainer(
+                self.host, student, teacher, heads, self.examples, checkpoints, self.number, time.monotonic() - begun
+            ).run()
+        self.process.wait_for_everyone()
+        if self.process.is_main_process:
+            self._write(student.cpu().eval(), manifest, kept, training)
+            shutil.rmtree(smaller, ignore_errors=True)
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        self.process.wait_for_everyone()
+
+    def _teacher(self) -> str:
+        first = self.host.options.teacher if self.number == 1 else None
+        return first or self.parent
+
+    def _write(
+        self, student: Any, manifest: dict[str, Any], kept: dict[str, list[int]], training: dict[str, Any]
+    ) -> None:
+        """Write the trained model with its note; that of the last stage has a picture."""
+        head_schedule, channel_schedule = self.host.options.pruning().schedules()
+        before = self.note["stages"][-1]["heads"] if self.note["stages"] else {}
+        stage = {
+            "stage": self.number,
+            "ratio": head_schedule.at(self.number),
+            "ffn_ratio": channel_schedule.at(self.number),
+            "removed": manifest["stages"][-1]["removed"],
+            # by their indices in the unpruned model
+            "heads": {x: [before[x][head] for head in heads] if x in before else heads for x, heads in kept.items()},
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
-            **learned,
+            **training,
         }
-        content = {**{k: v for k, v in note.items() if k not in _OF_THE_FILE}, "stages": [*note["stages"], about]}
-        student = student.cpu().eval()
-        part = host.part(student)
-        manifest = {name: value for name, value in manifest.items() if name not in _OF_THE_FILE}
-        manifest["weights"] = loadable_fingerprints(part, weights_fingerprint(part))
-        manifest |= {name: material.about[name] for name in ("trained_on", "validated_on")}
+        note = {**_content(self.note), "stages": [*self.note["stages"], stage]}
+        backbone = self.host.backbone(student)
+        manifest = {
+            **_content(manifest),
+            "weights": loadable_fingerprints(backbone, weights_fingerprint(backbone)),
+            **{name: self.examples.note[name] for name in ("trained_on", "validated_on")},
+        }
 
-        def beside(half: Path) -> None:
-            write_artefact(half / NOTE, SCHEMA, VERSION, content)
-            if stage == options.stages:
-                draw(content["stages"], half / "distillation")
+        def beside(folder: Path) -> None:
+            write_artefact(folder / NOTE, SCHEMA, VERSION, note)
+            if self.number == self.host.options.stages:
+                draw(note["stages"], LINES, TITLE, folder / "distillation")
 
-        host.write(student, manifest, folder, beside)
-        shutil.rmtree(smaller, ignore_errors=True)
-        shutil.rmtree(training, ignore_errors=True)
-    process.wait_for_everyone()
+        self.host.write(student, manifest, self.folder, beside)
 
 
-def _originals(kept: list[int], before: list[int] | None) -> list[int]:
-    """By which numbers the unpruned model knew these heads."""
-    return [before[head] for head in kept] if before is not None else kept
-
-
-def _cut(host: Host, model: Any, stage: int, material: Material) -> Cut:
-    """The model without what the schedule removes at a stage.
-
-    Raises:
-        InputError: nothing is left to be removed.
-    """
-    options, part = host.options, host.part(model)
-    model_map, wanted = map_model(part), options.pruning()
-    if not wanted.ratio and not wanted.ffn_ratio:
-        return cut(part, Plan())
-    heads, channels = _pruners(options, stage)
-    step = due(
-        wanted, stage, map_model(host.skeleton(options.pretrained)), model_map, wanted.allocation or heads.allocation
-    )
-    plan = Plan()
-    if step.ratio or step.ffn_ratio:
-        *_, plan = stages(heads, model_map, step, host.calibration(material), channels)
-    if not plan.heads and not plan.channels:
-        raise InputError(f"stage {stage} of {options.stages} has nothing left to remove; give fewer stages")
-    return cut(part, plan)
-
-
-def due(wanted: PruneOptions, stage: int, base: ModelMap, model_map: ModelMap, allocation: str) -> PruneOptions:
-    """What a stage removes of the model that earlier stages have left, as shares of that model.
-
-    Args:
-        wanted: shares of the unpruned model.
-        stage: from 1.
-        base: the unpruned model.
-        model_map: what is left of it.
-        allocation: `global` or `uniform`.
-    """
-    of_heads, of_channels = wanted.schedules()
-    heads = [layer.heads for layer in base.attention]
-    channels = list(base.channels().values())
-    ratios = []
-    for share, sizes, left in (
-        (of_heads.at(stage), heads, model_map.total_heads),
-        (of_channels.at(stage), channels, sum(model_map.channels().values())),
-    ):
-        pots = sizes if allocation == "uniform" else [sum(sizes)]
-        gone = sum(sizes) - left
-        ratios.append(max(0, sum(share_of(share, size) for size in pots) - gone) / max(1, left))
-    return replace(wanted, ratio=ratios[0], ffn_ratio=ratios[1], p_min=0.0, steps=1, growth=1.0)
+def _content(artefact: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an artefact without those of its file."""
+    return {name: value for name, value in artefact.items() if name not in _ENVELOPE}

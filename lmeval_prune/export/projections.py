@@ -14,7 +14,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from lmeval_prune.architectures import AttentionLayer, ModelMap, tensor_in_layer
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import broken_weights
+from lmeval_prune.checkpoints.loading import broken_weights
 from lmeval_prune.checkpoints.skeleton import with_weights
 from lmeval_prune.errors import InputError, first_line
 

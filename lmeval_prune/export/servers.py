@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lmeval_prune.checkpoints.pruned import has_own_layers
+from lmeval_prune.checkpoints.loading import has_own_layers
 from lmeval_prune.export.gguf_format import SERVER_DTYPES
 from lmeval_prune.export.vllm_plugin import STOCK
 from lmeval_prune.surgery.cut import unusual_head_dim

@@ -19,7 +19,7 @@ def register() -> None:
         return
     import transformers
 
-    from lmeval_prune.checkpoints.pruned import has_own_layers, pruned_base_class, pruned_class
+    from lmeval_prune.checkpoints.loading import has_own_layers, pruned_base_class, pruned_class
 
     stock_from_config = transformers.AutoModel.from_config
     if getattr(stock_from_config, "_lmeval_prune", False):

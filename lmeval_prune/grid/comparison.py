@@ -106,6 +106,10 @@ class Table:
         """Return the compared `METRIC,FILTER`s."""
         return sorted(set(self.columns.values()))
 
+    def columns_of(self, names: Sequence[str]) -> np.ndarray:
+        """Return the figures of these variants."""
+        return self.values[:, [self.variants.index(name) for name in names]]
+
     def repeats(self) -> Iterator[tuple[str, int]]:
         """Yield each question's text, and how often its task asked the same text before."""
         count: dict[tuple[str, str], int] = {}
@@ -166,16 +170,8 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     baseline = baseline or contents["baseline"] or variants[0]
     check_name("baseline", baseline, variants)
     done = {names: entry for names, entry in cells.items() if folder.done(entry["key"])}
-    missing = [
-        (*names, folder.failure(entry["key"]) or "not run yet") for names, entry in cells.items() if names not in done
-    ]
-    tables = {
-        task: _table(folder, task, baseline, {name: done[name, task] for name in variants if (name, task) in done})
-        for task in tasks
-        if (baseline, task) in done
-    }
-    if not tables:
-        raise InputError(f"no cell of the baseline {baseline!r} is there; finish `lmeval-prune grid run` first")
+    missing = [(*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done]
+    tables = _tables(folder, done, variants, tasks, baseline)
     chosen, notes = _chosen_on(folder, done, variants, tables)
     pooled, remarks = _pooled(tables, variants)
     tables |= pooled
@@ -200,6 +196,20 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
 
 
 # ---------------------------------------------------------------------- figures
+
+
+def _tables(
+    folder: GridFolder, done: Mapping[tuple[str, str], Any], variants: list[str], tasks: list[str], baseline: str
+) -> dict[str, Table]:
+    """Read the tasks for which the baseline's cell is done."""
+    tables = {}
+    for task in tasks:
+        if (baseline, task) in done:
+            entries = {name: done[name, task] for name in variants if (name, task) in done}
+            tables[task] = _table(folder, task, baseline, entries)
+    if not tables:
+        raise InputError(f"no cell of the baseline {baseline!r} is there; finish `lmeval-prune grid run` first")
+    return tables
 
 
 def _table(folder: GridFolder, task: str, baseline: str, entries: Mapping[str, dict[str, Any]]) -> Table:
@@ -236,17 +246,14 @@ def _table(folder: GridFolder, task: str, baseline: str, entries: Mapping[str, d
 
 def _pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[str, Table], list[str]]:
     """Pool the tasks where higher is better, if there are several; and return notes on what is left out or merged."""
-    together = {task: table for task, table in tables.items() if not table.lower_is_better}
+    together = [table for table in tables.values() if not table.lower_is_better]
     if len(together) < 2:
         return {}, []
-    names = [name for name in variants if all(name in table.variants for table in together.values())]
-    columns = [[table.variants.index(name) for name in names] for table in together.values()]
-    stacked = np.concatenate(
-        [table.values[:, indices] for table, indices in zip(together.values(), columns, strict=True)]
-    )
-    texts, values = _merged([repeat for table in together.values() for repeat in table.repeats()], stacked)
+    names = [name for name in variants if all(name in table.variants for table in together)]
+    stacked = np.concatenate([table.columns_of(names) for table in together])
+    texts, values = _merged([repeat for table in together for repeat in table.repeats()], stacked)
     notes = []
-    if left := [task for task in tables if task not in together]:
+    if left := [task for task, table in tables.items() if table.lower_is_better]:
         notes.append(f"{POOLED}: without {', '.join(left)}, where lower is better")
     if len(texts) < len(stacked):
         notes.append(

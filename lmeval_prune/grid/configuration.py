@@ -24,8 +24,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,8 +33,8 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.errors import InputError, nearest, yaml_fault
 from lmeval_prune.grid.folder import check_name
-from lmeval_prune.models.arguments import Arguments, argument_names
-from lmeval_prune.models.served import API_OPTIONS, SERVERS_OWN, without_server
+from lmeval_prune.models.arguments import argument_names
+from lmeval_prune.models.served import API_OPTIONS, SERVERS_OWN
 from lmeval_prune.settings import Count, Natural, Positive, Settings
 
 SEED = 1234
@@ -79,11 +78,6 @@ class Variant(Settings):
     def served(self) -> bool:
         """Return whether a server answers."""
         return "base_url" in self.model_args
-
-    @cached_property
-    def arguments(self) -> Arguments:
-        """The parsed model_args, before anything is prepared."""
-        return Arguments.of(without_server(self.model_args))
 
 
 @dataclass(frozen=True)
@@ -176,22 +170,23 @@ class Grid(Settings):
         """
         if not isinstance(content, dict) or not content.get("variants") or not content.get("tasks"):
             raise InputError("a grid has `variants:` and `tasks:`")
-        known = [*(each.name for each in fields(cls)), "model", "seed", *SHARED_TASK_SETTINGS]
-        for name in content:
-            if name not in known:
-                raise InputError(f"a grid has no setting {name!r}{nearest(str(name), known)}")
+        settings = dict(content)
         for name in ("variants", "model", "metadata", "gen_kwargs"):
-            if not isinstance(content.get(name) or {}, dict):
-                raise InputError(f"`{name}:` holds {{NAME: VALUE}} pairs, not {content[name]!r}")
-        shared = {**(content.get("model") or {}), "seed": content.get("seed", SEED)}
-        tasks = content["tasks"] if isinstance(content["tasks"], list) else [content["tasks"]]
-        defaults = {name: content[name] for name in SHARED_TASK_SETTINGS if name in content}
-        settings = {name: value for name, value in content.items() if name not in ("model", "seed", *defaults)}
+            _check_pairs(name, settings.get(name))
+        model, seed = settings.pop("model", None) or {}, settings.pop("seed", SEED)
+        blocks, tasks = settings["variants"].items(), settings["tasks"]
+        defaults = {name: settings.pop(name) for name in SHARED_TASK_SETTINGS if name in settings}
         settings["variants"] = tuple(
-            variant for name, block in content["variants"].items() for variant in _variants(str(name), block, shared)
+            variant for name, block in blocks for variant in _variants(str(name), block, {**model, "seed": seed})
         )
-        settings["tasks"] = tuple(_task(task, defaults) for task in tasks)
-        return cls(**settings)
+        settings["tasks"] = tuple(_task(task, defaults) for task in (tasks if isinstance(tasks, list) else [tasks]))
+        return cls.from_dict(settings, "a grid")
+
+
+def _check_pairs(name: str, value: Any) -> None:
+    """Refuse what is not written as pairs, such as lm-eval's own `NAME=VALUE`."""
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"`{name}:` holds {{NAME: VALUE}} pairs, not {value!r}")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -210,9 +205,8 @@ def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
     settings = {"task": settings} if isinstance(settings, str) else settings
     if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
         raise InputError(f"a task is a name, or has `task: NAME`, not {settings!r}")
+    _check_pairs("gen_kwargs", settings.get("gen_kwargs"))
     merged = {**defaults, **settings}
-    if not isinstance(settings.get("gen_kwargs") or {}, dict):
-        raise InputError(f"`gen_kwargs:` holds {{NAME: VALUE}} pairs, not {settings['gen_kwargs']!r}")
     merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}
     given = {str(name): value for name, value in merged.items() if value is not None}
     return GridTask.from_dict(given, f"task {settings['task']}")
@@ -259,17 +253,20 @@ def _variant(name: str, settings: dict[str, Any]) -> Variant:
     """Make a variant of settings without axes; what is null is left out."""
     given = {key: value for key, value in settings.items() if value is not None}
     separate = {key: given.pop(key) for key in VARIANT_SETTINGS if key in given}
-    prepare = separate.get("prepare") or {}
-    prepare = {prepare: {}} if isinstance(prepare, str) else prepare
-    fields_of = next(iter(prepare.values()), None) if isinstance(prepare, dict) else prepare
-    if not isinstance(prepare, dict) or len(prepare) > 1 or not isinstance(fields_of, dict | None):
-        raise InputError(f"`prepare:` is one {{NAME: {{SETTING: VALUE}}}}, not {prepare!r}")
-    separate["prepare"] = {key: dict(value or {}) for key, value in prepare.items()}
-    tasks = separate.get("selected_on") or []
-    if not isinstance(tasks, str | list):
-        raise InputError(f"`selected_on:` is a list of tasks, not {tasks!r}")
-    separate["selected_on"] = (tasks,) if isinstance(tasks, str) else tuple(tasks)
+    if isinstance(tasks := separate.get("selected_on", ()), str):
+        separate["selected_on"] = (tasks,)
+    if "prepare" in separate:
+        separate["prepare"] = _preparation(separate["prepare"])
     return Variant(name, given, **separate)
+
+
+def _preparation(value: Any) -> dict[str, dict[str, Any]]:
+    """Read `NAME` or `{NAME: fields}`."""
+    value = {value: {}} if isinstance(value, str) else value
+    settings = list(value.values()) if isinstance(value, dict) else [value]
+    if len(settings) > 1 or not isinstance(value, dict) or not all(isinstance(each, dict | None) for each in settings):
+        raise InputError(f"`prepare:` is one {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
+    return {str(name): dict(each or {}) for name, each in value.items()}
 
 
 def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:

@@ -141,19 +141,21 @@ def read_outcomes(folder: Path, metric: str | None, columns: dict[str, str] | No
     chosen: dict[str, str] = {}
     for task in dict.fromkeys(tasks):
         rows = task_of == task
-        complete = [name for name, column in figures.items() if np.isfinite(column[rows]).all()]
-        name = columns.get(task) if columns else metric
-        candidates = [column for column in complete if name in (column, _metric(column))] if name else complete
-        if not candidates:
-            known = ", ".join(complete) or "no figure a question"
-            partly = " for all questions" if any(name in (column, _metric(column)) for column in figures) else ""
-            raise InputError(
-                f"{task} has {known}, and not {name or 'one to compare'}{partly}; "
-                f"run the grid with `metric: NAME` for the task"
-            )
-        chosen[task] = max(candidates, key=_preference)
+        chosen[task] = _column(task, columns.get(task) if columns else metric, figures, rows)
         values[rows] = figures[chosen[task]][rows]
     return CellOutcomes(list(zip(tasks, numbers, hashes, strict=True)), values, chosen)
+
+
+def _column(task: str, name: str | None, figures: dict[str, np.ndarray], rows: np.ndarray) -> str:
+    """Choose a column that has a figure for each of a task's questions: the named one, or the preferred one."""
+    named = [column for column in figures if name in (None, column, _metric(column))]
+    complete = [column for column in figures if np.isfinite(figures[column][rows]).all()]
+    if candidates := [column for column in complete if column in named]:
+        return max(candidates, key=_preference)
+    known = ", ".join(complete) or "no figure a question"
+    partly = " for all questions" if name and named else ""
+    advice = "run the grid with `metric: NAME` for the task"
+    raise InputError(f"{task} has {known}, and not {name or 'one to compare'}{partly}; {advice}")
 
 
 def _metric(column: str) -> str:

@@ -13,7 +13,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.settings import Count, Seed
+from lmeval_prune.settings import Count, Seed, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,10 @@ class Prune(Preparation):
         Raises:
             InputError: one is unknown, or not of its type.
         """
-        return PruneOptions.from_dict({**self.more, "ratio": self.ratio, "budget": self.budget}, "prune.more")
+        if twice := {"ratio", "budget"} & self.more.keys():
+            raise InputError(f"prune.more has no {min(twice)!r}; it is a setting beside `more`")
+        values = {**self.more, "ratio": self.ratio, "budget": self.budget}
+        return Settings.from_dict.__func__(PruneOptions, values, "prune.more")  # type: ignore[attr-defined]
 
     def settings(self) -> dict[str, Any]:
         """Return the fields, and the content of a text file."""

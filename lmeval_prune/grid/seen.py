@@ -41,7 +41,7 @@ class Artefact(TypedDict):
 
 
 def seen(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]]:
-    """Return the questions that a cell's artefacts, and those of its preparation, were made from.
+    """Return the questions that a cell's artefacts were made from.
 
     Args:
         folder: of the grid.
@@ -50,26 +50,30 @@ def seen(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]
     Returns:
         Digests of their texts; and `NAME=VALUE` of routers and stores that are missing or have changed since.
     """
-    artefacts = {
-        name: value
-        for name, value in entry["model_args"].items()
-        if name in ARTEFACT_ARGUMENTS and isinstance(value, str) and (name != "router" or value not in POLICIES)
-    }
-    cell = _cell_contents(folder.cell(entry["key"])) if artefacts or entry["prepare"] else {}
-    for name, settings in entry["prepare"].items():
-        arguments = preparation(name, settings).model_args(folder.prepared / str(cell.get("prepared") or ""))
-        artefacts |= {key: str(value) for key, value in arguments.items() if key in ARTEFACT_ARGUMENTS}
-    recorded = (cell.get("identity") or {}).get("router") or {}
+    has_artefacts = entry["prepare"] or not entry["model_args"].keys().isdisjoint(ARTEFACT_ARGUMENTS)
+    contents = _cell_contents(folder.cell(entry["key"])) if has_artefacts else {}
+    recorded = (contents.get("identity") or {}).get("router") or {}
     texts: set[str] = set()
     lost: list[str] = []
-    for name, value in artefacts.items():
-        expected = recorded[name].get("content") if isinstance(recorded.get(name), dict) else None
-        candidates = (path for path in _candidates(folder, value) if not expected or _content(path) == expected)
-        if path := next(candidates, None):
+    for name, value in _artefacts(folder, entry, contents):
+        content = recorded[name].get("content") if isinstance(recorded.get(name), dict) else None
+        path = next((path for path in _candidates(folder, value) if content in (None, _content(path))), None)
+        if path:
             texts |= _seen(path)
         elif name in ("router", "router_store"):  # a mask or a plan may have been made without questions
             lost.append(f"{name}={value}")
     return texts, lost
+
+
+def _artefacts(folder: GridFolder, entry: dict[str, Any], contents: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the arguments that name artefacts, of the variant and of its preparation's result."""
+    arguments = dict(entry["model_args"])
+    if arguments.get("router") in POLICIES:
+        del arguments["router"]
+    for name, settings in entry["prepare"].items():
+        arguments |= preparation(name, settings).model_args(folder.prepared / str(contents.get("prepared") or ""))
+    named = [(name, value) for name, value in arguments.items() if name in ARTEFACT_ARGUMENTS]
+    return [(name, value) for name, value in named if isinstance(value, str)]
 
 
 def _cell_contents(cell: Path) -> dict[str, Any]:

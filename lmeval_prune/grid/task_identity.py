@@ -145,8 +145,8 @@ def _named(value: Any) -> str:
 def code_digest(task: Any, settings: dict[str, Any]) -> str:
     """Return a digest of a task's code, wherever its folder is.
 
-    It covers the files of its functions and classes and what these import from beside them; and all code of the tasks
-    and of the scoring of this package, where they import any of it. Other packages count by their versions.
+    It covers the files of its functions and classes and what these import from beside them; and where they import from
+    this package, the code of all its tasks and its scoring with its word lists. Other packages count by their versions.
 
     Args:
         task: of lm-eval's.
@@ -186,7 +186,6 @@ def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
     finder.run_script(str(path))
     files = {Path(module.__file__).resolve() for module in finder.modules.values() if module.__file__}
     if any(name.partition(".")[0] == "lmeval_prune" for name in finder.badmodules):  # not beside the file
-        files |= {
-            file for package in (scoring, tasks) for root in package.__path__ for file in Path(root).rglob("*.py")
-        }
+        for package, pattern in ((scoring, "*.py"), (scoring, "*.yaml"), (tasks, "*.py")):
+            files |= {file for root in package.__path__ for file in Path(root).rglob(pattern)}
     return frozenset(files)

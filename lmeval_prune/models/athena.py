@@ -9,7 +9,6 @@ from typing import Any
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.athena import checkpoint
-from lmeval_prune.athena.data import question_key
 from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
@@ -20,6 +19,7 @@ from lmeval_prune.models.identity import applied
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
 from lmeval_prune.models.once import GivenOnce
 from lmeval_prune.settings import device_named, typed
+from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)
 _FOR_TEXTS = ("router", "engine", "responses")  # what only a language model has use for

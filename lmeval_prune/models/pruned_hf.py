@@ -20,22 +20,13 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import (
-    UNREADABLE,
-    Checked,
-    checkpoint_columns,
-    class_of,
-    has_own_layers,
-    manifest_in,
-    manifest_of,
-    refused_as,
-    removed_from,
-)
+from lmeval_prune.checkpoints.loading import Checked, class_of, has_own_layers, refused_as
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, manifest_of, removed_from
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
-from lmeval_prune.errors import InputError, first_line, reported
+from lmeval_prune.errors import InputError, reported
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.base import uncounted
 from lmeval_prune.models.answer_store import AnswerStore
@@ -107,14 +98,8 @@ class PrunedHFLM(GivenOnce, HFLM):
 
     def _load(self, pretrained: Any, others: dict[str, Any]) -> None:
         """Load the model as `hf` does, or take a live one."""
-        try:
+        with refused_as(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
             super().__init__(pretrained, **others)
-        except InputError:
-            raise
-        except UNREADABLE as error:
-            raise InputError(
-                f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded ({first_line(error)})"
-            ) from error
         self._shard_over_cpu_ranks()
         if self.manifest:
             eval_logger.info("checkpoint: %s", removed_from(self.manifest))

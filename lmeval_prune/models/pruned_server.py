@@ -27,7 +27,7 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.pruned import UNREADABLE, refused_as
+from lmeval_prune.checkpoints.loading import refused_as
 from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.errors import InputError, first_line, nearest, reported
 from lmeval_prune.export.manifest import read_adapters
@@ -187,12 +187,8 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
         tokenizer = embedded.resolve(str(self.api.tokenizer or path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
         own: dict[str, Any] = {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
-        try:
+        with refused_as(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(base_url=url, seed=self.seed, **own, **theirs)
-        except UNREADABLE as error:
-            raise InputError(
-                f"the tokenizer of {tokenizer} cannot be loaded ({first_line(error)}); give tokenizer="
-            ) from error
         self.add_bos_token = self.api.add_bos_token
         self.think_end_token = self.api.think_end_token
         lengths = [one.listing.length for one in servers if one.listing.length]

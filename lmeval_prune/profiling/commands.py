@@ -46,7 +46,7 @@ def profile(
     import torch
 
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.checkpoints.pruned import load_pretrained
+    from lmeval_prune.checkpoints.loading import load_pretrained
     from lmeval_prune.profiling.costs import counted_flops, formula_flops, parameters
     from lmeval_prune.profiling.speed import Workload, check_length, measure, peak_memory
     from lmeval_prune.profiling.table import draw_bars, table

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from lmeval_prune.architectures import position_limit
-from lmeval_prune.checkpoints.pruned import load_pretrained
+from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.profiling.costs import random_inputs

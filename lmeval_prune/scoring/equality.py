@@ -7,25 +7,26 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from lmeval_prune.scoring.expressions import evaluate, has_operator, is_division, reduced_fraction
-from lmeval_prune.scoring.plain import clean, plain
+from lmeval_prune.scoring.latex import MAX_LENGTH, clean, plain
 from lmeval_prune.scoring.prose import equals_number, numbers_equal, readings
 
-MAX_LENGTH = 2000  # characters; longer answers are no answers
-
 _TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")
+_SEPARATORS = (  # `1,200; 3` before `3,4`
+    re.compile(r"\s*;\s*|,\s+(?:and\s+)?|\s+and\s+"),
+    re.compile(r"\s*[;,]\s*(?:and\s+)?|\s+and\s+"),
+)
 
 
 def same_text(answer: str, gold: str) -> bool:
-    """Equal as numbers, item by item where a semicolon or comma separates several, as times, or as words."""
+    """Return whether answers are equal as numbers, item by item where a semicolon or comma separates several, as times, or as words."""
     if len(answer) > MAX_LENGTH:
         return False
     golds = re.split(r"\s*;\s*", gold.strip("; "))
     if len(golds) == 1:
         return _same_item(answer, gold)
-    ways = (r"\s*;\s*|,\s+(?:and\s+)?|\s+and\s+", r"\s*[;,]\s*(?:and\s+)?|\s+and\s+")  # `1,200; 3` before `3,4`
     answer = plain(clean(answer)).strip()
     answer = answer[1:-1] if answer.startswith("(") and answer.find(")") == len(answer) - 1 else answer
-    splits = (re.split(way, answer) for way in ways)
+    splits = (separator.split(answer) for separator in _SEPARATORS)
     return any(len(items) == len(golds) and all(map(_same_item, items, golds)) for items in splits)
 
 
@@ -33,9 +34,9 @@ def _same_item(answer: str, gold: str) -> bool:
     if numbers_equal(answer, gold):
         return True
     words, gold_words = _words(answer), _words(gold)
-    times = _TIME.fullmatch(words), _TIME.fullmatch(gold_words)
-    if times[0] and times[1]:  # 5:45 p.m. is 5:45, but not 5:45 a.m.
-        return times[0][1] == times[1][1] and (times[0][2] or times[1][2]) == (times[1][2] or times[0][2])
+    time, gold_time = _TIME.fullmatch(words), _TIME.fullmatch(gold_words)
+    if time and gold_time:  # 5:45 p.m. is 5:45, but not 5:45 a.m.
+        return time[1] == gold_time[1] and (time[2] or gold_time[2]) == (gold_time[2] or time[2])
     if re.fullmatch(r"\d+:\d+", gold_words):  # a ratio
         words = re.sub(r"(?<=\d)\s*(?:\bto\b|:)\s*(?=\d)", ":", words)
     return words == gold_words and bool(words)
@@ -47,7 +48,7 @@ def _words(text: str) -> str:
 
 
 def expression_is_right(text: str, target: str, gold: str, names: Mapping[str, Fraction]) -> bool:
-    """Whether the value of an expression is the target, and it is computed.
+    """Return whether the value of an expression is the target, and it is computed.
 
     Where the gold expression computes something, a number alone is not an expression; nor is the target written as a
     fraction, but where the gold expression is one division.
@@ -65,7 +66,7 @@ def expression_is_right(text: str, target: str, gold: str, names: Mapping[str, F
 
 
 def same_expression(answer: str, other: str) -> bool:
-    """Whether two expressions have one value, or (with names) are the same text."""
+    """Return whether two expressions have one value, or (with names) are the same text."""
     values = evaluate(answer), evaluate(other)
-    keys = (re.sub(r"\s", "", plain(clean(text))) for text in (answer, other))
-    return values[0] == values[1] and (values[0] is not None or next(keys) == next(keys))
+    keys = [re.sub(r"\s", "", plain(clean(text))) for text in (answer, other)]
+    return values[0] == values[1] and (values[0] is not None or keys[0] == keys[1])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from lmeval_prune.scoring.plain import clean, plain
+from lmeval_prune.scoring.latex import clean, plain, rewrite, rules
+from lmeval_prune.scoring.vocabulary import phrases
 
 MAX_LENGTH = 400  # characters
 MAX_BITS = 2048  # of a numerator or denominator
@@ -21,49 +23,41 @@ MAX_EXPONENT = 64
 _SIGNS = str.maketrans({**dict.fromkeys("×·⋅∗•", "*"), **dict.fromkeys("÷∶", "/"), "—": "-", "[": "(", "]": ")"})
 _BRACES = str.maketrans("{}", "()")
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
-_NO_UNIT = r"(?:pi|sqrt|mod|plus|minus|less|times|factorial|negative|half|and|or)(?![A-Za-z])"
-_OPERATOR = re.compile(r"\*\*|[-+*/^×÷]")
-_SIGN = re.compile(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]")
-_NAME = re.compile(r"\s*[A-Za-z_]\w*\s*")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_NO_UNIT = rf"(?!{phrases('arithmetic_words')}(?![A-Za-z]))"
+_CHINESE = r"[\u4e00-\u9fff]"
 
 
-def _mixed(found: re.Match[str]) -> str:
-    whole, _, top, bottom = found.groups()
-    if int(top) >= int(bottom):  # 2(6/3) is a product
-        return found.group()
-    return f"({int(whole) * int(bottom) + int(top)}@{int(bottom)})"
+def _mixed(match: re.Match[str]) -> str:
+    """Read `3 1/2` and `3(1/2)` as a literal; `2(6/3)` is a product."""
+    whole, _, top, bottom = match.groups()
+    return match[0] if int(top) >= int(bottom) else f"({int(whole) * int(bottom) + int(top)}@{int(bottom)})"
 
 
-# Read in this order. `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
-_LATEX = [
-    (re.compile(r"[$;]"), " "),
-    (re.compile(r"\((?:[\u4e00-\u9fff/]{1,9}|(?!pi\b)[A-Za-z]{2,}[A-Za-z ]{0,30})\)"), " "),  # units
-    (re.compile(r"^[\sA-Za-z\u4e00-\u9fff]*(?::|[为是]|\b(?:is|have|get|gives|equals|obtain)\b)"), ""),  # the answer is
-    (re.compile(r"\\pi(?![A-Za-z])|π|\bpi\b"), "(3.14)"),
-    (re.compile(r"(?<![A-Za-z])n_\{?(\d+)\}?"), r"n\1"),
-    (re.compile(r"\\times|\\cdot|\\ast"), "*"),
-    (re.compile(r"\\div"), "/"),
-    (re.compile(r"\{\s*([-+*/])\s*\}"), r"\1"),
-    (re.compile(r"(?<=[\d)])\s*:\s*(?=[\d(n])"), "/"),
-]
-_FRAC = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?<![\w.])0+(?=\d)"), ""),  # 07, which Python refuses
-    (re.compile(rf"(?<=[\d)%])\s+(?!{_NO_UNIT})[A-Za-z]{{3,}}(?=\s*[-+*/)])"), ""),  # unit words inside
-    (
-        re.compile(r"(?<=[\d)%])\s+[A-Za-z]{2,}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$|(?<=[\d)%])\s*[\u4e00-\u9fff]+$"),
-        "",
-    ),  # unit words at the end
-    (re.compile(r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])"), _mixed),
-    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*%"), r"(\1@100)"),
-    (re.compile(r"(?<=[\d)])\s*[xX](?=\s+[\w(]|\d|\()|(?<=[\d)])\s*[xX]\s*(?=\d|\()"), "*"),
-    (re.compile(r"(?<=[\d)])\s*(?=\()|(?<=\))\s*(?=\w)"), "*"),
-]
+# `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
+_WHOLE_TEXT = rules(
+    (r"[$;]", " "),
+    (r"\((?:[\u4e00-\u9fff/]{1,9}|(?!pi\b)[A-Za-z]{2,}[A-Za-z ]{0,30})\)", " "),  # units in brackets
+    (rf"^(?:[\sA-Za-z]|{_CHINESE})*(?::|[为是]|\b(?:is|have|get|gives|equals|obtain)\b)", ""),  # the answer is
+    (r"\\pi(?![A-Za-z])|π|\bpi\b", "(3.14)"),
+    (r"(?<![A-Za-z])n_\{?(\d+)\}?", r"n\1"),
+    (r"\{\s*([-+*/])\s*\}", r"\1"),
+    (r"(?<=[\d)])\s*:\s*(?=[\d(n])", "/"),
+)
+_EACH_SIDE = rules(
+    (r"(?<=\d),(?=\d{3}(?!\d))", ""),
+    (r"(?<![\w.])0+(?=\d)", ""),  # 07, which Python refuses
+    (rf"(?<=[\d)%])\s+{_NO_UNIT}[A-Za-z]{{3,}}(?=\s*[-+*/)])", ""),  # unit words inside
+    (rf"(?<=[\d)%])\s+[A-Za-z]{{2,}}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$|(?<=[\d)%])\s*{_CHINESE}+$", ""),  # and at the end
+    (r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])", _mixed),
+    (r"(?<![\w.])(\d+(?:\.\d+)?)\s*%", r"(\1@100)"),
+    (r"(?<=[\d)])\s*[xX](?=\s+[\w(]|\d|\()|(?<=[\d)])\s*[xX]\s*(?=\d|\()", "*"),
+    (r"(?<=[\d)])\s*(?=\()|(?<=\))\s*(?=\w)", "*"),
+)
 
 
 def evaluate(text: str, names: Mapping[str, Fraction] | None = None) -> Fraction | None:
-    r"""Value of an arithmetic expression, or None if it has none.
+    r"""Return the value of an arithmetic expression, or None if it has none.
 
     Args:
         text: e.g. `(3+4)*2`, `x = n0 / (1 - n1)`, `3*(5+25%)`, `\frac{12+8}{4}`, `2(3+4)`, `5 x 3 apples`; of an
@@ -78,20 +72,20 @@ def evaluate(text: str, names: Mapping[str, Fraction] | None = None) -> Fraction
 
 
 def has_operator(text: str) -> bool:
-    """Whether an expression computes something: `3*4` and `7+2=9` do; `12`, `x=-5`, `25%` and `3 1/2` do not."""
+    """Return whether an expression computes something: `3*4` and `7+2=9` do; `12`, `x=-5`, `25%` and `3 1/2` do not."""
     tree = _tree(text)
     return tree is not None and _computes(tree)
 
 
 def is_division(text: str) -> bool:
-    """Whether an expression is one division and computes nothing else."""
+    """Return whether an expression is one division and computes nothing else."""
     tree = _tree(text)
     parts = _division(tree) if tree else []
     return bool(parts) and not any(map(_computes, parts))
 
 
 def reduced_fraction(text: str) -> Fraction | None:
-    """Value of a fraction of two whole numbers in lowest terms, the way a number is written: `1/4`, not `6/2`."""
+    """Return the value of a fraction of two whole numbers in lowest terms, as numbers are written: `1/4`, not `6/2`."""
     tree = _tree(text)
     parts = [_unsigned(part) for part in _division(tree)] if tree else []
     numbers = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, int)]
@@ -114,32 +108,38 @@ def _computes(tree: ast.expr) -> bool:
 
 
 def _tree(text: str) -> ast.expr | None:
-    """The side of an equation that computes something, the first such, else its only one that is no bare name."""
+    """Parse the side of an equation that computes something, the first such, else its only one that is no bare name."""
     if len(text) > MAX_LENGTH or "@" in text:  # before any pattern is tried on it
         return None
-    sides = [tree for side in _plain(text).split("=") if (tree := _parsed(side))]
+    sides = [tree for side in _arithmetic(text).split("=") if (tree := _parsed(side))]
     values = [tree for tree in sides if not isinstance(tree, ast.Name)] or sides[-1:]
     return next(filter(_computes, sides), values[0] if len(values) == 1 else None)
 
 
 def _parsed(side: str) -> ast.expr | None:
-    for pattern, replacement in _STEPS:
-        side = pattern.sub(replacement, side)
+    side = rewrite(side, _EACH_SIDE).strip()
     try:
-        return ast.parse(side.strip(), mode="eval").body if len(side) <= 2 * MAX_LENGTH else None
+        return ast.parse(side, mode="eval").body if len(side) <= 2 * MAX_LENGTH else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def _plain(text: str) -> str:
-    r"""LaTeX as plain arithmetic; `\frac{}{}` from the inside out."""
-    text = plain(_UNITS.sub(" ", clean(text)).strip(" \n*`_")).translate(_SIGNS)
-    for pattern, replacement in _LATEX:
-        text = pattern.sub(replacement, text)
-    found = 1
-    while found and len(text) <= 2 * MAX_LENGTH:
-        text, found = _FRAC.subn(r"((\1)/(\2))", text)
+def _arithmetic(text: str) -> str:
+    r"""Return LaTeX as plain arithmetic; `\frac{}{}` from the inside out."""
+    text = rewrite(plain(_UNITS.sub(" ", clean(text)).strip(" \n*`_")).translate(_SIGNS), _WHOLE_TEXT)
+    count = 1
+    while count and len(text) <= 2 * MAX_LENGTH:
+        text, count = _FRACTION.subn(r"((\1)/(\2))", text)
     return text.translate(_BRACES).replace("^", "**").strip().rstrip(" .。")
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.MatMult: operator.truediv,
+}
 
 
 def _value(node: ast.expr, names: Mapping[str, Fraction]) -> Fraction:
@@ -148,36 +148,33 @@ def _value(node: ast.expr, names: Mapping[str, Fraction]) -> Fraction:
             value = Fraction(str(number))
         case ast.Name(id=name) if name in names:
             value = names[name]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            value = -_value(operand, names)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            value = _value(operand, names)
-        case ast.BinOp(left=left, op=operator, right=right):
-            value = _combine(operator, _value(left, names), _value(right, names))
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+            value = _value(operand, names) * (-1 if isinstance(sign, ast.USub) else 1)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            exponent = _value(right, names)
+            if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
+                raise ValueError("not arithmetic")
+            value = _value(left, names) ** int(exponent)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+            value = _OPERATIONS[type(operation)](_value(left, names), _value(right, names))
         case _:
-            raise ValueError(f"not arithmetic: {type(node).__name__}")
+            raise ValueError("not arithmetic")
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise OverflowError("too large")
     return value
 
 
-def _combine(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-    match operator:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div() | ast.MatMult():
-            return left / right
-        case ast.Pow() if right.denominator == 1 and abs(right) <= MAX_EXPONENT:
-            return left ** int(right)
-    raise ValueError("not arithmetic")
+# --------------------------------------------------------------------------- complexity
+
+_OPERATOR = re.compile(r"\*\*|[-+*/^×÷]")
+_SIGN = re.compile(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]")
+_NAME = re.compile(r"\s*[A-Za-z_]\w*\s*")
+_BRACKET = re.compile(r"\(([^()]*)\)")
+_LEVEL = 0xE000  # a bracket is replaced by this character and so many more as it has levels
 
 
 def complexity(expression: str) -> str:
-    """Complexity of a gold expression, by the three levels of the dynamic pruning paper (§4.1).
+    """Return the complexity of a gold expression, by the three levels of the dynamic pruning paper (§4.1).
 
     Low: one or two operators without nesting. Medium: three or four operators, or one level of nesting.
     High: five or more operators, or several levels. What the paper leaves open is read so: the higher
@@ -188,32 +185,18 @@ def complexity(expression: str) -> str:
     sides = expression.split("=")
     text = sides[1] if len(sides) > 1 and _NAME.fullmatch(sides[0]) else sides[0]
     text = re.sub(r"\s", "", text).replace("[", "(").replace("]", ")")
-    while text.startswith("(") and _closing(text) == len(text) - 1:
-        text = text[1:-1]
-    text = _SIGN.sub("", text)
+    text, signed = _SIGN.sub("", text), text.startswith(("+", "-"))
     operators = len(_OPERATOR.findall(text))
-    deepest = 0
-    open_brackets: list[list[int]] = []  # of each: holds an operator itself, levels of nesting inside
-    for match in re.finditer(rf"[()]|{_OPERATOR.pattern}", text):
-        if match.group() == "(":
-            open_brackets.append([0, 0])
-        elif match.group() != ")":
-            if open_brackets:
-                open_brackets[-1][0] = 1
-        elif open_brackets:
-            levels = sum(open_brackets.pop())
-            deepest = max(deepest, levels)
-            if open_brackets:
-                open_brackets[-1][1] = max(open_brackets[-1][1], levels)
-    if operators >= 5 or deepest >= 2:
+    count = 1
+    while count:  # from the inside out
+        text, count = _BRACKET.subn(
+            lambda match: chr(_LEVEL + _levels(match[1]) + bool(_OPERATOR.search(match[1]))), text
+        )
+    nesting = _levels(text) - (len(text) == 1 and not signed and _levels(text) > 0)
+    if operators >= 5 or nesting >= 2:
         return "high"
-    return "medium" if operators >= 3 or deepest == 1 else "low"
+    return "medium" if operators >= 3 or nesting == 1 else "low"
 
 
-def _closing(text: str) -> int:
-    depth = 0
-    for place, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth == 0:
-            return place
-    return -1
+def _levels(text: str) -> int:
+    return max([ord(character) - _LEVEL for character in text if 0 <= ord(character) - _LEVEL < MAX_LENGTH], default=0)

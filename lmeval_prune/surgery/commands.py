@@ -396,7 +396,7 @@ def tokenizer_of(pretrained: str, revision: str | None, add_bos_token: bool | No
     from transformers.utils import cached_file
 
     from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.pruned import refused_as
+    from lmeval_prune.checkpoints.loading import refused_as
 
     source = embedded.resolve(pretrained)
     optional: dict[str, Any] = {

@@ -27,7 +27,8 @@ from lmeval_prune.architectures import (
     uncuttable,
 )
 from lmeval_prune.architectures.blocks import attribute_of, in_features, is_transposed
-from lmeval_prune.checkpoints.pruned import has_own_layers, manifest_of, pruned_class, save_checkpoint, stock_class
+from lmeval_prune.checkpoints.loading import has_own_layers, pruned_class, stock_class
+from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan, plan_of, projection_named

@@ -1,1 +1,0 @@
-"""Output projection of an attention layer of which some heads are masked."""

@@ -1,0 +1,136 @@
+"""What a stage removes: the schedule in heads and channels, by scores that are taken anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.distillation.host import Host, TrainingExamples
+from lmeval_prune.distillation.options import DistillOptions
+from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.schedule import check_methods, settled, stages
+from lmeval_prune.pruners.selection import Removed, select_channels, select_heads, share_of
+from lmeval_prune.pruners.sequential import SequentialPruner
+from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
+
+
+def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
+    """Refuse methods and schedules that do not suit a model; no weights are read.
+
+    Raises:
+        InputError: saying why.
+    """
+    pruning = options.pruning()
+    if not pruning.ratio and not pruning.ffn_ratio:
+        return
+    head_pruner, channel_pruner = pruners_of(options, 0)
+    for pruner in (head_pruner, channel_pruner):
+        if isinstance(pruner, SequentialPruner):
+            raise InputError(
+                f"{pruner_name(pruner)} scores each layer when those before are pruned, and a stage needs scores of "
+                "all layers at once; use another method"
+            )
+    pruning = settled(pruning, head_pruner, model_map, channel_pruner)
+    check_methods(head_pruner, channel_pruner, model_map, pruning, True)
+    check_cuttable(model_map, bool(pruning.ratio))
+    if pruning.ratio and pruning.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
+        raise InputError(
+            "unit=head leaves heads in the groups that key-value heads are shared by, and training would fill them "
+            "again; use group or balanced"
+        )
+    _check_stages(
+        model_map,
+        pruning,
+        pruning.allocation or head_pruner.allocation,
+        pruning.allocation or channel_pruner.allocation,
+    )
+
+
+def _check_stages(model_map: ModelMap, pruning: PruneOptions, head_allocation: str, channel_allocation: str) -> None:
+    """Refuse a schedule with a stage that removes nothing, whatever the scores."""
+    head_schedule, channel_schedule = pruning.schedules()
+    head_scores = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
+    # one block after the other, so that as many go as can with ffn_multiple
+    widths = model_map.channels()
+    channel_scores = {block: torch.full((width,), i * 1.0) for i, (block, width) in enumerate(widths.items())}
+    heads: Removed = {}
+    channels: Removed = {}
+    before = (0, 0)
+    for stage in range(1, pruning.steps + 1):
+        if pruning.ratio:
+            share, unit = head_schedule.at(stage), pruning.unit or "head"
+            heads = select_heads(model_map, head_scores, share, unit, head_allocation, heads)
+        if pruning.ffn_ratio:
+            share, multiple = channel_schedule.at(stage), pruning.ffn_multiple
+            channels = select_channels(model_map, channel_scores, share, multiple, channel_allocation, channels)
+        after = (sum(map(len, heads.values())), sum(map(len, channels.values())))
+        if after[0] <= before[0] and after[1] <= before[1]:
+            raise InputError(
+                f"stage {stage} of {pruning.steps} has nothing left to remove: {after[0]} of {model_map.total_heads} "
+                f"heads and {after[1]} of {sum(widths.values())} channels are gone by then; give fewer "
+                f"stages, a larger ratio, another unit, allocation global or a smaller ffn_multiple"
+            )
+        before = after
+
+
+def pruners_of(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
+    """Make the pruners of heads and of channels; random ones draw anew in each stage."""
+    heads = make_pruner(options.method, options.options)
+    channels = make_pruner(options.ffn_method, options.ffn_options) if options.ffn_method else heads
+    return _seeded(heads, stage), _seeded(channels, stage)
+
+
+def _seeded(pruner: Any, stage: int) -> Pruner:
+    seeded: Pruner = replace(pruner, seed=1000 * stage + pruner.seed) if hasattr(pruner, "seed") else pruner
+    return seeded
+
+
+def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples) -> Cut:
+    """Score a model and cut what the schedule removes at a stage.
+
+    Raises:
+        InputError: nothing is left to be removed.
+    """
+    options, backbone = host.options, host.backbone(model)
+    model_map, pruning = map_model(backbone), options.pruning()
+    if not pruning.ratio and not pruning.ffn_ratio:
+        return cut(backbone, Plan())
+    heads, channels = pruners_of(options, stage)
+    unpruned = map_model(host.skeleton(options.pretrained))
+    step = pruning_of_stage(pruning, stage, unpruned, model_map, pruning.allocation or heads.allocation)
+    plan = Plan()
+    if step.ratio or step.ffn_ratio:
+        *_, plan = stages(heads, model_map, step, host.calibration(examples), channels)
+    if not plan.heads and not plan.channels:
+        raise InputError(f"stage {stage} of {options.stages} has nothing left to remove; give fewer stages")
+    return cut(backbone, plan)
+
+
+def pruning_of_stage(
+    pruning: PruneOptions, stage: int, unpruned: ModelMap, model_map: ModelMap, allocation: str
+) -> PruneOptions:
+    """Return what a stage removes of the model that earlier stages have left, as shares of that model.
+
+    Args:
+        pruning: in shares of the unpruned model.
+        stage: from 1.
+        unpruned: the unpruned model.
+        model_map: the model that is left.
+        allocation: `global` or `uniform`.
+    """
+    head_schedule, channel_schedule = pruning.schedules()
+    ratios = []
+    for share, sizes, left in (
+        (head_schedule.at(stage), [layer.heads for layer in unpruned.attention], model_map.total_heads),
+        (channel_schedule.at(stage), list(unpruned.channels().values()), sum(model_map.channels().values())),
+    ):
+        pots = sizes if allocation == "uniform" else [sum(sizes)]
+        removed = sum(sizes) - left
+        ratios.append(max(0, sum(share_of(share, size) for size in pots) - removed) / max(1, left))
+    return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], p_min=0.0, steps=1, growth=1.0)

@@ -1,0 +1,1 @@
+"""Training on problems, for ATHENA and distillation alike: splits, resuming, batches by length, loss curves."""

@@ -1,0 +1,223 @@
+"""transformers' Trainer on batches of about one length; killed, it goes on and ends with the same weights."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from lmeval_prune.training.resuming import last_checkpoint
+
+
+class BatchesByLength(Sampler[int]):
+    """Orders texts so that those of a batch have about one length; another order every epoch.
+
+    transformers' own sampler draws from torch's generator, so that an epoch that was interrupted would go on in another
+    order.
+
+    Args:
+        lengths: of the texts.
+        batch: how many are read together.
+        seed: of the order.
+    """
+
+    SPAN = 24  # batches among which lengths are sorted
+
+    def __init__(self, lengths: Sequence[int], batch: int, seed: int) -> None:
+        self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of an epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = random.Random(f"{self.seed}:{self.epoch}")
+        order = generator.sample(range(len(self)), len(self))
+        span = self.SPAN * self.batch
+        order = [index for i in range(0, len(order), span) for index in sorted(order[i : i + span], key=self._length)]
+        batches = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
+        last = batches.pop()  # it may be a smaller one
+        generator.shuffle(batches)
+        yield from (index for batch in [*batches, last] for index in batch)
+
+    def _length(self, index: int) -> int:
+        return self.lengths[index]
+
+
+class Progress(TrainerCallback):
+    """Prints a line at each log, with an estimate of what is left, and adds to the log how long it took.
+
+    Args:
+        name: begins each line.
+        following: so many trainings of this length follow.
+        preparation: seconds that each of them takes before it trains.
+    """
+
+    TERMS = ("loss", "response", "feature", "task")
+    FIGURES = ("eval_accuracy", "eval_task", "eval_loss")
+
+    def __init__(self, name: str = "", following: int = 0, preparation: float = 0.0) -> None:
+        self.name, self.following, self.preparation = name, following, preparation
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Start the clock."""
+        self.begun, self.first_step = time.monotonic(), state.global_step
+        if self.first_step and state.is_world_process_zero:
+            print(f"{self.name}goes on after epoch {state.epoch:.2f}", flush=True)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Start the clocks of a log's row."""
+        self.clocks = time.monotonic(), time.process_time()
+
+    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Print the newest row of the log."""
+        row = state.log_history[-1]
+        if "loss" in row:
+            clocks = time.monotonic(), time.process_time()
+            row["seconds"], row["processor_seconds"] = (
+                round(now - then, 1) for now, then in zip(clocks, self.clocks, strict=True)
+            )
+            self.clocks = clocks
+            steps = state.max_steps * (1 + self.following) - row["step"]
+            per_step = (clocks[0] - self.begun) / max(1, state.global_step - self.first_step)
+            minutes = (per_step * steps + self.following * self.preparation) / 60
+            text = (
+                f"{self.name}epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {_listed(row, self.TERMS)}, "
+                f"{row['seconds']:.0f} s; at most about {minutes:.1f} min left"
+            )
+        elif "eval_loss" in row:
+            text = f"  validation: {_listed(row, self.FIGURES)}"
+        else:
+            return
+        if state.is_world_process_zero:
+            print(text, flush=True)
+
+
+def _listed(row: dict[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name.removeprefix('eval_')} {row[name]:.4f}" for name in names if name in row)
+
+
+class ResumableTrainer(Trainer):
+    """Trains on batches by length and validates by further figures of its own.
+
+    Args:
+        model, arguments, collator: transformers'.
+        train, validation: examples.
+        lengths: tokens of each training example.
+        progress: prints how far it is.
+        patience: validations without a better one after which it stops; 0: never.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        arguments: TrainingArguments,
+        collator: Any,
+        train: Sequence[Any],
+        validation: Sequence[Any],
+        lengths: Sequence[int],
+        progress: Progress,
+        patience: int = 0,
+    ) -> None:
+        self.lengths = lengths
+        stop: list[TrainerCallback] = [EarlyStoppingCallback(patience)] if patience else []
+        super().__init__(
+            model,
+            arguments,
+            collator,
+            train_dataset=list(train),
+            eval_dataset=list(validation) or None,
+            callbacks=[progress, *stop],
+        )
+        self.remove_callback(PrinterCallback)
+
+    def further_figures(self) -> dict[str, float]:
+        """Return further figures of the validation, by the names that the log has for them."""
+        return {}
+
+    def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
+        """Evaluate a split by transformers' figures and the further ones."""
+        output = super().evaluation_loop(*args, **settings)
+        return output._replace(metrics={**(output.metrics or {}), **self.further_figures()})
+
+    def run(self) -> dict[str, Any]:
+        """Train from the last whole checkpoint on; the model is the best one then.
+
+        Returns:
+            `best_epoch`, and the rows of the `log` with losses.
+        """
+        self.train(resume_from_checkpoint=last_checkpoint(Path(self.args.output_dir)))
+        best = self.state.best_global_step or self.state.global_step
+        return {
+            "best_epoch": round(best / self.state.max_steps * self.args.num_train_epochs, 2),
+            "log": [row for row in self.state.log_history if "loss" in row or "eval_loss" in row],
+        }
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return BatchesByLength(self.lengths, self.args.per_device_train_batch_size, self.args.seed)
+
+
+def training_arguments(
+    options: Any,
+    work: Path,
+    rate: float,
+    seed: int,
+    best_by: tuple[str, bool] | None,
+    save_steps: int = 0,
+    others: Mapping[str, Any] | None = None,
+) -> TrainingArguments:
+    """Make transformers' arguments.
+
+    Args:
+        options: those that ATHENA's training and a distillation share.
+        work: folder of the checkpoints.
+        rate: learning rate.
+        seed: of order and dropout.
+        best_by: metric that chooses the best epoch, and whether more of it is better; None: the last one is taken.
+        save_steps: updates between checkpoints, validations and logs; 0: an epoch.
+        others: arguments that have other defaults here, or that a user gives.
+    """
+    interval, steps = "steps" if save_steps else "epoch", max(1, save_steps)
+    metric, greater = best_by or (None, None)
+    return TrainingArguments(
+        **{
+            "optim": "adamw_torch_fused",
+            "lr_scheduler_type": "linear",
+            "save_total_limit": 2,
+            "dataloader_pin_memory": torch.cuda.is_available(),
+            "use_cpu": not torch.accelerator.is_available(),
+            "disable_tqdm": not sys.stderr.isatty(),
+            "report_to": [],
+            **(others or {}),
+        },
+        output_dir=str(work),
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=rate,
+        weight_decay=options.decay,
+        warmup_steps=options.warmup,
+        max_grad_norm=options.clip,
+        seed=seed,
+        eval_strategy=interval if best_by else "no",
+        save_strategy=interval,
+        logging_strategy=interval,
+        eval_steps=steps,
+        save_steps=steps,
+        logging_steps=steps,
+        load_best_model_at_end=best_by is not None,
+        metric_for_best_model=metric,
+        greater_is_better=greater,
+        restore_callback_states_from_checkpoint=bool(options.patience),
+        remove_unused_columns=False,
+    )

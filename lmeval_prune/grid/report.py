@@ -88,10 +88,14 @@ def write(
 
 
 def _json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
-    names = ("title", "baseline", "costs", "fronts", "missing", "notes")
-    content = {name: getattr(comparison, name) for name in names}
-    metrics = {task: table.metrics for task, table in comparison.tables.items() if task != POOLED}
-    content = {"created_by": CREATED_BY, **content, "rows": rows, "metrics": metrics}
+    content = {
+        "created_by": CREATED_BY,
+        "title": comparison.title,
+        "baseline": comparison.baseline,
+        "rows": rows,
+        **{name: getattr(comparison, name) for name in ("costs", "fronts", "missing", "notes")},
+        "metrics": {task: table.metrics for task, table in comparison.tables.items() if task != POOLED},
+    }
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 

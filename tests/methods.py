@@ -72,9 +72,9 @@ ROWS = [
         same=({"ratio": "0.4", "focus": "uniform", "warmup": 3, "step_size": 0.05, "tail": 0.5, "similarity": "kv"},),
         wrong=(
             (0.6, "give ratio up to 0.5, or a larger tail"),
-            (1.5, "must be from 0 to 1"),
-            ({"ratio": 0.2, "tail": 2}, "must be from 0 to 1"),
-            ({"ratio": 0.2, "similarity": "cosine"}, "use kv, key, value"),
+            (1.5, "at least 0 and at most 1"),
+            ({"ratio": 0.2, "tail": 2}, "at most 1"),
+            ({"ratio": 0.2, "similarity": "cosine"}, "must be kv, key or value"),
             ({"ratio": 0.2, "rate": 1}, "no setting"),
             ({"tail": 0.5}, "ratio"),
         ),

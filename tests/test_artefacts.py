@@ -168,7 +168,7 @@ WRITE = [
     for name in COMMANDS
     if not inspect.getfullargspec(resolve_name(COMMANDS[name])).varargs and name not in SHARED
     for option in OUTPUTS
-    if option in options_of(name).kinds
+    if option in options_of(name).known
 ]
 
 
@@ -312,19 +312,18 @@ def test_a_folder_is_cleared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="root writes everywhere")
-def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tmp_path: Path) -> None:
     out = tmp_path / "parent" / "out"
     out.mkdir(parents=True)
-    plan = tmp_path / "plan.json"
-    Plan("L0H1").save(plan, map_model(load_pretrained(tiny_folder)))
     out.parent.chmod(0o555)
-    words = ["cut", "--pretrained", str(tiny_folder), "--plan", str(plan), "--output", str(out)]
     bare = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
-    done = subprocess.run([*bare, sys.executable, "-m", "lmeval_prune", *words], capture_output=True, text=True)
+    code = (
+        f"from lmeval_prune.artefacts import alone, new_folder; out = {str(out)!r}\nwith alone(out), new_folder(out): 1"
+    )
+    done = subprocess.run([*bare, sys.executable, "-c", code], capture_output=True, text=True)
     out.parent.chmod(0o755)
-    assert done.returncode == 2 and done.stderr.strip().splitlines() == [
-        f"lmeval-prune: error: {out} cannot be written: permission denied; name a place that can be written"
-    ]
+    reason = f"{out} cannot be written: permission denied; name a place that can be written"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"lmeval_prune.errors.DiskError: {reason}"
     assert here(out) == [] and here(out.parent) == ["out"]
 
 

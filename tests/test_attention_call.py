@@ -16,7 +16,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import Intervention
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, put_in_front
-from tests.tiny_models import CAUSAL, ENCODERS, SEQ2SEQ, output, tiny, tokens
+from tests.tiny_models import CAUSAL, ENCODERS, SEQ2SEQ, distinct, output, tiny, tokens
 
 HANDLED = {
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
@@ -53,7 +53,7 @@ def passed_on(call: AttentionCall, attend: Attend) -> Any:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS, *SEQ2SEQ])
+@pytest.mark.parametrize("family", distinct([*CAUSAL, *ENCODERS, *SEQ2SEQ]))
 def test_a_handler_that_passes_on_changes_nothing(family: str, attention: str) -> None:
     """With a padded batch, so that masks count; families that compute attention otherwise are refused."""
     model = tiny(family, attention)

@@ -21,7 +21,7 @@ from lmeval_prune.models import answer_store
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
-from tests.test_grid import _release_model, described, outcomes  # noqa: F401 - a fixture
+from tests.test_grid import described, outcomes
 from tests.test_pruned_hf import model, requests
 from tests.test_sprint import MODEL, TASKS, row
 from tests.test_sweep import sweep

@@ -45,9 +45,10 @@ from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.probe_pruning import ProbePruning
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.profiling.costs import formula_flops, parameters
-from lmeval_prune.pruners.base import ReadingPruner, Scores, make_pruner
+from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.reporting.plot_style import COLOURS, save
@@ -255,7 +256,7 @@ class Texts:
 
     tokenizer: Any
     read: dict[Any, CalibrationText] = field(default_factory=dict)
-    scored: dict[Any, tuple[Scores, Scores]] = field(default_factory=dict)
+    scored: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def of(self, name: str, reads: tuple[int, int, int] = (128, WINDOW, 0)) -> CalibrationText:
         """Return a text of so many windows, of so many tokens, drawn by a seed."""
@@ -267,18 +268,17 @@ class Texts:
             )
         return self.read[name, reads]
 
-    def scores(self, row: Row, model_map: Any) -> tuple[Scores, Scores]:
-        """Return scores of a row; none of those that need more than one look at the model."""
+    def scores(self, row: Row, model_map: Any) -> dict[str, torch.Tensor]:
+        """Return scores of a row, by part; none of those that need more than one look at the model."""
         pruner = make_pruner(row.method, row.given)
         if isinstance(pruner, SequentialPruner) or row.options.get("compensation", pruner.compensates) != "none":
-            return {}, {}
-        heads, channels = True, isinstance(pruner, ReadingPruner) or row.options.get("parts") != "heads"
-        key = (row.method, str(row.given), row.text, row.reads, channels)
+            return {}
+        kinds = [HEADS] if row.options.get("parts") == "heads" else KINDS
+        key = (row.method, str(row.given), row.text, row.reads, len(kinds))
         if key not in self.scored:
-            found = pruner.scores(model_map, self.of(row.text, row.reads), heads, channels)
-            self.scored[key] = found.heads, found.channels
-        of_heads, of_channels = self.scored[key]
-        return of_heads, of_channels if row.options.get("parts") != "heads" else {}
+            text = self.of(row.text, row.reads)
+            self.scored[key] = pruner.scores(model_map, text, parts_of(model_map, kinds), {}).values
+        return self.scored[key]
 
 
 def windows_of(tokenizer: Any, name: str, tokens: int) -> torch.Tensor:
@@ -472,7 +472,7 @@ def _table(results: dict[str, Any], every: list[Row], kinds: str) -> Iterator[st
         one = results.get(row.key)
         if one is None:
             continue
-        text = row.text if row.method and make_pruner(row.method, row.given).needs_text(True, True) else ""
+        text = row.text if row.method and make_pruner(row.method, row.given).reads_text else ""
         text = row.text if row.options.get("compensation") == "least_squares" else text
         name = row.name.removeprefix(ALONE)
         if "refused" in one:

@@ -36,6 +36,7 @@ from lmeval_prune.profiling.speed import Workload, measure
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.reporting.plot_style import COLOURS, save
 from lmeval_prune.surgery.cut import cut
@@ -100,7 +101,7 @@ def main() -> None:
         all_, without = parameters(model)
         counts = {"parameters": all_, "without_embeddings": without, "flops": counted_flops(model, PROMPT)}
         known["dense"] = {**counts, "perplexity": perplexity(model, windows), "environment": about}
-    scores: dict[tuple[str, bool], Any] = {}
+    scores: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
     planned = list(rows())
     for place, (method, unit, ratio, channels) in enumerate(planned):
         key = key_of(method, unit, ratio, channels)
@@ -109,8 +110,8 @@ def main() -> None:
         name, given = {**METHODS, **SEEDS}[method]
         pruner = make_pruner(name, given)
         if (method, channels) not in scores:
-            heads = scores.get((method, False), ({},))[0] or pruner.head_scores(model_map, text)
-            scores[method, channels] = (heads, pruner.channel_scores(model_map, text) if channels else {})
+            kinds = KINDS if channels else [HEADS]
+            scores[method, channels] = pruner.scores(model_map, text, parts_of(model_map, kinds), {}).values
         wanted = PruneOptions(ratio, unit, budget="heads", ffn_ratio=ratio if channels else 0.0, allocation="global")
         (plan,) = stages(pruner, model_map, wanted, text, scores=scores[method, channels])
         with plan.applied_to(model, model_map):

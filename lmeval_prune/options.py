@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from keyword import iskeyword
 from pathlib import Path
@@ -223,3 +224,12 @@ def _one_line(message: str) -> str:
         lambda of: f"{of[1]} {of[2]}" if of[2] else f"{of[1]}: ",
         " ".join(message.split()),
     )
+
+
+@contextmanager
+def as_options() -> Iterator[None]:
+    """Name options in refusals as the command line has them."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(re.sub(r"\b(allow_other_model|allow_empty_layer)=true", r"--\1", str(error))) from None

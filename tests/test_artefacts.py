@@ -54,7 +54,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.options import Parser
-from lmeval_prune.pruners.layer_store import Done, LayerStore
+from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.sprint.curves import from_samples
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
@@ -693,15 +693,16 @@ def _results(folder: Path) -> Kind:
 
 
 def _layers(folder: Path) -> Kind:
-    done = Done({1}, {2, 3}, {"L0.o_proj.weight": torch.ones(2, 2)}, {"L0.o_proj": 0.5})
-    LayerStore(folder / "layers", "plan").save("L0", done)
+    removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
+    removal = Removal(removed, {"L0.o_proj.weight": torch.ones(2, 2)}, {"L0.o_proj": 0.5})
+    LayerStore(folder / "layers", "plan").save("L0", removal)
 
     def read() -> Any:
         shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
         found = LayerStore(shutil.copytree(folder / "layers", folder / "copy"), "plan").load("L0")
         if found is None:  # it is made again
             raise InputError("not known")
-        return found.heads, found.channels, tensors_of(found.tensors), found.damping
+        return found.removed, tensors_of(found.compensation), found.damping
 
     return Kind([folder / "layers" / name for name in ("about.json", "L0.safetensors")], read)
 

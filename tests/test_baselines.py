@@ -21,23 +21,16 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners import layer_store
-from lmeval_prune.pruners.allocation import (
-    Pot,
-    channel_cost,
-    counts_of,
-    head_cost,
-    pots_of,
-    removed_by,
-    standardised_by_layer,
-)
-from lmeval_prune.pruners.base import PRUNERS, make_pruner
+from lmeval_prune.pruners.allocation import Budget, Pot, allocate, pots_of, removed_by, standardised
+from lmeval_prune.pruners.base import PRUNERS, Pruner, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.flap import Flap
-from lmeval_prune.pruners.layer_store import Done, LayerStore
-from lmeval_prune.pruners.llm_pruner import LlmPruner, gradients, structure_sums
-from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments, weight_of
+from lmeval_prune.pruners.layer_store import LayerStore, Removal
+from lmeval_prune.pruners.llm_pruner import LlmPruner, gradients, projections_of, structure_sums
+from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import Part, parts_of, weight_of
 from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import settled, stages
 from lmeval_prune.pruners.sequential import Replay
@@ -62,6 +55,11 @@ def plan_by(name: str, model_map: ModelMap, text: CalibrationText | None, given:
 def whole(rows: int = 6, length: int = 11, batch: int = 4, seed: int = 1) -> CalibrationText:
     """Windows without padding; enough tokens for every column."""
     return CalibrationText.of("whole", tokens(rows, length, seed), batch)
+
+
+def scored(pruner: Pruner, model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Tensor]:
+    """Score heads and channels, by part."""
+    return pruner.scores(model_map, text, parts_of(model_map), {}).values
 
 
 def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Tensor]:
@@ -91,7 +89,8 @@ def test_moments_are_those_of_two_passes(family: str) -> None:
     """Of padded text; far from zero, where one pass over squares would lose digits."""
     model_map = map_model(tiny(family))
     inputs = inputs_of(model_map, text_of())
-    for name, one in input_moments(model_map, text_of()).items():
+    parts = parts_of(model_map)
+    for name, one in zip([p.name for p in parts], input_moments(model_map, text_of(), parts).values(), strict=True):
         mean = inputs[name].sum(0) / len(inputs[name])
         variance = (inputs[name] - mean).square().sum(0) / len(inputs[name])
         torch.testing.assert_close(one.mean, mean, rtol=0, atol=1e-13)
@@ -116,8 +115,7 @@ def test_scores_do_not_depend_on_batch_size(name: str) -> None:
     given = {"reference": {"reference": True}, "mix": {"importance": "mix"}}.get(name.partition(" ")[2], {})
     model_map, found = map_model(tiny("llama")), []
     for batch in (1, 2, 6):
-        scored = make_pruner(name.partition(" ")[0], given).scores(model_map, whole(batch=batch), True, True)
-        found.append([*scored.heads.values(), *scored.channels.values()])
+        found.append([*scored(make_pruner(name.partition(" ")[0], given), model_map, whole(batch=batch)).values()])
     for other in found[1:]:
         for one, expected in zip(other, found[0], strict=True):
             torch.testing.assert_close(one, expected, rtol=1e-8, atol=1e-12)
@@ -131,10 +129,10 @@ def test_flap_scores_are_variance_times_squared_norms() -> None:
     inputs = inputs_of(model_map, text)
     layer, block = model_map.attention[1], model_map.feed_forward[0]
     for metric in ("wifv", "ifv", "wifn"):
-        scored = Flap(metric=metric).scores(model_map, text, True, True)
+        scores = scored(Flap(metric=metric), model_map, text)
         for weight, x, found in (
-            (layer.o_proj.weight.data, inputs["L1.o_proj"], scored.heads["L1"].flatten()),
-            (block.down.weight.data, inputs["L0.down"], scored.channels["L0"]),
+            (layer.o_proj.weight.data, inputs["L1.o_proj"], scores["heads.L1"].flatten()),
+            (block.down.weight.data, inputs["L0.down"], scores["channels.L0"]),
         ):
             variance = x.var(0, correction=0)
             expected = {
@@ -154,8 +152,8 @@ def test_flap_reference_scores_as_its_code_does() -> None:
         fluctuation += k / (k + 1) * (x[k] - x[: k + 1].flatten(0, 1).mean(0)).square().sum(0) / 5
     weight = model_map.attention[0].o_proj.weight.data
     expected = (fluctuation * weight.square().sum(0)).square()
-    found = Flap(reference=True).scores(model_map, text, True, True)
-    torch.testing.assert_close(found.heads["L0"].flatten(), expected)
+    found = scored(Flap(reference=True), model_map, text)
+    torch.testing.assert_close(found["heads.L0"].flatten(), expected)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -167,9 +165,9 @@ def test_flap_reference_removes_what_its_code_removes(ratio: float, kv_heads: in
     """
     changes = {"hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 700, "num_hidden_layers": 4}
     model_map, text = map_model(tiny("llama", num_key_value_heads=2 * kv_heads, **changes)), whole(rows=8, length=20)
-    scored = Flap(reference=True).scores(model_map, text, True, True)
-    attention = torch.stack([one.flatten() for one in scored.heads.values()])
-    mlp = torch.stack([*scored.channels.values()])
+    scores = scored(Flap(reference=True), model_map, text)
+    attention = torch.stack([scores[f"heads.L{n}"].flatten() for n in range(4)])
+    mlp = torch.stack([scores[f"channels.L{n}"] for n in range(4)])
     attention, mlp = ((x - x.mean(1, keepdim=True)) / torch.std(x, 1, keepdim=True) for x in (attention, mlp))
     attention = attention.reshape(4, 2 * kv_heads, -1).mean(2)
     ranked, indices = torch.sort(torch.cat([attention.flatten(), mlp.flatten()]), descending=True)
@@ -232,11 +230,10 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
     """The signed sum over a group's or channel's weights is the slope of the loss as they are scaled together."""
     model, text = tiny(family), text_of(rows=4)
     model_map = map_model(model)
-    modules = [m for x in model_map.attention for m in (x.o_proj, *(x.rows(p, 0).module for p in "qkv"))]
-    modules += [m for x in model_map.feed_forward for m in (x.down, *x.parts.values())]
-    first, _ = gradients(model_map, text, modules)
+    parts = parts_of(model_map)
+    first, _ = gradients(model_map, text, projections_of(parts))
     terms = {module: weight_of(module) * one for module, one in first.items()}
-    scored = structure_sums(model_map, terms.__getitem__, True, True, size=lambda x: x)
+    sums = structure_sums(parts, terms.__getitem__, size=lambda x: x)
     layer, block = model_map.attention[1], model_map.feed_forward[0]
     share = layer.heads // layer.kv_heads
 
@@ -260,11 +257,11 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
     step = 2e-3  # norms compute in float32
     for group in range(layer.kv_heads):
         slope = (scaled(1 + step, group, 0) - scaled(1 - step, group, 0)) / (2 * step)
-        found = float(scored.heads["L1"][group * share : (group + 1) * share].sum())
+        found = float(sums["heads.L1"][group * share : (group + 1) * share].sum())
         assert found == pytest.approx(slope, rel=1e-3, abs=2e-4)
     for channel in (0, 17):
         slope = (scaled(1 + step, None, channel) - scaled(1 - step, None, channel)) / (2 * step)
-        assert float(scored.channels["L0"][channel]) == pytest.approx(slope, rel=1e-3, abs=2e-4)
+        assert float(sums["channels.L0"][channel]) == pytest.approx(slope, rel=1e-3, abs=2e-4)
     assert block.channels and all(not p.requires_grad or p.grad is None for p in model.parameters())
 
 
@@ -290,7 +287,7 @@ def test_taylor_scores_by_their_formulas() -> None:
         expected["mix"] += float((first - second / 2).abs().sum())
         expected["vectorize"] += float(first.sum().abs())
     for importance, value in expected.items():
-        found = LlmPruner(importance).scores(model_map, text, False, True).channels["L1"][5]
+        found = scored(LlmPruner(importance), model_map, text)["channels.L1"][5]
         assert float(found) == pytest.approx(value, rel=1e-5)  # transformers' loss is in float32
 
 
@@ -465,16 +462,22 @@ def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCa
 # --------------------------------------------------------------------------- allocation
 
 
+def compared(scores: Any, removed: Any = None) -> Any:
+    return standardised(scores, removed or {}, "standardised")
+
+
+def counts_of(pots: list[Pot], ratio: float, allocation: str, log_start: float = 0.3125) -> list[int]:
+    return allocate(pots, Budget(("heads", "channels"), ratio, allocation, PruneOptions(log_start=log_start)))
+
+
 def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
     model_map = map_model(tiny("llama"))
-    scored = Flap().scores(model_map, text_of(), True, True)
-    for scores in (scored.heads, scored.channels):
-        for one in standardised_by_layer(scores).values():
-            assert float(one.mean()) == pytest.approx(0, abs=1e-12)
-            assert float(one.std(correction=0)) == pytest.approx(1, rel=1e-12)
-    without = standardised_by_layer({"L0": torch.tensor([1.0, 2.0, 3.0, 99.0])}, {"L0": {3}})["L0"][:3]
+    for one in compared(scored(Flap(), model_map, text_of())).values():
+        assert float(one.mean()) == pytest.approx(0, abs=1e-12)
+        assert float(one.std(correction=0)) == pytest.approx(1, rel=1e-12)
+    without = compared({"heads.L0": torch.tensor([1.0, 2.0, 3.0, 99.0])}, {"heads.L0": {3}})["heads.L0"][:3]
     assert float(without.mean()) == pytest.approx(0) and float(without.std(correction=0)) == pytest.approx(1)
-    assert standardised_by_layer({"L0": torch.ones(3)})["L0"].tolist() == [0, 0, 0]
+    assert compared({"heads.L0": torch.ones(3)})["heads.L0"].tolist() == [0, 0, 0]
 
 
 def random_pots(draw: random.Random) -> list[Pot]:
@@ -486,7 +489,7 @@ def random_pots(draw: random.Random) -> list[Pot]:
                 continue
             size = draw.randint(4, most)
             scores = torch.tensor(sorted(draw.random() for _ in range(size)), dtype=torch.float64)
-            found.append(Pot(f"L{number}", kind, [(place,) for place in range(size)], scores, cost))
+            found.append(Pot(f"{kind}.L{number}", [(place,) for place in range(size)], scores, cost))
     return found
 
 
@@ -504,7 +507,7 @@ def test_budgets_are_hit_within_one_unit(allocation: str) -> None:
 
 def test_uniform_carries_what_rounding_leaves() -> None:
     """Of three groups a layer, a fifth: each layer alone would round to one, or to none."""
-    pots = [Pot(f"L{n}", "heads", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
+    pots = [Pot(f"heads.L{n}", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
     counts = counts_of(pots, 0.2, "uniform")
     assert sum(counts) == 6 and max(counts) == 1
     running = [sum(counts[: n + 1]) - 0.6 * (n + 1) for n in range(10)]
@@ -513,7 +516,7 @@ def test_uniform_carries_what_rounding_leaves() -> None:
 
 def test_log_takes_more_and_more_and_its_mean_is_the_ratio() -> None:
     """The 20% of the paper: 0.0625 in the first of 32 layers, 0.25 in the last."""
-    pots = [Pot(f"L{n}", "channels", [(c,) for c in range(10000)], torch.zeros(10000), 1.0) for n in range(32)]
+    pots = [Pot(f"channels.L{n}", [(c,) for c in range(10000)], torch.zeros(10000), 1.0) for n in range(32)]
     shares = [count / 10000 for count in counts_of(pots, 0.2, "log", 0.3125)]
     expected = [0.0625 + (shares[-1] - 0.0625) * math.log(n + 1) / math.log(32) for n in range(32)]
     assert shares == pytest.approx(expected, abs=2e-4) and shares[-1] == pytest.approx(0.25, abs=1e-3)
@@ -522,14 +525,14 @@ def test_log_takes_more_and_more_and_its_mean_is_the_ratio() -> None:
 
 def test_global_compares_heads_with_heads_and_standardised_all_with_all() -> None:
     pots = [
-        Pot("L0", "heads", [(0,), (1,)], torch.tensor([0.1, 0.9]).double(), 10.0),
-        Pot("L0", "channels", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 0.2, 1.0),
-        Pot("L1", "heads", [(1,), (0,)], torch.tensor([0.5, 0.6]).double(), 10.0),
-        Pot("L1", "channels", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 2, 1.0),
+        Pot("heads.L0", [(0,), (1,)], torch.tensor([0.1, 0.9]).double(), 10.0),
+        Pot("channels.L0", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 0.2, 1.0),
+        Pot("heads.L1", [(1,), (0,)], torch.tensor([0.5, 0.6]).double(), 10.0),
+        Pot("channels.L1", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 2, 1.0),
     ]
     assert counts_of(pots, 0.25, "global") == [1, 5, 0, 0]
     assert counts_of(pots, 0.25, "standardised") == [1, 4, 0, 0]  # 0.1, then 0.2 to 0.5; then the head of 0.5
-    assert removed_by(pots, [1, 4, 0, 0], ({}, {})) == ({"L0": {0}}, {"L0": {0, 1, 2, 3}})
+    assert removed_by(pots, [1, 4, 0, 0], {}) == {"heads.L0": {0}, "channels.L0": {0, 1, 2, 3}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -544,9 +547,9 @@ def test_costs_are_the_parameters_that_surgery_removes(family: str, unit: str) -
     heads = f"L0H0-{share - 1}" if unit == "group" else "L0H0"
     if unit == "group" or share == 1:
         after = sum(x.numel() for x in cut(model, Plan(heads)).model.parameters())
-        assert before - after == head_cost(layer, unit)
+        assert before - after == Part(layer).cost(unit)
     after = sum(x.numel() for x in cut(model, Plan((), {"L1": "3-5"})).model.parameters())
-    assert before - after == 3 * channel_cost(model_map.feed_forward[1])
+    assert before - after == 3 * Part(model_map.feed_forward[1]).cost("group")
 
 
 def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
@@ -571,9 +574,9 @@ def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
 @pytest.mark.parametrize("unit", ["group", "balanced"])
 def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
-    empty = {"L1": {0, 1, 2, 3}}
-    scores = {layer.label: torch.arange(4.0) for layer in model_map.attention}
-    pots = pots_of(model_map, PruneOptions(0.6, unit=unit), scores, None, empty)
+    empty = {"heads.L1": {0, 1, 2, 3}}
+    scores = {f"heads.{layer.label}": torch.arange(4.0) for layer in model_map.attention}
+    pots = pots_of(model_map, Budget(("heads",), 0.6, "global", PruneOptions(0.6, unit=unit)), scores, empty)
     assert [pot.size for pot in pots] == [2, 2, 2, 2]
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=3, parts="heads", allow_empty_layer=True)
     *_, plan = stages(make_pruner("random", {"seed": 3}), model_map, options)
@@ -590,11 +593,11 @@ def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
     model_map = map_model(model)
     plan = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3)
     assert plan.made["head_allocation"] == plan.made["ffn_allocation"] == "standardised"
-    scored = Flap().scores(model_map, text, True, True)
+    scores = {key: values for key, values in scored(Flap(), model_map, text).items() if key.startswith("channels.")}
     every = [
-        (float(x), (label, number))
-        for label, one in standardised_by_layer(scored.channels).items()
-        for number, x in enumerate(one)
+        (float(x), (key.removeprefix("channels."), number))
+        for key, values in compared(scores).items()
+        for number, x in enumerate(values)
     ]
     lowest = {name for _, name in sorted(every)[: int(0.3 * len(every))]}
     assert lowest == {(label, number) for label in plan.channels for number in plan.channel_numbers(label)}
@@ -611,7 +614,7 @@ def test_layers_that_are_spared_do_not_count() -> None:
         assert {x[:2] for x in plan.heads} | {*plan.channels} <= {"L1", "L2"}
         counted = plan.made["parameters"]
         assert counted["removable"] == every * 2 / 5
-        assert abs(counted["removed"] - 0.3 * counted["removable"]) <= head_cost(model_map.attention[0], "group")
+        assert abs(counted["removed"] - 0.3 * counted["removable"]) <= Part(model_map.attention[0]).cost("group")
 
 
 # --------------------------------------------------------------------------- plans
@@ -732,11 +735,11 @@ def test_a_killed_calibration_goes_on_to_the_same_plan(tmp_path: Path, monkeypat
 
 def test_what_is_kept_of_another_plan_is_not_taken(tmp_path: Path) -> None:
     store = LayerStore(tmp_path / "work", {"ratio": 0.2})
-    done = Done({1}, {2, 3}, {"L0.down.weight": torch.eye(2)}, {"L0.down": 0.1})
-    store.save("L0", done)
+    removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
+    store.save("L0", Removal(removed, {"L0.down.weight": torch.eye(2)}, {"L0.down": 0.1}))
     found = LayerStore(tmp_path / "work", {"ratio": 0.2}).load("L0")
-    assert found is not None and (found.heads, found.channels, found.damping) == ({1}, {2, 3}, {"L0.down": 0.1})
-    assert torch.equal(found.tensors["L0.down.weight"], torch.eye(2))
+    assert found is not None and (found.removed, found.damping) == (removed, {"L0.down": 0.1})
+    assert torch.equal(found.compensation["L0.down.weight"], torch.eye(2))
     assert LayerStore(tmp_path / "work", {"ratio": 0.3}).load("L0") is None
     assert not (tmp_path / "work").exists()
 
@@ -805,7 +808,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
         (["--scores", flap, "--method", "magnitude"], "has scores of flap with its own options"),
         (["--scores", flap, "--method", "flip"], "did you mean 'flap'"),
         (["--scores", flap, "--options", "metric=ifv"], "has scores of flap with its own options"),
-        (["--scores", flap, "--options", "metrc=ifv"], "no option 'metrc'"),
+        (["--scores", flap, "--options", "metrc=ifv"], "no setting 'metrc'"),
         (["--scores", drawn_by_chance, *first], "no text is read; leave out --task and --text"),
         (["--method", "flap", "--text", str(tmp_path / "none.txt")], f"error: no such file: {tmp_path / 'none.txt'}"),
         (["--method", "flap", "--text", str(tmp_path / "empty.txt")], "(file empty.txt) is empty; give another"),
@@ -874,9 +877,12 @@ def masked() -> Any:
         (lambda m: plan_by("flap", m, text_of(), ffn_ratio=0.2), "leave out ffn_ratio and ffn_multiple"),
         (lambda m: plan_by("flap", m, text_of(), skip_first=1, skip_last=1), "no layer is left: skip_first=1"),
         (lambda m: plan_by("random", m, None, budget="heads", skip_first=1), "skip_first is for --budget parameters"),
-        (lambda m: plan_by("random", m, None, budget="heads", allocation="flap_reference"), "is not known; use global"),
-        (lambda m: plan_by("random", m, None, budget="heads", allocation="log"), "'log' is not known; use global or"),
-        (lambda m: plan_by("confidence", m, text_of(), parts="both"), "scores heads only; give --parts heads"),
+        (
+            lambda m: plan_by("random", m, None, budget="heads", allocation="flap_reference"),
+            "allocation=flap_reference counts parameters",
+        ),
+        (lambda m: plan_by("random", m, None, budget="heads", allocation="log"), "allocation=log counts parameters"),
+        (lambda m: plan_by("confidence", m, text_of(), parts="both"), "scores heads only"),
         (lambda m: plan_by("flap", _Quantised(), text_of()), "flap reads weights, which a quantised model lacks"),
         (lambda m: plan_by("llm_pruner", _Quantised(), text_of()), "needs gradients, which a quantised model lacks"),
         (lambda m: plan_by("random", _Quantised(), text_of(), compensation="bias"), "which a quantised model lacks"),
@@ -889,14 +895,14 @@ def masked() -> Any:
         (lambda m: plan_by("flap", map_model(tiny("mixtral")), text_of(), parts="channels"), "no dense feed-forward"),
         (lambda m: plan_by("llm_pruner", m, CalibrationText.of("t", tokens(2, 1))), "no token with one before it"),
         (lambda m: list(stages(SlimGpt(), m, PruneOptions(0.2), text_of(), RandomScores())), "leave out ffn_method"),
-        (lambda m: Flap("wif"), "metric='wif' is not known; use wifv, ifv, wifn"),
-        (lambda m: SlimGpt("none"), "use exact or diagonal"),
-        (lambda m: SlimGpt(step=0), "step must be at least 1"),
-        (lambda m: LlmPruner("third"), "importance='third' is not known"),
-        (lambda m: PruneOptions(0.2, damping=-1), "damping must be at least 0"),
-        (lambda m: PruneOptions(0.2, log_start=2), "log_start must be from 0 to 1"),
-        (lambda m: PruneOptions(0.2, compensation="least"), "use none, bias or least_squares"),
-        (lambda m: PruneOptions(0.2, skip_first=-1), "at least 0"),
+        (lambda m: Flap("wif"), "metric='wif' must be wifv, ifv or wifn"),
+        (lambda m: SlimGpt("none"), "error='none' must be exact or diagonal"),
+        (lambda m: SlimGpt(step=0), "step=0"),
+        (lambda m: LlmPruner("third"), "importance='third'"),
+        (lambda m: PruneOptions(0.2, damping=-1), "damping=-1"),
+        (lambda m: PruneOptions(0.2, log_start=2), "log_start=2"),
+        (lambda m: PruneOptions(0.2, compensation="least"), "compensation='least'"),
+        (lambda m: PruneOptions(0.2, skip_first=-1), "skip_first=-1"),
         (
             lambda m: plan_by("flap", m, text_of(), {"reference": True}, budget="heads"),
             "allocates by flap_reference, which counts parameters; leave out --budget heads",
@@ -935,8 +941,7 @@ def test_units_are_groups_where_they_can_be_cut() -> None:
     ):
         options = settled(PruneOptions(0.2, budget=budget), RandomScores(), map_model(tiny(family)))
         assert options.unit == unit
-    pots = pots_of(map_model(tiny("llama")), PruneOptions(0.2, unit="balanced"),
-                   {x: torch.zeros(4) for x in ("L0", "L1")}, None)  # fmt: skip
+    pots = pots_of(map_model(tiny("llama")), Budget(("heads",), 0.2, "global", PruneOptions(0.2, unit="balanced")))
     assert [(pot.cost, pot.size) for pot in pots] == [(2 * 2 * 8 * 32, 2)] * 2
 
 
@@ -945,7 +950,7 @@ def test_a_sequential_score_is_that_of_the_dense_model() -> None:
     model_map, text = map_model(tiny("llama")), whole()
     x = inputs_of(model_map, text)["L1.down"]
     weight = weight_of(model_map.feed_forward[1].down)
-    found = WandaSp().channel_scores(model_map, text)["L1"]
+    found = scored(WandaSp(), model_map, text)["channels.L1"]
     torch.testing.assert_close(found, weight.abs().mean(0) * x.square().mean(0).sqrt())
 
 
@@ -1055,7 +1060,7 @@ def test_a_budget_that_is_missed_is_said(caplog: pytest.LogCaptureFixture) -> No
     """By FLAP's released costs a unit of heads may be worth far less than it is."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).made["parameters"]
-    assert counted["removed"] - 0.05 * counted["removable"] > head_cost(model_map.attention[0], "group")
+    assert counted["removed"] - 0.05 * counted["removable"] > Part(model_map.attention[0]).cost("group")
     (line,) = (each.getMessage() for each in caplog.records)
     share = f"{100 * counted['removed'] / counted['removable']:.1f}%"
     assert line.startswith("allocation flap_reference misses the budget by more than one unit: " + share)

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.cli import main
 from lmeval_prune.pruners import attention_statistics, calibration
-from lmeval_prune.pruners.base import PRUNERS, Scored, make_pruner
+from lmeval_prune.pruners.base import PRUNERS, Scores, make_pruner
 from lmeval_prune.pruners.calibration import encode, read_calibration
+from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from tests.test_pruners import text_of
 from tests.tiny_models import tiny
 
@@ -100,14 +101,8 @@ def task_of(folder: Path) -> str:
 
 
 @pytest.fixture
-def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    from lm_eval.tasks import TaskManager
-
-    name = task_of(tmp_path)
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: manager)
-    assert name.endswith(".yaml")
-    return "sums"
+def sums(tmp_path: Path) -> str:
+    return task_of(tmp_path)
 
 
 TURN = "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -213,7 +208,7 @@ def refuse(*_: Any) -> None:
     raise Called
 
 
-READING = [name for name in PRUNERS if name != "llm_pruner" and make_pruner(name, {}).needs_text(True, True)]
+READING = [name for name in PRUNERS if name != "llm_pruner" and make_pruner(name, {}).reads_text]
 
 
 @pytest.mark.parametrize("name", READING)  # llm_pruner reads the loss
@@ -221,23 +216,23 @@ READING = [name for name in PRUNERS if name != "llm_pruner" and make_pruner(name
 def test_calibration_does_not_run_the_output_head(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads its logits; scores are the same to the bit."""
     model_map, text, pruner = map_model(tiny(family)), text_of(), make_pruner(name, {})
-    channels = pruner.scores_channels
+    parts = parts_of(model_map, [HEADS] if pruner.heads_only else KINDS)
     try:
         pruner.check_model(model_map)
     except InputError:
         pytest.skip(f"{name} is not for {family}")
 
-    def flat(scored: Scored) -> list[torch.Tensor]:
-        return [*scored.heads.values(), *scored.channels.values(), *(scored.means or {}).values()]
+    def flat(scores: Scores) -> list[torch.Tensor]:
+        return [*scores.values.values(), *(scores.means or {}).values()]
 
     handle = model_map.model.get_output_embeddings().register_forward_pre_hook(refuse)
-    found = flat(pruner.scores(model_map, text, True, channels))
+    found = flat(pruner.scores(model_map, text, parts, {}))
     with pytest.raises(Called), torch.no_grad():
         model_map.model(**next(text.inputs(model_map.model))[2])
     handle.remove()
-    for module, stop in ((calibration, "stopping_before"), (attention_statistics, "stopping_after")):
-        monkeypatch.setattr(module, stop, nullcontext)
-    whole = flat(pruner.scores(model_map, text, True, channels))
+    for module in (calibration, attention_statistics):
+        monkeypatch.setattr(module, "stopping_at", lambda *_, **__: nullcontext())
+    whole = flat(pruner.scores(model_map, text, parts, {}))
     assert len(found) == len(whole) > 0 and all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
 
 
@@ -247,4 +242,5 @@ def test_calibration_does_not_run_the_output_head_of_a_wrapped_model() -> None:
         targets = ["o_proj"] if family == "llama" else ["dense"]
         model = peft.get_peft_model(tiny(family), peft.LoraConfig(target_modules=targets))
         model.get_output_embeddings().register_forward_pre_hook(refuse)
-        assert make_pruner("norm_entropy", {}).scores(map_model(model), text_of(), True, True).heads
+        model_map = map_model(model)
+        assert make_pruner("norm_entropy", {}).scores(model_map, text_of(), parts_of(model_map), {}).values

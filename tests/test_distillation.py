@@ -696,7 +696,7 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
         ),
         ({"response": False, "feature": False, "task_weight": 0.0}, "nothing would be learned"),
         ({"temperature": 0.0}, "temperature=0.0 must be"),
-        ({"ratio": 1.0}, "a ratio must be at least 0 and below 1"),
+        ({"ratio": 1.0}, "ratio=1.0 must be a number, at least 0 and below 1"),
     ],
 )
 def test_mistakes_are_one_line_before_any_weights_are_read(

@@ -362,6 +362,24 @@ def test_it_says_for_whom_it_waits(
     assert said == ["waiting for another run that has 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
 
 
+def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens and its type are those of the hash, under arguments of the tokenizer, too."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    variants = {"bos": {"add_bos_token": True}, "slow": {"use_fast_tokenizer": False}, "head": {"heads": "L0H1"}}
+    given = {"variants": variants, "tasks": ["prune_tiny_choice"], "baseline": None, "limit": 1}
+    grid = Grid.of(described(folder, **given))
+    assert run(grid, str(tmp_path / "g")).failed == []
+    cells = cells_of(grid)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0, "rope_parameters": None}))
+    monkeypatch.setattr("lmeval_prune.grid.run.cells_of", lambda _: cells)
+    failed = run(grid, str(tmp_path / "h")).failed
+    assert len(failed) == 3 and all("config" in reason and "\n" not in reason for *_, reason in failed)
+
+
 # ---------------------------------------------------------------------- the hash
 
 

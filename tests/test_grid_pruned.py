@@ -93,7 +93,7 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
         ({"method": "flapp", "ratio": 0.2}, "did you mean 'flap'"),
         ({"method": "flap", "ratio": 1.2}, "at least 0 and below 1"),
         ({"method": "flap"}, "prune needs ratio"),
-        ({"method": "flap", "ratio": 0.2, "options": {"metrc": "ifv"}}, "no option 'metrc'"),
+        ({"method": "flap", "ratio": 0.2, "options": {"metrc": "ifv"}}, "'metrc'"),
         ({"method": "flap", "ratio": 0.2, "more": {"units": "head"}}, "prune.more has no setting 'units'"),
         ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "steps='many'"),
         ({"method": "flap", "ratio": 0.2, "more": "unit"}, "more='unit'"),

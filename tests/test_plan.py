@@ -137,10 +137,10 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
         (("--ratio", 0.25, "--ffn_options", "seed=1", "--method", "random"), "give --ffn_method, too"),
         (("--method", "random"), "nothing is to be removed; give --ratio (of the parameters), or --budget heads"),
         (("--method", "random", "--ratio", 0.25, "--cut", "."), "write it elsewhere"),
-        (("--method", "confidence", "--budget", "heads", "--ffn_ratio", 0.25), "heads only; leave out --ffn_ratio"),
+        (("--method", "confidence", "--budget", "heads", "--ffn_ratio", 0.25), "heads only"),
         (
             ("--method", "confidence", "--ratio", 0.2, "--parts", "both", "--text", "text.txt"),
-            "scores heads only; give --parts heads",
+            "scores heads only",
         ),
         (("--method", "flap", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
         (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu is not for this; use cpu or cuda"),

@@ -14,8 +14,8 @@ from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.probe_pruning import ProbePruning, extreme, shares
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.moments import weight_of
 from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import weight_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.surgery.cut import cut
 from tests.test_baselines import inputs_of

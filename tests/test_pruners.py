@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,16 @@ from transformers.pytorch_utils import Conv1D
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.cli import main
-from lmeval_prune.pruners.allocation import head_cost
+from lmeval_prune.pruners.allocation import Budget, allocate, pots_of, removed_by, share_of
 from lmeval_prune.pruners.attention_statistics import attention_statistic
-from lmeval_prune.pruners.base import PRUNERS, Pruner, make_pruner
+from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
 from lmeval_prune.pruners.confidence import Confidence, confidences
-from lmeval_prune.pruners.norm_entropy import NormEntropy, channel_norms, head_norms
-from lmeval_prune.pruners.options import PruneOptions, Schedule
+from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import KINDS, Part, parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import settled, stages
-from lmeval_prune.pruners.selection import select_channels, select_heads, share_of
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens
 
@@ -37,6 +38,32 @@ FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.l
 
 
 by_heads = partial(PruneOptions, budget="heads")
+Labelled = dict[str, Any]  # by layer, `L0`
+
+
+def scores_of(
+    kind: str, pruner: Pruner, model_map: ModelMap, text: CalibrationText | None, removed: Labelled | None = None
+) -> Labelled:
+    """Score the heads or the channels of each layer."""
+    before = {f"{kind}.{label}": members for label, members in (removed or {}).items()}
+    scores = pruner.scores(model_map, text, parts_of(model_map, [kind]), before).values
+    return {key.partition(".")[2]: values for key, values in scores.items()}
+
+
+head_scores, channel_scores = (partial(scores_of, kind) for kind in KINDS)
+
+
+def select(
+    kind: str, model_map: ModelMap, scores: Labelled, ratio: float, allocation: str = "global", **wanted: Any
+) -> Labelled:
+    """Return the heads or channels of each layer that go when a share of all goes."""
+    budget = Budget((kind,), ratio, allocation, by_heads(**wanted))
+    pots = pots_of(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
+    removed = removed_by(pots, allocate(pots, budget), {})
+    return {key.partition(".")[2]: members for key, members in removed.items()}
+
+
+select_heads, select_channels = (partial(select, kind) for kind in KINDS)
 
 
 def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationText:
@@ -92,7 +119,7 @@ def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.
                             value = -sum(x * math.log(x) for x in p if x > 0)
                             value /= math.log(len(keys)) if measure == "normalized" else 1
                         sums[layer.label][head] += value
-    return {label: total / counts[label] for label, total in sums.items()}
+    return {f"heads.{label}": total / counts[label] for label, total in sums.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,7 +192,7 @@ def test_windows_that_slide_are_counted_as_such() -> None:
     found = attention_statistic(map_model(model), text, NormEntropy()._entropies)
     expected = literal(tiny("mistral", "eager", sliding_window=4), text, "normalized")
     assert not torch.allclose(
-        found["L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["L1"]
+        found["heads.L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["heads.L1"]
     )
     for label, one in found.items():
         torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
@@ -173,13 +200,13 @@ def test_windows_that_slide_are_counted_as_such() -> None:
 
 def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    whole = NormEntropy(0).head_scores(map_model(model), text_of())
+    whole = head_scores(NormEntropy(0), map_model(model), text_of())
     monkeypatch.setattr("lmeval_prune.pruners.attention_statistics.BLOCK", 80)  # a query at a time
     single = CalibrationText(
         "t", tuple((i[r : r + 1], m[r : r + 1]) for i, m in text_of().batches for r in range(len(i)))
     )
     for text in (text_of(), single):
-        for label, one in NormEntropy(0).head_scores(map_model(model), text).items():
+        for label, one in head_scores(NormEntropy(0), map_model(model), text).items():
             torch.testing.assert_close(one, whole[label], rtol=0, atol=1e-9)
 
 
@@ -218,7 +245,7 @@ def rows_of_head(family: str, module: nn.Module, head: int) -> list[torch.Tensor
 def test_the_weight_norm_is_eq_1(family: str) -> None:
     """Where a head's rows are is written out here, family by family."""
     model_map = map_model(tiny(family))
-    found = head_norms(model_map)
+    found = head_scores(GlobalThreshold(), model_map, None)
     assert {(layer.heads, layer.kv_heads) for layer in model_map.attention} == {
         (4, 2 if family in ("llama", "qwen3", "phi3", "falcon") else 4)
     }
@@ -233,16 +260,16 @@ def test_the_weight_norm_is_eq_1(family: str) -> None:
 
 def test_the_score_is_eq_4_standardised_or_as_printed() -> None:
     model_map, text = map_model(tiny("llama")), text_of()
-    norms = torch.cat(list(head_norms(model_map).values()))
-    entropies = torch.cat(list(NormEntropy(0, "none").head_scores(model_map, text).values()))
+    norms = torch.cat(list(head_scores(GlobalThreshold(), model_map, None).values()))
+    entropies = torch.cat(list(head_scores(NormEntropy(0, "none"), model_map, text).values()))
     for alpha in (0.0, 0.3, 1.0):
-        printed = torch.cat(list(NormEntropy(alpha, "none").head_scores(model_map, text).values()))
+        printed = torch.cat(list(head_scores(NormEntropy(alpha, "none"), model_map, text).values()))
         torch.testing.assert_close(printed, alpha * norms + (1 - alpha) * entropies)
-        mixed = torch.cat(list(NormEntropy(alpha).head_scores(model_map, text).values()))
+        mixed = torch.cat(list(head_scores(NormEntropy(alpha), model_map, text).values()))
         w, h = ((x - x.mean()) / x.std(correction=0) for x in (norms, entropies))
         expected = alpha * w + (1 - alpha) * h if alpha < 1 else norms  # alone, it needs no scale
         torch.testing.assert_close(mixed, expected)
-    assert not NormEntropy(1.0).needs_text(True, True)
+    assert not NormEntropy(1.0).reads_text and NormEntropy(0.9).reads_text
 
 
 def test_channels_have_a_norm_and_the_entropy_of_their_activation() -> None:
@@ -259,11 +286,11 @@ def test_channels_have_a_norm_and_the_entropy_of_their_activation() -> None:
     sizes = torch.cat([one.flatten(0, 1) for one in seen])[real].abs()
     p = sizes / sizes.sum(0)
     expected = -(p * p.log()).sum(0) / math.log(len(sizes))
-    found = NormEntropy(0, "none").channel_scores(model_map, text)["L0"]
+    found = channel_scores(NormEntropy(0, "none"), model_map, text)["L0"]
     torch.testing.assert_close(found, expected)
     norm = float(block.module.gate_proj.weight.data[5].abs().sum())
     norm += float(block.module.up_proj.weight.data[5].abs().sum())
-    assert float(channel_norms(model_map)["L0"][5]) == pytest.approx(norm)
+    assert float(channel_scores(GlobalThreshold(), model_map, None)["L0"][5]) == pytest.approx(norm)
 
 
 # --------------------------------------------------------------------------- selection and schedule
@@ -275,8 +302,8 @@ def scores_for(model_map: ModelMap, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_eq_5_and_its_floor() -> None:
-    schedule = Schedule(0.3, 0.1, 4, 2.0)
-    assert [schedule.at(t) for t in range(5)] == pytest.approx([0.1, 0.1125, 0.15, 0.2125, 0.3])
+    options = PruneOptions(0.3, p_min=0.1, steps=4, growth=2.0)
+    assert [options.shares(t)[0] for t in range(5)] == pytest.approx([0.1, 0.1125, 0.15, 0.2125, 0.3])
     assert share_of(0.3, 270) == 81 and share_of(0.1 * 3, 10) == 3 and share_of(0.29, 10) == 2
 
 
@@ -297,7 +324,7 @@ def test_units_stay_whole_and_no_layer_is_emptied(unit: str, ratio: float, alloc
     model_map = map_model(
         tiny("llama", num_hidden_layers=3, hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
     )
-    lost = select_heads(model_map, scores_for(model_map), ratio, unit, allocation)
+    lost = select_heads(model_map, scores_for(model_map), ratio, allocation, unit=unit)
     assert sum(map(len, lost.values())) <= ratio * model_map.total_heads
     for layer in model_map.attention:
         heads = lost.get(layer.label, set())
@@ -305,7 +332,7 @@ def test_units_stay_whole_and_no_layer_is_emptied(unit: str, ratio: float, alloc
         by_group = [sum(h // 2 == g for h in heads) for g in range(4)]
         assert unit != "group" or set(by_group) <= {0, 2}
         assert unit != "balanced" or len(set(by_group)) == 1
-    everything = select_heads(model_map, scores_for(model_map), ratio, unit, allocation, allow_empty_layer=True)
+    everything = select_heads(model_map, scores_for(model_map), ratio, allocation, unit=unit, allow_empty_layer=True)
     assert sum(map(len, everything.values())) >= sum(map(len, lost.values()))
 
 
@@ -317,7 +344,7 @@ def test_channels_are_rounded_so_that_a_multiple_stays() -> None:
     }
     for ratio in (0.1, 0.5, 0.95):
         for allocation in ("global", "uniform"):
-            for label, lost in select_channels(model_map, scores, ratio, 8, allocation).items():
+            for label, lost in select_channels(model_map, scores, ratio, allocation, ffn_multiple=8).items():
                 assert (48 - len(lost)) % 8 == 0 and len(lost) < 48
                 assert {*scores[label].argsort()[: len(lost)].tolist()} == lost
     exact = select_channels(model_map, scores, 0.25)
@@ -339,8 +366,8 @@ def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
         first, second = stages(pruner, model_map, by_heads(0.5, ffn_ratio=0.5, steps=2), text)
         smaller = map_model(cut(model, first).model)
         assert (model_map.total_heads, smaller.total_heads) == (48, 36)
-        lost = select_heads(smaller, pruner.head_scores(smaller, text), 12 / 36)
-        fewer = select_channels(smaller, pruner.channel_scores(smaller, text), 1 / 3)
+        lost = select_heads(smaller, head_scores(pruner, smaller, text), 12 / 36)
+        fewer = select_channels(smaller, channel_scores(pruner, smaller, text), 1 / 3)
         for layer in model_map.attention:
             left = [head for head in range(8) if head not in gone(first, layer.label)]
             again = [left[place] for place in lost.get(layer.label, ())]
@@ -360,7 +387,7 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     assert [len(one) for one in removed] == [share_of(0.1 + 0.4 * (t / 3) ** 1.5, 12) for t in (1, 2, 3)]
     assert removed[0] <= removed[1] <= removed[2]
     with plans[0].applied_to(model):
-        again = NormEntropy(0.5).head_scores(model_map, text, {x: set(gone(plans[0], x)) for x in ("L0", "L1", "L2")})
+        again = head_scores(NormEntropy(0.5), model_map, text, {x: set(gone(plans[0], x)) for x in ("L0", "L1", "L2")})
     for label, one in again.items():
         torch.testing.assert_close(plans[1].scores[f"heads.{label}"], one)
     assert any(not torch.equal(plans[0].scores[key], plans[1].scores[key]) for key in plans[0].scores)
@@ -383,9 +410,8 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
 )
 def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(wanted: Any, shares: Any) -> None:
     options = by_heads(**wanted, p_min=0.4, steps=4)
-    heads, channels = options.schedules()
-    for step, (of_heads, of_channels) in enumerate(shares):
-        assert (heads.at(step), channels.at(step)) == (pytest.approx(of_heads), pytest.approx(of_channels))
+    for step, expected in enumerate(shares):
+        assert options.shares(step) == pytest.approx(expected)
     model_map = map_model(tiny("llama"))
     found = [sum(len(p.channel_numbers(x)) for x in ("L0", "L1"))
              for p in stages(make_pruner("random", {}), model_map, options)]  # fmt: skip
@@ -393,29 +419,26 @@ def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(wanted
 
 
 @dataclass(frozen=True)
-class Compensated(Pruner):
-    """A method of a user's: gives a bias for what goes, which follows from the plan."""
+class Numbered(Pruner):
+    """A method of a user's: scores heads by their numbers, and notes the bias of the first layer's projection."""
 
-    def head_scores(self, model_map: Any, text: Any, removed: Any = None) -> Any:
-        return {layer.label: torch.arange(layer.heads).double() for layer in model_map.attention}
+    heads_only = True
+    biases: list[float] = field(default_factory=list, compare=False)
 
-    def compensation(self, model_map: Any, plan: Plan, text: Any) -> Any:
-        return {"L0.o_proj.bias": torch.full((32,), float(len(plan.heads)), dtype=torch.float64)}
+    def scores(self, model_map: Any, text: Any, parts: Sequence[Part], removed: Any) -> Scores:
+        with torch.no_grad():
+            bias = model_map.attention[0].o_proj(torch.zeros(1, 1, 32, dtype=torch.float64))
+        self.biases.append(float(bias.norm()))
+        return Scores({part.key: torch.arange(part.size).double() for part in parts})
 
 
-def test_what_a_pruner_compensates_goes_with_the_plan_and_counts_in_the_next_step() -> None:
-    model_map = map_model(tiny("llama"))
-    seen: list[float] = []
-
-    class Watched(Compensated):
-        def head_scores(self, model_map: Any, text: Any, removed: Any = None) -> Any:
-            zeros = torch.zeros(1, 1, 32, dtype=torch.float64)
-            seen.append(float(model_map.attention[0].o_proj(zeros).detach()[0, 0, 0]))  # the bias alone
-            return super().head_scores(model_map, text, removed)
-
-    plans = list(stages(Watched(), model_map, by_heads(0.5, steps=2)))
-    assert [len(plan.heads) for plan in plans] == [2, 4] and seen == [0.0, 2.0]
-    assert [float(plan.compensation["L0.o_proj.bias"][0]) for plan in plans] == [2.0, 4.0]
+def test_what_makes_up_for_a_step_goes_with_the_plan_and_counts_in_the_next_one() -> None:
+    model_map, pruner = map_model(tiny("llama")), Numbered([])
+    plans = list(stages(pruner, model_map, by_heads(0.5, steps=2, compensation="bias"), text_of()))
+    assert [len(plan.heads) for plan in plans] == [2, 4]
+    bias = float(plans[0].compensation["L0.o_proj.bias"].norm())
+    assert pruner.biases == [0.0, pytest.approx(bias)] and bias > 0
+    assert plans[1].compensation.keys() == plans[0].compensation.keys()
 
 
 def test_made_says_how_channels_were_scored() -> None:
@@ -427,15 +450,21 @@ def test_made_says_how_channels_were_scored() -> None:
     assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).made
 
 
+def test_two_pruners_that_are_equal_score_heads_and_channels() -> None:
+    model_map, options = map_model(tiny("llama")), by_heads(0.25, ffn_ratio=0.25)
+    (plan,) = stages(RandomScores(3), model_map, options, None, RandomScores(3))
+    assert plan == next(stages(RandomScores(3), model_map, options)) and plan.heads and plan.channels
+
+
 def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
     model_map = map_model(tiny("llama"))
-    heads = {label: torch.tensor([0.0, 3, 2, 1]) for label in ("L0", "L1")}
-    (plan,) = stages(NormEntropy(), model_map, by_heads(0.25, ffn_ratio=0.25), None, RandomScores(3), (heads, {}))
+    heads = {f"heads.{label}": torch.tensor([0.0, 3, 2, 1]) for label in ("L0", "L1")}
+    (plan,) = stages(NormEntropy(), model_map, by_heads(0.25, ffn_ratio=0.25), None, RandomScores(3), heads)
     assert plan.heads == ("L0H0", "L1H0")
     expected = next(stages(RandomScores(3), model_map, by_heads(ffn_ratio=0.25)))
     assert plan.channels == expected.channels
     with pytest.raises(InputError, match="measured on a text"):  # a second step scores anew
-        list(stages(NormEntropy(), model_map, by_heads(0.5, steps=2), None, scores=(heads, {})))
+        list(stages(NormEntropy(), model_map, by_heads(0.5, steps=2), None, scores=heads))
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -445,13 +474,13 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
     pruner = make_pruner(name, {})
     for parts, said in (("heads", "heads"), ("both", "heads and channels")):
         options = PruneOptions(0.25, parts=parts)
-        if parts == "both" and type(pruner).channel_scores is Pruner.channel_scores:
-            with pytest.raises(InputError, match="scores heads only; give --parts heads"):
+        if parts == "both" and pruner.heads_only:
+            with pytest.raises(InputError, match=r"scores heads only; .*--parts heads"):
                 list(stages(pruner, model_map, options, text))
             continue
         first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
         assert first == second and first.identity(model_map) == second.identity(model_map)
-        counted, unit = first.made["parameters"], head_cost(model_map.attention[0], "group")
+        counted, unit = first.made["parameters"], Part(model_map.attention[0]).cost("group")
         assert abs(counted["removed"] - 0.25 * counted["removable"]) <= unit
         assert first.made["removes"] == f"25% of the parameters of {said}"
 
@@ -496,35 +525,37 @@ def test_seeds_are_different_draws() -> None:
     assert len(set(draws)) > 1
 
 
+def planned(family: str, *ratio: float, **wanted: Any) -> list[Plan]:
+    """Make the plans of random scores."""
+    return list(stages(RandomScores(), map_model(tiny(family)), by_heads(*ratio, **wanted)))
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (lambda m: PruneOptions(1.0), "at least 0 and below 1, not 1.0"),
-        (lambda m: PruneOptions(-0.1), "at least 0 and below 1"),
-        (lambda m: PruneOptions(0.2, p_min=0.3), "p_min must be from 0 to the ratio 0.2, not 0.3"),
-        (lambda m: PruneOptions(0.2, steps=0), "at least 1 step, not 0"),
-        (lambda m: PruneOptions(0.2, growth=0), "growth must be above 0"),
-        (lambda m: list(stages(RandomScores(), m, by_heads(0.2, allocation="log"))), "use global or uniform"),
-        (lambda m: NormEntropy(1.5), "alpha must be from 0 to 1"),
+        (lambda m: PruneOptions(1.0), "ratio=1.0"),
+        (lambda m: PruneOptions(-0.1), "ratio=-0.1"),
+        (lambda m: PruneOptions(0.2, p_min=0.3), "p_min=0.3 must be at most the ratio, 0.2"),
+        (lambda m: PruneOptions(0.2, steps=0), "steps=0"),
+        (lambda m: PruneOptions(0.2, growth=0), "growth=0"),
+        (lambda m: PruneOptions(0.2, steps=2, growth=float("nan")), "growth=nan"),
+        (lambda m: PruneOptions(0.2, unit="layer"), "unit='layer' must be head, group or balanced"),
+        (lambda m: list(stages(RandomScores(), m, by_heads(0.2, allocation="log"))), "allocation global or uniform"),
+        (lambda m: NormEntropy(1.5), "alpha=1.5"),
         (lambda m: make_pruner("norm_entropi", {}), "did you mean 'norm_entropy'"),
-        (lambda m: make_pruner("norm_entropy", {"alfa": 1}), "no option 'alfa'.*did you mean 'alpha'"),
-        (lambda m: PruneOptions(0.2, steps=2, growth=float("nan")), "growth must be above 0"),
-        (lambda m: PruneOptions(ffn_ratio=0.3, p_min=0.9, steps=3), "p_min must be from 0 to the ratio 0.3, not 0.9"),
-        (lambda m: PruneOptions(p_min=0.1), "p_min must be from 0 to the ratio 0.0, not 0.1"),
+        (lambda m: make_pruner("norm_entropy", {"alfa": 1}), "'alfa'.*did you mean 'alpha'"),
+        (lambda m: PruneOptions(ffn_ratio=0.3, p_min=0.9, steps=3), "p_min=0.9 must be at most the ratio, 0.3"),
+        (lambda m: PruneOptions(p_min=0.1), "p_min=0.1 must be at most the ratio, 0.0"),
         (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "give --ratio .of the parameters.*--ffn_ratio"),
-        (lambda m: make_pruner("global_threshold", {"alpha": 0.0}), "no option 'alpha'; it has none"),
-        (lambda m: NormEntropy(0.0).head_scores(m, None), "norm_entropy is measured on a text"),
-        (lambda m: NormEntropy(0.0).channel_scores(m, None), "norm_entropy is measured on a text"),
-        (lambda m: Confidence().head_scores(m, None), "confidence is measured on a text"),
-        (lambda m: make_pruner("norm_entropy", {"alpha": "much"}), "alpha='much' is not a number"),
-        (lambda m: select_heads(m, scores_for(m), 0.2, "layer"), "use head, group, balanced"),
-        (
-            lambda m: select_heads(map_model(tiny("gpt2")), {}, 0.2, "balanced"),
-            "does not suit this gpt2.*head or group",
-        ),
-        (lambda m: select_heads(map_model(tiny("gpt_bigcode")), {}, 0.2, "group"), "head or balanced"),
-        (lambda m: select_heads(map_model(tiny("bloom")), {}, 0.2, "group"), "position biases.*use head"),
-        (lambda m: select_channels(map_model(tiny("mixtral")), {}, 0.2), "no dense feed-forward blocks"),
+        (lambda m: make_pruner("global_threshold", {"alpha": 0.0}), "'alpha'; it has none"),
+        (lambda m: head_scores(NormEntropy(0.0), m, None), "norm_entropy is measured on a text"),
+        (lambda m: channel_scores(NormEntropy(0.0), m, None), "norm_entropy is measured on a text"),
+        (lambda m: head_scores(Confidence(), m, None), "confidence is measured on a text"),
+        (lambda m: make_pruner("norm_entropy", {"alpha": "much"}), "alpha='much' must be a number"),
+        (lambda m: planned("gpt2", 0.2, unit="balanced"), "does not suit this gpt2.*head or group"),
+        (lambda m: planned("gpt_bigcode", 0.2, unit="group"), "head or balanced"),
+        (lambda m: planned("bloom", 0.2, unit="group"), "position biases.*use head"),
+        (lambda m: planned("mixtral", ffn_ratio=0.2), "no dense feed-forward blocks"),
         (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "measured on a text"),
         (lambda m: list(stages(Confidence(), m, by_heads(0.2, ffn_ratio=0.2), text_of())), "scores heads only"),
     ],

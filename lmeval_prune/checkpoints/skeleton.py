@@ -105,3 +105,18 @@ def with_weights(bare: Any, pretrained: str, revision: str | None = None) -> Any
     """
     with refused_as(f"the weights of {pretrained} cannot be loaded"):
         return load_weights(type(bare), embedded.resolve(pretrained), revision=revision, dtype="auto")
+
+
+def is_quantised(model: Any) -> bool:
+    """Return whether a model's weights are, or would be when loaded, no plain numbers."""
+    return bool(getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None))
+
+
+def check_plain(bare: Any, pretrained: str) -> None:
+    """Refuse a quantised model, before its weights are loaded.
+
+    Raises:
+        InputError: it is one.
+    """
+    if is_quantised(bare):
+        raise InputError(f"{pretrained} is quantised, and cannot be cut or written anew; give its dequantised weights")

@@ -14,7 +14,7 @@ def distill(**options: Any) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from lmeval_prune.distillation import recursion
-    from lmeval_prune.pruners.selection import share_of
+    from lmeval_prune.pruners.allocation import share_of
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()

@@ -205,12 +205,12 @@ class Stage:
         self, student: Any, manifest: dict[str, Any], kept: dict[str, list[int]], training: dict[str, Any]
     ) -> None:
         """Write the trained model with its note; that of the last stage has a picture."""
-        head_schedule, channel_schedule = self.host.options.pruning().schedules()
+        head_share, channel_share = self.host.options.pruning().shares(self.number)
         before = self.note["stages"][-1]["heads"] if self.note["stages"] else {}
         stage = {
             "stage": self.number,
-            "ratio": head_schedule.at(self.number),
-            "ffn_ratio": channel_schedule.at(self.number),
+            "ratio": head_share,
+            "ffn_ratio": channel_share,
             "removed": manifest["stages"][-1]["removed"],
             # by their indices in the unpruned model
             "heads": {x: [before[x][head] for head in heads] if x in before else heads for x, heads in kept.items()},

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.pruners.allocation import share_of
 from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.schedule import check_methods, settled, stages
-from lmeval_prune.pruners.selection import Removed, select_channels, select_heads, share_of
-from lmeval_prune.pruners.sequential import SequentialPruner
+from lmeval_prune.pruners.schedule import check_methods, least_removed, settled, stages
+from lmeval_prune.pruners.sequential import SequentialPruner, count_removed
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
 
@@ -44,37 +42,16 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
             "unit=head leaves heads in the groups that key-value heads are shared by, and training would fill them "
             "again; use group or balanced"
         )
-    _check_stages(
-        model_map,
-        pruning,
-        pruning.allocation or head_pruner.allocation,
-        pruning.allocation or channel_pruner.allocation,
-    )
-
-
-def _check_stages(model_map: ModelMap, pruning: PruneOptions, head_allocation: str, channel_allocation: str) -> None:
-    """Refuse a schedule with a stage that removes nothing, whatever the scores."""
-    head_schedule, channel_schedule = pruning.schedules()
-    head_scores = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
-    # one block after the other, so that as many go as can with ffn_multiple
-    widths = model_map.channels()
-    channel_scores = {block: torch.full((width,), i * 1.0) for i, (block, width) in enumerate(widths.items())}
-    heads: Removed = {}
-    channels: Removed = {}
-    before = (0, 0)
-    for stage in range(1, pruning.steps + 1):
-        if pruning.ratio:
-            share, unit = head_schedule.at(stage), pruning.unit or "head"
-            heads = select_heads(model_map, head_scores, share, unit, head_allocation, heads)
-        if pruning.ffn_ratio:
-            share, multiple = channel_schedule.at(stage), pruning.ffn_multiple
-            channels = select_channels(model_map, channel_scores, share, multiple, channel_allocation, channels)
-        after = (sum(map(len, heads.values())), sum(map(len, channels.values())))
-        if after[0] <= before[0] and after[1] <= before[1]:
+    before = {"heads": 0, "channels": 0}
+    pruners = {"heads": head_pruner, "channels": channel_pruner}
+    for stage, removed in enumerate(least_removed(model_map, pruning, pruners), start=1):
+        after = count_removed(removed)
+        if after["heads"] <= before["heads"] and after["channels"] <= before["channels"]:
             raise InputError(
-                f"stage {stage} of {pruning.steps} has nothing left to remove: {after[0]} of {model_map.total_heads} "
-                f"heads and {after[1]} of {sum(widths.values())} channels are gone by then; give fewer "
-                f"stages, a larger ratio, another unit, allocation global or a smaller ffn_multiple"
+                f"stage {stage} of {pruning.steps} has nothing left to remove: {after['heads']} of "
+                f"{model_map.total_heads} heads and {after['channels']} of {sum(model_map.channels().values())} "
+                f"channels are gone by then; give fewer stages, a larger ratio, another unit, allocation global or a "
+                f"smaller ffn_multiple"
             )
         before = after
 
@@ -124,11 +101,11 @@ def pruning_of_stage(
         model_map: the model that is left.
         allocation: `global` or `uniform`.
     """
-    head_schedule, channel_schedule = pruning.schedules()
+    head_share, channel_share = pruning.shares(stage)
     ratios = []
     for share, sizes, left in (
-        (head_schedule.at(stage), [layer.heads for layer in unpruned.attention], model_map.total_heads),
-        (channel_schedule.at(stage), list(unpruned.channels().values()), sum(model_map.channels().values())),
+        (head_share, [layer.heads for layer in unpruned.attention], model_map.total_heads),
+        (channel_share, list(unpruned.channels().values()), sum(model_map.channels().values())),
     ):
         pots = sizes if allocation == "uniform" else [sum(sizes)]
         removed = sum(sizes) - left

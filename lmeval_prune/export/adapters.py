@@ -21,7 +21,7 @@ from lmeval_prune.architectures.blocks import in_features, is_transposed, out_fe
 from lmeval_prune.artefacts import alone, content_digest, digest, new_folder, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.gguf_adapter import check_gguf_base, write_gguf_adapter
 from lmeval_prune.export.gguf_format import SERVER_DTYPES, gguf_architecture
@@ -40,7 +40,6 @@ from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import hash_of
 from lmeval_prune.settings import typed
-from lmeval_prune.surgery.cut import is_quantised
 
 Format = Literal["peft", "gguf"]
 ServerDtype = Literal["bfloat16", "float16", "float32"]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import either
-from lmeval_prune.surgery.commands import as_options
+from lmeval_prune.options import as_options, either
 
 
 def adapter(
@@ -125,8 +124,8 @@ def model(
         allow_other_model: take a plan of another model, if it fits
     """
     from lmeval_prune.export.servers import model_lines
-    from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.surgery.commands import load_plan, write_cut
+    from lmeval_prune.interventions.plan import Plan, load_plan
+    from lmeval_prune.surgery.commands import write_cut
 
     with as_options():
         pruned = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
@@ -158,12 +157,12 @@ def _write_gguf(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import manifest_of
-    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
+    from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.export.gguf_format import SERVER_DTYPES
     from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
     from lmeval_prune.export.gguf_tokenizer import check_tokenizer
-    from lmeval_prune.surgery.commands import check_plain, loaded_for, tokenizer_of
-    from lmeval_prune.surgery.cut import cut, identity_of
+    from lmeval_prune.surgery.cut import cut_checkpoint, identity_of
 
     if not output.endswith(".gguf"):
         raise InputError(f"--output {output} must end in .gguf")
@@ -177,7 +176,7 @@ def _write_gguf(
         check_tokenizer(tokenizer, splitting)
     check_writable(output)
     if plan:
-        result = cut(loaded_for(pretrained, plan, revision, zeroed), plan, zeroed)
+        result = cut_checkpoint(pretrained, plan, revision, zeroed)
         model, manifest = result.model, result.manifest
     else:
         model = with_weights(bare, pretrained, revision)

@@ -10,7 +10,7 @@ from typing import Any
 from lmeval_prune.checkpoints.loading import has_own_layers
 from lmeval_prune.export.gguf_format import SERVER_DTYPES
 from lmeval_prune.export.vllm_plugin import STOCK
-from lmeval_prune.surgery.cut import unusual_head_dim
+from lmeval_prune.surgery.model_class import unusual_head_dim
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as its largest
 # Families whose classes take adapters in vLLM 0.32; of others, some are not served, some without adapters.

@@ -9,11 +9,11 @@ from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.artefacts import content_digest, final_path
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError
 from lmeval_prune.grid.preparations import Preparation
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.settings import Count, Seed, typed, types_of
+from lmeval_prune.settings import Count, Seed
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,8 @@ class Prune(Preparation):
         """
         if twice := {"ratio", "budget"} & self.more.keys():
             raise InputError(f"prune.more has no {min(twice)!r}; it is a setting beside `more`")
-        annotations = types_of(PruneOptions)
-        for name in self.more:
-            if name not in annotations:
-                raise InputError(f"prune.more has no setting {name!r}{nearest(name, annotations)}")
-        values = {name: typed(name, value, annotations[name]) for name, value in self.more.items()}
-        return PruneOptions(ratio=self.ratio, budget=self.budget, **values)
+        values = {**self.more, "ratio": self.ratio, "budget": self.budget}
+        return PruneOptions.from_dict(values, "prune.more")
 
     def settings(self) -> dict[str, Any]:
         """Return the fields, and the content of a text file."""

@@ -181,11 +181,13 @@ def _source(value: Any) -> Path | None:
 
 @cache
 def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
-    """Return a file, and those that it imports."""
+    """Return a file, those that it imports, and word lists beside them."""
     finder = ModuleFinder(path=[str(path.parent)])
     finder.run_script(str(path))
     files = {Path(module.__file__).resolve() for module in finder.modules.values() if module.__file__}
     if any(name.partition(".")[0] == "lmeval_prune" for name in finder.badmodules):  # not beside the file
-        for package, pattern in ((scoring, "*.py"), (scoring, "*.yaml"), (tasks, "*.py")):
-            files |= {file for root in package.__path__ for file in Path(root).rglob(pattern)}
-    return frozenset(files)
+        files |= {
+            file for package in (scoring, tasks) for root in package.__path__ for file in Path(root).rglob("*.py")
+        }
+    words = {words for folder in {file.parent for file in files} for words in folder.glob("words/*.yaml")}
+    return frozenset(files | words)

@@ -35,7 +35,14 @@ from lmeval_prune.artefacts import (
     write_bytes,
 )
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import SCHEMA_VERSION, Contents, Intervention, change_input, interventions_on
+from lmeval_prune.interventions.base import (
+    SCHEMA_VERSION,
+    Contents,
+    Intervention,
+    change_input,
+    interventions_on,
+    load_intervention,
+)
 from lmeval_prune.interventions.channels import HELP, Channels
 from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
 from lmeval_prune.settings import FrozenMapping
@@ -267,6 +274,20 @@ class Plan(Intervention):
             attached["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
             attached["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
         return attached
+
+
+def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: bool = False) -> Plan:
+    """Read a plan, or a mask as one, that removes something.
+
+    Raises:
+        InputError: it is none, or removes nothing.
+    """
+    plan = load_intervention(path, allow_other_model).converted(Plan)
+    if not isinstance(plan, Plan):
+        raise InputError(f"{path} is no plan and no head mask")
+    if not plan.heads and not plan.channels and not plan.compensation:
+        raise InputError(f"{path} removes nothing; make a plan with `lmeval-prune prune --scores {path}`")
+    return replace(plan, allow_empty_layer=plan.allow_empty_layer or allow_empty_layer)
 
 
 def plan_of(mask: HeadMask) -> Plan:

@@ -25,7 +25,7 @@ from lmeval_prune.interventions.attention_call import (
     eager_attention,
     put_in_front,
 )
-from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_after
+from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_at
 
 BLOCK = 2**22  # attention weights at once
 
@@ -52,7 +52,7 @@ Measure = Callable[[AttentionRows], tuple[Tensor, Tensor]]
 
 
 def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Measure) -> dict[str, Tensor]:
-    """The mean of a measure over real queries of a text, of each head: by layer, (heads,) in float64."""
+    """Return the mean of a measure over real queries of a text, by part, `heads.L0`: (heads,) in float64."""
     sums = {layer.label: torch.zeros(layer.heads, dtype=torch.float64) for layer in model_map.attention}
     counts = dict.fromkeys(sums, 0)
     real = torch.ones(0)
@@ -65,8 +65,8 @@ def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Mea
         counts[label] += int(counted.sum())
 
     def handler(call: AttentionCall, attend: Attend) -> Attended:
-        for rows, place in rows_of(call, real):
-            add(call.layer.label, rows, real[:, place].bool())
+        for rows, queries in rows_of(call, real):
+            add(call.layer.label, rows, real[:, queries].bool())
         return attend(call)
 
     if _can_be_intercepted(model_map):
@@ -79,11 +79,11 @@ def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Mea
     empty = [label for label, count in counts.items() if not count]
     if empty:
         raise InputError(f"no attention of layer {empty[0]} was seen on the calibration text; give longer windows")
-    return {label: total / counts[label] for label, total in sums.items()}
+    return {f"heads.{label}": total / counts[label] for label, total in sums.items()}
 
 
 def _can_be_intercepted(model_map: ModelMap) -> bool:
-    """Whether a handler can stand in front of the attention; if not, the model is to give out its weights.
+    """Return whether a handler can stand in front of the attention; if not, the model is to give out its weights.
 
     Raises:
         InputError: neither.
@@ -98,7 +98,7 @@ def _can_be_intercepted(model_map: ModelMap) -> bool:
 
 
 def rows_of(call: AttentionCall, real: Tensor) -> Iterator[tuple[AttentionRows, slice]]:
-    """The attention weights that a call asks for, block by block of queries, and where these queries stand."""
+    """Compute the attention weights of a call, block by block of queries, each with the slice of its queries."""
     query, key, options = call.query, call.key, call.options
     batch, heads, length, width = query.shape
     kind = torch.promote_types(query.dtype, torch.float32)
@@ -110,61 +110,61 @@ def rows_of(call: AttentionCall, real: Tensor) -> Iterator[tuple[AttentionRows, 
     first = (real.cumsum(1) == 1) & real.bool()
     size = max(1, BLOCK // (batch * heads * count))
     for start in range(0, length, size):
-        place = slice(start, min(length, start + size))
-        logits = query[:, :, place].to(kind) @ keys * scaling
+        queries = slice(start, min(length, start + size))
+        logits = query[:, :, queries].to(kind) @ keys * scaling
         if options.get("softcap") is not None:
             logits = options["softcap"] * torch.tanh(logits / options["softcap"])
         if options.get("position_bias") is not None:
-            logits = logits + options["position_bias"][:, :, place, :count].to(kind)
+            logits = logits + options["position_bias"][:, :, queries, :count].to(kind)
         visible = torch.ones(1, 1, 1, count, dtype=torch.bool, device=query.device)
         if call.mask is not None:
-            mask = call.mask[:, :, place if call.mask.shape[2] > 1 else slice(None), :count]
+            mask = call.mask[:, :, queries if call.mask.shape[2] > 1 else slice(None), :count]
             visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
             logits = logits if mask.dtype == torch.bool else logits + mask.to(kind)
         elif causal:
-            places = torch.arange(place.start, place.stop, device=query.device)[:, None] + count - length
-            visible = (torch.arange(count, device=query.device) <= places)[None, None]
+            positions = torch.arange(queries.start, queries.stop, device=query.device)[:, None] + count - length
+            visible = (torch.arange(count, device=query.device) <= positions)[None, None]
         logits = logits.masked_fill(~visible, -torch.inf)
         if options.get("s_aux") is not None:
             sink = options["s_aux"].to(kind).reshape(1, -1, 1, 1).expand(batch, -1, logits.shape[2], 1)
             weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
         else:
             weights = logits.softmax(-1)
-        yield AttentionRows(weights, visible, first[:, place], first), place
+        yield AttentionRows(weights, visible, first[:, queries], first), queries
 
 
 def _is_causal(call: AttentionCall) -> bool:
-    given = call.options.get("is_causal")
-    return bool(getattr(call.module, "is_causal", True) if given is None else given)
+    option = call.options.get("is_causal")
+    return bool(getattr(call.module, "is_causal", True) if option is None else option)
 
 
 def _from_outputs(
     model_map: ModelMap, text: CalibrationText, add: Callable[[str, AttentionRows, Tensor], None]
 ) -> None:
-    """By the weights that the model gives out itself; all layers' of one batch are there at once."""
+    """Read the weights that the model gives out itself; all layers' of one batch are there at once."""
     model: Any = model_map.model
     device = next(model.parameters()).device
     base = getattr(model, "get_base_model", lambda: model)().base_model  # PEFT; without the output head
-    with eager_attention(model), torch.no_grad(), stopping_after(base):  # others give out none, or wrong ones
+    with eager_attention(model), torch.no_grad(), stopping_at(base, after=True):  # others give out none, or wrong ones
         for ids, real in ((x.to(device), y.to(device)) for x, y in text.batches):
             try:
-                found = model(ids, attention_mask=real, output_attentions=True).attentions
+                layers = model(ids, attention_mask=real, output_attentions=True).attentions
             except Reached as reached:
-                found = getattr(reached.output, "attentions", None)
-            if not found or any(weights is None for weights in found):
+                layers = getattr(reached.output, "attentions", None)
+            if not layers or any(weights is None for weights in layers):
                 raise InputError(f"this {model_map.model_type} model gives out no attention weights")
             first = (real.cumsum(1) == 1) & real.bool()
-            for layer, given in zip(model_map.attention, found, strict=True):
-                weights = given.to(torch.promote_types(given.dtype, torch.float32))
+            for layer, weights in zip(model_map.attention, layers, strict=True):
+                weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
                 visible = _visible(layer, real) | (weights > 0)
                 add(layer.label, AttentionRows(weights, visible, first, first), real.bool())
 
 
 def _visible(layer: AttentionLayer, real: Tensor) -> Tensor:
-    """Which keys a query may see, (batch, 1, queries, keys): those weights that are 0 may only be too small."""
+    """Return which keys a query may see, (batch, 1, queries, keys): a weight of 0 may only be too small."""
     module: Any = layer.module
-    places = torch.arange(real.shape[1], device=real.device)
-    distance = places[:, None] - places
+    positions = torch.arange(real.shape[1], device=real.device)
+    distance = positions[:, None] - positions
     seen = torch.ones_like(distance, dtype=torch.bool)
     if getattr(module, "is_causal", True):
         seen = distance >= 0

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,7 @@ class CalibrationText:
         Yields:
             Before the forward pass of each batch, on the model's device: its token ids, and which are real.
         """
-        with torch.no_grad(), stopping_before(getattr(model, "get_output_embeddings", lambda: None)()):
+        with torch.no_grad(), stopping_at(getattr(model, "get_output_embeddings", lambda: None)()):
             for ids, real, inputs in self.inputs(model):
                 yield ids, real
                 with suppress(Reached):
@@ -112,32 +112,17 @@ class Reached(Exception):  # noqa: N818 - the end of a run, no failure
 
 
 @contextmanager
-def stopping_after(module: nn.Module) -> Iterator[None]:
-    """Inside the block, `Reached` is raised when a module has been run."""
+def stopping_at(module: nn.Module | None, after: bool = False) -> Iterator[None]:
+    """Raise `Reached` inside the block instead of running a module, or after it was run; None is never run."""
 
-    def stop(_: nn.Module, __: Any, output: Any) -> None:
-        raise Reached(output)
+    def stop(_: nn.Module, values: Any, output: Any = None) -> None:
+        raise Reached(output if after else values)
 
-    handle = module.register_forward_hook(stop)
-    try:
+    with ExitStack() as stack:
+        if module is not None:
+            hook = module.register_forward_hook(stop) if after else module.register_forward_pre_hook(stop, prepend=True)
+            stack.callback(hook.remove)
         yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def stopping_before(module: nn.Module | None) -> Iterator[None]:
-    """Inside the block, `Reached` is raised instead of running a module; None is never run."""
-
-    def stop(_: nn.Module, inputs: Any) -> None:
-        raise Reached(inputs)
-
-    handle = module.register_forward_pre_hook(stop, prepend=True) if module is not None else None
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def check_length(model: Any, tokens: int) -> None:

@@ -5,33 +5,35 @@ It ranks against the entropy of `norm_entropy`: there heads that concentrate go 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.attention_statistics import AttentionRows, attention_statistic
-from lmeval_prune.pruners.base import Pruner, Scores, needed
+from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.selection import Removed
+from lmeval_prune.pruners.parts import Part, Removed
 
 
 @dataclass(frozen=True)
 class Confidence(Pruner):
     """Scores a head by the mean over queries of its largest attention weight, without first key and first query."""
 
-    def needs_text(self, heads: bool, channels: bool) -> bool:
-        """For heads; see the base class."""
-        return heads
+    reads_text: ClassVar[bool] = True
+    heads_only: ClassVar[bool] = True
 
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
-        """As the class says; see the base class."""
-        text = needed(self, text)
-        return attention_statistic(model_map, text, confidences)
+    def scores(
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
+    ) -> Scores:
+        """Look at the attention of each head; see the base class."""
+        return Scores(attention_statistic(model_map, self.required(text), confidences))
 
 
 def confidences(rows: AttentionRows) -> tuple[Tensor, Tensor]:
-    """The largest weight of each query, its text's first key left out; all queries but the first count."""
+    """Return the largest weight of each query, its text's first key left out; all queries but the first count."""
     largest = rows.weights.masked_fill(rows.first_keys[:, None, None], 0).amax(-1)
     several = (rows.visible.sum(-1) > 1).any(1).expand(len(largest), largest.shape[2])
     return largest, several & ~rows.first

@@ -1,4 +1,4 @@
-"""What became of each layer, kept until the plan is whole: a calibration that was killed goes on where it was."""
+"""What a plan removes of each layer, kept until the plan is whole, so that a killed calibration goes on."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from torch import Tensor
 
 from lmeval_prune.artefacts import digest, file_name, from_json, read_json, read_tensors, write_bytes, write_text
 from lmeval_prune.errors import InputError
+from lmeval_prune.pruners.parts import Removed
 
 
 @dataclass
-class Done:
-    """What became of a layer.
+class Removal:
+    """What layers lose, and what makes up for it.
 
     Attributes:
-        heads, channels: that go.
-        tensors: what makes up for them, as of a plan.
+        removed: by part.
+        compensation: tensors, as of a plan.
         damping: of projections where it was raised.
     """
 
-    heads: set[int] = field(default_factory=set)
-    channels: set[int] = field(default_factory=set)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    removed: Removed = field(default_factory=dict)
+    compensation: dict[str, Tensor] = field(default_factory=dict)
     damping: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: Removal) -> None:
+        """Take in other layers'."""
+        self.removed |= other.removed
+        self.compensation |= other.compensation
+        self.damping |= other.damping
 
 
 class LayerStore:
@@ -49,30 +55,26 @@ class LayerStore:
         if not same:
             self.remove()
 
-    def load(self, label: str) -> Done | None:
-        """What became of a layer; None if it is not known."""
+    def load(self, label: str) -> Removal | None:
+        """Return what a layer loses; None if it is not known."""
         try:
             tensors = read_tensors(self._path(label))
-            damping = tensors.pop("damping")
-            heads, channels = (set(tensors.pop(name).tolist()) for name in ("heads", "channels"))
-            names = sorted(from_json(bytes(tensors.pop("names").tolist()), label))
-            return Done(heads, channels, tensors, dict(zip(names, damping.tolist(), strict=True)))
-        except (KeyError, TypeError, ValueError):  # it is damaged, or not there, and is made again
+            notes = from_json(bytes(tensors.pop("notes").tolist()), label)
+            removed = {key: set(members) for key, members in notes["removed"].items()}
+            return Removal(removed, tensors, dict(notes["damping"]))
+        except (AttributeError, KeyError, TypeError, ValueError):  # it is damaged, or not there, and is made again
             return None
 
-    def save(self, label: str, done: Done) -> None:
-        """Keep what became of a layer."""
+    def save(self, label: str, removal: Removal) -> None:
+        """Keep what a layer loses."""
         if not (self.folder / "about.json").exists():
             write_text(self.folder / "about.json", json.dumps({"key": self.key}))
-        names = sorted(done.damping)
-        whole = {
-            **{name: tensor.contiguous() for name, tensor in done.tensors.items()},
-            "heads": torch.tensor(sorted(done.heads), dtype=torch.long),
-            "channels": torch.tensor(sorted(done.channels), dtype=torch.long),
-            "names": torch.tensor(list(json.dumps(names).encode()), dtype=torch.uint8),
-            "damping": torch.tensor([done.damping[name] for name in names], dtype=torch.float64),
-        }
-        write_bytes(self._path(label), save(whole))
+        removed = {key: sorted(members) for key, members in removal.removed.items()}
+        notes = json.dumps({"removed": removed, "damping": removal.damping})
+        tensors = {name: tensor.contiguous() for name, tensor in removal.compensation.items()}
+        write_bytes(
+            self._path(label), save({**tensors, "notes": torch.tensor(list(notes.encode()), dtype=torch.uint8)})
+        )
 
     def remove(self) -> None:
         """Remove what is kept of layers."""

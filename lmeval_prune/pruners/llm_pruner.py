@@ -7,28 +7,26 @@ equal parts, so that a group's score is the sum over all that goes with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import ModelMap, Rows
+from lmeval_prune.architectures import AttentionLayer, ModelMap, Rows
 from lmeval_prune.architectures.blocks import is_transposed, projection_in
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.base import ReadingPruner, Scored, Scores, needed, pruner_name
+from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.moments import weight_of
-from lmeval_prune.pruners.selection import Removed
+from lmeval_prune.pruners.parts import Part, Removed, weight_of
 
 Gradients = dict[nn.Module, Tensor]  # of projections, (outputs, inputs)
-IMPORTANCES = ("first", "second", "mix", "vectorize")
 
 
 @dataclass(frozen=True)
-class LlmPruner(ReadingPruner):
+class LlmPruner(Pruner):
     """Scores heads and channels by a Taylor expansion of the loss on calibration text.
 
     Attributes:
@@ -36,12 +34,9 @@ class LlmPruner(ReadingPruner):
             Σ|S − ½·W²·Ĥ|; `vectorize`: the sum over rows and columns of |ΣS| of each.
     """
 
+    reads_text: ClassVar[bool] = True
     allocation: ClassVar[str] = "uniform"
-    importance: str = "first"
-
-    def __post_init__(self) -> None:
-        if self.importance not in IMPORTANCES:
-            raise InputError(f"importance={self.importance!r} is not known; use {', '.join(IMPORTANCES)}")
+    importance: Literal["first", "second", "mix", "vectorize"] = "first"
 
     def check_model(self, model_map: ModelMap) -> None:
         """Refuse what has no gradients, no next token or unknown projections; see the base class."""
@@ -57,77 +52,78 @@ class LlmPruner(ReadingPruner):
                 raise InputError(f"{name} needs the query projection of {layer.name}, which is not known")
 
     def scores(
-        self,
-        model_map: ModelMap,
-        text: CalibrationText | None,
-        heads: bool,
-        channels: bool,
-        removed: tuple[Removed, Removed] = ({}, {}),
-    ) -> Scored:
-        """Both from one pass; see the base class."""
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
+    ) -> Scores:
+        """Score all from one pass; see the base class."""
         self.check_model(model_map)
-        projections = [*(_of_heads(model_map) if heads else ()), *(_of_channels(model_map) if channels else ())]
         squared = self.importance in ("second", "mix")
-        first, second = gradients(model_map, needed(self, text), projections, squared)
+        first, second = gradients(model_map, self.required(text), projections_of(parts), squared)
 
         def terms(module: nn.Module) -> Tensor:
             weight = weight_of(module).double().cpu()
-            taken = weight * first[module] if self.importance != "second" else torch.zeros_like(weight)
-            return taken - 0.5 * weight.square() * second[module] if squared else taken
+            linear = weight * first[module] if self.importance != "second" else torch.zeros_like(weight)
+            return linear - 0.5 * weight.square() * second[module] if squared else linear
 
-        return structure_sums(model_map, terms, heads, channels, self.importance == "vectorize")
+        return Scores(structure_sums(parts, terms, self.importance == "vectorize"))
+
+
+def projections_of(parts: Sequence[Part]) -> list[nn.Module]:
+    """Return the projections whose rows or columns go with heads or channels."""
+    modules: list[nn.Module] = []
+    for part in parts:
+        block = part.block
+        others = [block.rows(n, 0).module for n in "qkv"] if isinstance(block, AttentionLayer) else block.parts.values()
+        modules += [part.projection, *others]
+    return list(dict.fromkeys(modules))
 
 
 def structure_sums(
-    model_map: ModelMap,
+    parts: Sequence[Part],
     terms: Callable[[nn.Module], Tensor],
-    heads: bool,
-    channels: bool,
     by_line: bool = False,
     size: Callable[[Tensor], Tensor] = torch.abs,
-) -> Scored:
-    """Sums over all weights that go with each head and channel.
+) -> dict[str, Tensor]:
+    """Sum over all weights that go with each head and channel, by part.
 
     Args:
-        model_map: of the model.
+        parts: the parts.
         terms: of each weight of a projection, (outputs, inputs).
-        heads, channels: which are asked for.
         by_line: sum each row of those that compute, and each column of those that read, before its size is taken.
         size: of a term, or of such a sum.
     """
 
     def summed(module: nn.Module, axis: int) -> Tensor:
-        found = terms(module)
-        return size(found.sum(axis)) if by_line else size(found).sum(axis)
+        weights = terms(module)
+        return size(weights.sum(axis)) if by_line else size(weights).sum(axis)
 
-    of_heads: Scores = {}
-    for layer in model_map.attention if heads else ():
-        lines: dict[nn.Module, Tensor] = {}
+    def of_heads(layer: AttentionLayer, read: Tensor) -> Tensor:
+        lines = {module: summed(module, 1) for module in {layer.rows(name, 0).module for name in "qkv"}}
 
-        def rows(rows: Rows, lines: dict[nn.Module, Tensor] = lines) -> Tensor:
-            if rows.module not in lines:
-                lines[rows.module] = summed(rows.module, 1)
+        def rows(rows: Rows) -> Tensor:
             return lines[rows.module][rows.start : rows.stop].sum()
 
-        read = summed(layer.o_proj, 0).unflatten(0, (layer.heads, -1)).sum(1)
         share = layer.heads // layer.kv_heads
-        own = torch.stack([rows(layer.rows("q", head)) for head in range(layer.heads)])
+        query = torch.stack([rows(layer.rows("q", head)) for head in range(layer.heads)])
         shared = torch.stack([rows(layer.rows("k", g)) + rows(layer.rows("v", g)) for g in range(layer.kv_heads)])
-        of_heads[layer.label] = read + own + shared.repeat_interleave(share) / share
-    of_channels: Scores = {}
-    for block in model_map.feed_forward if channels else ():
-        found = summed(block.down, 0)
-        for part, module in block.parts.items():
-            place = block.rows(part)
-            found = found + summed(module, 1)[place.start : place.stop]
-        of_channels[block.label] = found
-    return Scored(of_heads, of_channels)
+        return read + query + shared.repeat_interleave(share) / share
+
+    sums = {}
+    for part in parts:
+        total = summed(part.projection, 0).unflatten(0, (part.size, -1)).sum(1)
+        if isinstance(part.block, AttentionLayer):
+            total = of_heads(part.block, total)
+        else:
+            for name, module in part.block.parts.items():
+                rows = part.block.rows(name)
+                total = total + summed(module, 1)[rows.start : rows.stop]
+        sums[part.key] = total
+    return sums
 
 
 def gradients(
     model_map: ModelMap, text: CalibrationText, projections: list[nn.Module], squared: bool = False
 ) -> tuple[Gradients, Gradients]:
-    """The gradient of the mean next-token loss of a text with respect to projections' weights, in float32 or better.
+    """Compute the gradient of a text's mean next-token loss by projections' weights, in float32 or better.
 
     Args:
         model_map: of a causal model.
@@ -144,7 +140,7 @@ def gradients(
     if not total:
         raise InputError("the calibration text has no token with one before it; give longer windows")
     first = {module: torch.zeros(weight_of(module).shape, dtype=_kind(module)) for module in modules}
-    second = {module: torch.zeros_like(one) for module, one in first.items()} if squared else {}
+    second = {module: torch.zeros_like(gradient) for module, gradient in first.items()} if squared else {}
     rows = tuple((ids[n : n + 1], real[n : n + 1]) for ids, real in text.batches for n in range(len(ids)))
     windows = CalibrationText(text.name, rows)
     with _only_these_learn(model, modules), torch.enable_grad():
@@ -167,27 +163,15 @@ def gradients(
 
 @contextmanager
 def _only_these_learn(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
-    """Inside the block, gradients are computed of these modules' weights only; afterwards all is as it was."""
+    """Compute gradients of these modules' weights only inside the block."""
     with ExitStack() as stack:
-        own = {id(module.weight) for module in modules}
+        learning = {id(module.weight) for module in modules}
         for parameter in model.parameters():
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             stack.callback(setattr, parameter, "grad", parameter.grad)
-            parameter.requires_grad_(id(parameter) in own)
+            parameter.requires_grad_(id(parameter) in learning)
             parameter.grad = None
         yield
-
-
-def _of_heads(model_map: ModelMap) -> Iterator[nn.Module]:
-    for layer in model_map.attention:
-        yield layer.o_proj
-        yield from (layer.rows(part, 0).module for part in "qkv")
-
-
-def _of_channels(model_map: ModelMap) -> Iterator[nn.Module]:
-    for block in model_map.feed_forward:
-        yield block.down
-        yield from block.parts.values()
 
 
 def _kind(module: nn.Module) -> torch.dtype:

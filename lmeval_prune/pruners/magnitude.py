@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.moments import weight_of
-from lmeval_prune.pruners.selection import Removed
+from lmeval_prune.pruners.parts import Part, Removed, weight_of
 
 
 @dataclass(frozen=True)
 class Magnitude(Pruner):
-    """Scores a head by the norms of its columns in the output projection, a channel by its column's in the down one."""
+    """Scores a head or channel by the sum of the Euclidean norms of its columns in the projection that reads it."""
 
     allocation: ClassVar[str] = "uniform"
 
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
-        """The sum of the Euclidean norms of a head's columns; see the base class."""
-        return {
-            layer.label: weight_of(layer.o_proj).double().norm(dim=0).cpu().unflatten(0, (layer.heads, -1)).sum(1)
-            for layer in model_map.attention
-        }
-
-    def channel_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
+    def scores(
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
     ) -> Scores:
-        """The Euclidean norm of a channel's column; see the base class."""
-        return {block.label: weight_of(block.down).double().norm(dim=0).cpu() for block in model_map.feed_forward}
+        """Sum norms; see the base class."""
+        norms = {part.key: weight_of(part.projection).double().norm(dim=0).cpu() for part in parts}
+        return Scores({part.key: norms[part.key].unflatten(0, (part.size, -1)).sum(1) for part in parts})

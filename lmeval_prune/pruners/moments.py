@@ -5,22 +5,23 @@ Products of pairs are computed in the inputs' own type, float32 or better, and s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.architectures.blocks import in_features, is_transposed
+from lmeval_prune.architectures.blocks import in_features
 from lmeval_prune.artefacts import COMPUTED, check_finite
-from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.parts import Part
 
 
 class Moments:
-    """Of some columns over tokens.
+    """Mean, deviations and products of some columns over tokens.
 
     Args:
         columns: how many there are.
@@ -45,8 +46,8 @@ class Moments:
         if not len(x):
             return
         if self.products is not None:
-            own = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-            self.products += (own.T @ own).cpu()
+            inputs = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+            self.products += (inputs.T @ inputs).cpu()
         x = x.detach().double()
         mean = x.mean(0)
         deviations = (x - mean).square().sum(0).cpu()
@@ -56,8 +57,12 @@ class Moments:
         self.deviations += deviations + apart.square() * (self.count * len(x) / total)
         self.count = total
 
+    def add_batch(self, x: Tensor, real: Tensor) -> None:
+        """Take in those of the tokens (rows, tokens, columns) that are real."""
+        self.add(x.reshape(*real.shape, -1)[real.bool()])
+
     def check(self, projection: str) -> None:
-        """Refuse what is no number.
+        """Refuse values that are no numbers.
 
         Raises:
             InputError: naming the projection.
@@ -67,28 +72,28 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """Of each column over tokens."""
+        """Variance of each column over tokens."""
         return self.deviations / max(1, self.count)
 
     @property
     def fluctuation(self) -> Tensor:
-        """What FLAP goes by: the variance."""
+        """FLAP's fluctuation of each column: the variance."""
         return self.variance
 
     @property
     def mean_square(self) -> Tensor:
-        """Of each column."""
+        """Mean square of each column."""
         return self.variance + self.mean.square()
 
     @property
     def second(self) -> Tensor:
-        """The mean over tokens of x·xᵀ."""
+        """Mean over tokens of x·xᵀ, (columns, columns)."""
         assert self.products is not None
         return self.products / max(1, self.count)
 
 
 class ReferenceFluctuation(Moments):
-    """With what FLAP's reference code sums up for a variance: distances from a mean that runs over the windows.
+    """Moments with the fluctuation of FLAP's reference code: distances from a mean that runs over the windows.
 
     Its mean is updated in place before it is subtracted, and of the first window nothing counts:
     1/(N−1) · Σ k/(k+1) · Σ (x − m_k)² over windows k = 1 … N−1, m_k the mean of windows 0 … k.
@@ -104,65 +109,40 @@ class ReferenceFluctuation(Moments):
         self.distances = self.distances + self.windows / (self.windows + 1) * apart
         self.windows += 1
 
+    def add_batch(self, x: Tensor, real: Tensor) -> None:
+        """Take in a batch window after window."""
+        for window, mask in zip(x.reshape(*real.shape, -1), real.bool(), strict=True):
+            self.add(window[mask])
+
     @property
     def fluctuation(self) -> Tensor:
-        """As the class says."""
+        """Fluctuation of each column, by the formula of the class."""
         return self.mean.new_tensor(0.0) + self.distances / max(1, self.windows - 1)
 
 
 def input_moments(
-    model_map: ModelMap,
-    text: CalibrationText,
-    heads: bool = True,
-    channels: bool = True,
-    kind: type[Moments] = Moments,
+    model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], kind: type[Moments] = Moments
 ) -> dict[str, Moments]:
-    """Moments of what output projections (`L0.o_proj`) and down projections (`L0.down`) read, from one run of the text.
+    """Return moments of what the projections of some parts read, by part, from one run of the text.
 
     Args:
         model_map: of the model, with whatever is applied to it.
         text: calibration text.
-        heads, channels: of which.
-        kind: how they are summed up; what is no plain `Moments` is given window after window.
+        parts: the parts.
+        kind: class of the moments.
     """
-    projections = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention if heads}
-    projections |= {f"{block.label}.down": block.down for block in model_map.feed_forward if channels}
-    found = {name: kind(in_features(module)) for name, module in projections.items()}
+    moments = {part.key: kind(in_features(part.projection)) for part in parts}
     real = torch.ones(0)
 
-    def collect(name: str, x: Tensor) -> Tensor:
-        add_tokens(found[name], x, real)
+    def collect(key: str, x: Tensor) -> Tensor:
+        moments[key].add_batch(x, real)
         return x
 
     with ExitStack() as stack:
-        for name, module in projections.items():
-            change_input(module, partial(collect, name), stack)
+        for part in parts:
+            change_input(part.projection, partial(collect, part.key), stack)
         for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
             pass
-    for name, one in found.items():
-        one.check(name)
-    return found
-
-
-def add_tokens(moments: Moments, x: Tensor, real: Tensor) -> None:
-    """Take in the real ones of the tokens (rows, tokens, columns) that a projection reads."""
-    x = x.reshape(*real.shape, -1)
-    if type(moments) is Moments:
-        moments.add(x[real.bool()])
-    else:
-        for row, own in zip(x, real.bool(), strict=True):
-            moments.add(row[own])
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """A projection's weight as (outputs, inputs).
-
-    Raises:
-        InputError: it is quantised.
-    """
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    if not weight.is_floating_point():
-        raise InputError("the weights of a quantised model cannot be read; load it in float32 or bfloat16")
-    weight = weight.detach()
-    return weight.T if is_transposed(module) else weight
+    for part in parts:
+        moments[part.key].check(part.name)
+    return moments

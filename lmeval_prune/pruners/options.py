@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import Ge
 
 from lmeval_prune.errors import InputError
+from lmeval_prune.settings import Count, Natural, NonNegative, Positive, Settings, Share, ShareBelowOne
 
-BUDGETS = ("heads", "parameters")
-ALLOCATIONS = {
-    "heads": ("global", "uniform"),
-    "parameters": ("global", "uniform", "standardised", "log", "flap_reference"),
-}
-COMPENSATIONS = ("none", "bias", "least_squares")
-PARTS = ("both", "heads", "channels")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How much is removed by when: p_t = p_min + (p_max − p_min)·(t/T)ⁿ.
-
-    Attributes:
-        ratio: p_max, the share that is removed in the end.
-        p_min: the share at the start.
-        steps: T, how many stages.
-        growth: n.
-    """
-
-    ratio: float
-    p_min: float = 0.0
-    steps: int = 1
-    growth: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
-            raise InputError(f"a ratio must be at least 0 and below 1, not {self.ratio}; 0.25 removes a quarter")
-        if not 0 <= self.p_min <= self.ratio:
-            raise InputError(f"p_min must be from 0 to the ratio {self.ratio}, not {self.p_min}")
-        if self.steps < 1:
-            raise InputError(f"a schedule needs at least 1 step, not {self.steps}")
-        if not 0 < self.growth < math.inf:
-            raise InputError(f"growth must be above 0, not {self.growth}")
-
-    def at(self, step: int) -> float:
-        """p_t of a step, 0 to T (eq. 5)."""
-        return self.p_min + (self.ratio - self.p_min) * (step / self.steps) ** self.growth
-
-
-@dataclass(frozen=True)
-class PruneOptions:
+class PruneOptions(Settings):
     """What is removed, beside by which scores.
 
     Attributes:
@@ -80,39 +46,32 @@ class PruneOptions:
         damping: of least squares, what is added to the diagonal, as a share of its mean
     """
 
-    ratio: float = 0.0
-    unit: str | None = None
-    ffn_ratio: float = 0.0
-    ffn_multiple: int = 1
-    allocation: str | None = None
-    p_min: float = 0.0
-    steps: int = 1
-    growth: float = 1.0
+    ratio: ShareBelowOne = 0.0
+    unit: Literal["head", "group", "balanced"] | None = None
+    ffn_ratio: ShareBelowOne = 0.0
+    ffn_multiple: Count = 1
+    allocation: Literal["global", "uniform", "standardised", "log", "flap_reference"] | None = None
+    p_min: Share = 0.0
+    steps: Count = 1
+    growth: Positive = 1.0
     allow_empty_layer: bool = False
-    budget: str = "parameters"
-    parts: str | None = None
-    skip_first: int = 0
-    skip_last: int = 0
-    log_start: float = 0.3125
-    compensation: str | None = None
-    damping: float = 0.01
+    budget: Literal["parameters", "heads"] = "parameters"
+    parts: Literal["both", "heads", "channels"] | None = None
+    skip_first: Natural = 0
+    skip_last: Natural = 0
+    log_start: Share = 0.3125
+    compensation: Literal["none", "bias", "least_squares"] | None = None
+    damping: NonNegative = 0.01
 
     def __post_init__(self) -> None:
-        allocations = ALLOCATIONS[self.budget] if self.budget in ALLOCATIONS else ALLOCATIONS["parameters"]
-        choices = {"budget": BUDGETS, "allocation": allocations, "parts": PARTS, "compensation": COMPENSATIONS}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise InputError(f"{name}={value!r} is not known; use {', '.join(known[:-1])} or {known[-1]}")
-        if self.ffn_multiple < 1:
-            raise InputError(f"ffn_multiple must be at least 1, not {self.ffn_multiple}")
-        if min(self.skip_first, self.skip_last) < 0:
-            raise InputError("skip_first and skip_last are numbers of layers, at least 0")
-        if not 0 <= self.log_start <= 1:
-            raise InputError(f"log_start must be from 0 to 1, not {self.log_start}")
-        if not 0 <= self.damping < math.inf:
-            raise InputError(f"damping must be at least 0, not {self.damping}")
-        self.schedules()
+        super().__post_init__()
+        if self.p_min > max(self.ratio, self.ffn_ratio):
+            raise InputError(f"p_min={self.p_min} must be at most the ratio, {max(self.ratio, self.ffn_ratio)}")
+        if self.budget == "heads" and self.allocation in ("standardised", "log", "flap_reference"):
+            raise InputError(
+                f"allocation={self.allocation} counts parameters; leave out --budget heads, or give allocation global "
+                f"or uniform"
+            )
 
     def __str__(self) -> str:
         """Return in words what is to be removed; of options that leave nothing open."""
@@ -122,14 +81,71 @@ class PruneOptions:
         kinds = "heads and channels" if self.parts == "both" else self.parts or "what the method removes"
         ends = ((self.skip_first, "first"), (self.skip_last, "last"))
         spared = " and ".join(f"the {end} {count}" for count, end in ends if count)
-        where = f" in all layers but {spared}" if spared else ""
-        return f"{100 * self.ratio:.4g}% of the parameters of {kinds}{where}"
+        layers = f" in all layers but {spared}" if spared else ""
+        return f"{100 * self.ratio:.4g}% of the parameters of {kinds}{layers}"
 
-    def schedules(self) -> tuple[Schedule, Schedule]:
-        """Of heads and of channels. The larger ratio starts at p_min, the other one as far on its way."""
-        larger = Schedule(max(self.ratio, self.ffn_ratio), self.p_min, self.steps, self.growth)
-        started = self.p_min / larger.ratio if larger.ratio else 0.0
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of parts that lose something, `heads` and `channels`; of options that leave nothing open."""
+        if self.budget == "heads":
+            return tuple(kind for kind, ratio in (("heads", self.ratio), ("channels", self.ffn_ratio)) if ratio)
+        return ("heads", "channels") if self.parts in ("both", None) else (self.parts,)
+
+    def shares(self, step: int) -> tuple[float, float]:
+        """Return the shares of heads and of channels that are gone after a step, 0 to T (eq. 5).
+
+        p_t = p_min + (p_max − p_min)·(t/T)ⁿ, p_max the larger ratio; the smaller one is as far on its way.
+        """
+        largest = max(self.ratio, self.ffn_ratio)
+        start = self.p_min / largest if largest else 0.0
         heads, channels = (
-            Schedule(ratio, started * ratio, self.steps, self.growth) for ratio in (self.ratio, self.ffn_ratio)
+            start * ratio + (ratio - start * ratio) * (step / self.steps) ** self.growth
+            for ratio in (self.ratio, self.ffn_ratio)
         )
         return heads, channels
+
+
+@dataclass(frozen=True)
+class TextOptions(Settings):
+    """Where calibration text comes from, and how it is read.
+
+    Attributes:
+        task: calibration text: training split of this task, e.g. prune_gsm8k
+        text: calibration text: this file
+        windows: windows of the calibration text
+        tokens: tokens of a window, special tokens included
+        batch: windows a forward pass
+        seed: of the order in which the text is read
+        apply_chat_template: write calibration problems as the user's turns and their answers as the assistant's, as
+            lm_eval asks with this option
+        add_bos_token: as of lm_eval's model_args; default: what the tokenizer does by itself
+    """
+
+    task: str | None = None
+    text: str | None = None
+    windows: Count = 64
+    tokens: Annotated[int, Ge(2)] = 128
+    batch: Count = 8
+    seed: int = 0
+    apply_chat_template: bool = False
+    add_bos_token: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task and self.text:
+            raise InputError("give the calibration text by --task or by --text, not both")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether there is to be a text."""
+        return bool(self.task or self.text)
+
+
+@dataclass(frozen=True)
+class PruneSettings(TextOptions, PruneOptions):
+    """What is removed, and the calibration text."""
+
+
+def pick(kind: type[T], settings: Any) -> T:
+    """Make settings of a base class of those of a subclass."""
+    return kind(**{each.name: getattr(settings, each.name) for each in fields(kind)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,12 @@ import torch
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.selection import Removed
+from lmeval_prune.pruners.parts import KINDS, Part, Removed
 
 
 @dataclass(frozen=True)
 class RandomScores(Pruner):
-    """Draws scores.
+    """Draws scores evenly, heads and channels by seeds of their own.
 
     Attributes:
         seed: of the draw.
@@ -22,14 +23,9 @@ class RandomScores(Pruner):
 
     seed: int = 0
 
-    def head_scores(self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None) -> Scores:
-        """Drawn evenly; see the base class."""
-        draw = torch.Generator().manual_seed(self.seed)
-        return {x.label: torch.rand(x.heads, generator=draw, dtype=torch.float64) for x in model_map.attention}
-
-    def channel_scores(
-        self, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None
+    def scores(
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
     ) -> Scores:
-        """Drawn evenly; see the base class."""
-        draw = torch.Generator().manual_seed(self.seed + 1)
-        return {x.label: torch.rand(x.channels, generator=draw, dtype=torch.float64) for x in model_map.feed_forward}
+        """Draw them; see the base class."""
+        draws = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(KINDS)}
+        return Scores({p.key: torch.rand(p.size, generator=draws[p.kind], dtype=torch.float64) for p in parts})

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lmeval_prune.architectures import UNITS, ModelMap, check_unit, uncuttable, units_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import (
-    COMPARED,
     REFERENCE,
-    Pot,
-    counts_of,
+    Budget,
+    allocate,
     pots_of,
     removed_by,
-    standardised_by_layer,
+    spent,
+    standardised,
 )
-from lmeval_prune.pruners.base import Pruner, Scored, Scores, by_member, needed, pruner_name
+from lmeval_prune.pruners.base import Pruner, Scores, by_member, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.compensation import bias_for
 from lmeval_prune.pruners.layer_store import LayerStore
-from lmeval_prune.pruners.moments import input_moments, weight_of
-from lmeval_prune.pruners.options import ALLOCATIONS, PruneOptions
-from lmeval_prune.pruners.selection import Removed, check_channels, select_channels, select_heads
+from lmeval_prune.pruners.moments import input_moments
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import CHANNELS, HEADS, Removed, parts_of, weight_of
 from lmeval_prune.pruners.sequential import (
-    Chooser,
-    Found,
-    Place,
+    LayerByLayer,
     SequentialPruner,
     check_layer_by_layer,
     check_not_quantised,
-    layer_by_layer,
+    count_removed,
+    plan_of,
 )
 
-logger = logging.getLogger(__name__)
+Progress = Callable[[str], None]
+NO_SCORES: Mapping[str, Tensor] = {}
 
 
 def stages(
@@ -49,11 +47,11 @@ def stages(
     options: PruneOptions,
     text: CalibrationText | None = None,
     channel_pruner: Pruner | None = None,
-    scores: tuple[Scores, Scores] = ({}, {}),
-    progress: Callable[[str], None] = lambda _: None,
+    scores: Mapping[str, Tensor] = NO_SCORES,
+    progress: Progress = lambda _: None,
     work: Path | None = None,
 ) -> Iterator[Plan]:
-    """Plans of Algorithm 1, one a step, each with all that is removed so far.
+    """Make the plans of Algorithm 1, one a step, each with all that is removed so far.
 
     Args:
         pruner: scores heads, and channels unless there is another one for them.
@@ -61,7 +59,7 @@ def stages(
         options: how much goes, and in which units.
         text: calibration text, for pruners that need one.
         channel_pruner: scores channels.
-        scores: of heads and of channels for the first step, where they are at hand; what is empty is computed.
+        scores: by part, for the first step, where they are at hand; those of a kind that has none are computed.
         progress: is told what happens.
         work: a folder for what is known of each layer of a method that goes layer by layer, so that a run that was
             killed goes on; for the caller to remove when the plan is safe.
@@ -69,91 +67,102 @@ def stages(
     Raises:
         InputError: the options do not suit the model or the pruner, or nothing would be removed.
     """
-    channel_pruner = channel_pruner or pruner
+    pruners = {HEADS: pruner, CHANNELS: channel_pruner or pruner}
     options = settled(options, pruner, model_map, channel_pruner)
-    check_methods(pruner, channel_pruner, model_map, options, text is not None, scores)
+    check_methods(pruner, pruners[CHANNELS], model_map, options, text is not None, scores)
     made = {**pruner.identity, "removes": str(options), "options": asdict(options)}
-    if options.ffn_ratio or channel_pruner is not pruner:
-        made |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
+    if options.ffn_ratio or pruners[CHANNELS] is not pruner:
+        made |= {"ffn_method": pruner_name(pruners[CHANNELS]), "ffn_options": asdict(pruners[CHANNELS])}
     made |= {"calibration": text.about()} if text is not None else {}
     if isinstance(pruner, SequentialPruner):
-        yield _layer_by_layer(pruner, model_map, options, needed(pruner, text), made, progress, work)
+        yield _layer_by_layer(pruner, model_map, options, pruner.required(text), made, progress, work)
         return
-    heads: Removed = {}
-    channels: Removed = {}
-    of_heads, of_channels = options.schedules()
-    compensation: dict[str, Any] = {}
-    history: list[dict[str, Any]] = []
+    removed, compensation, history = Removed(), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
-        so_far = _plan(heads, channels, options.allow_empty_layer, compensation=compensation)
-        with so_far.applied_to(model_map.model, model_map):
-            at_hand = scores if step == 1 else ({}, {})
-            asked = (wants_heads(options) and not at_hand[0], wants_channels(options) and not at_hand[1])
-            for what in (name for name, wanted in zip(("heads", "channels"), asked, strict=True) if wanted):
-                progress(f"step {step} of {options.steps}: scoring {what}")
-            scored = _scored(pruner, channel_pruner, model_map, text, asked, (heads, channels))
-        head_scores, channel_scores = scored.heads or at_hand[0], scored.channels or at_hand[1]
-        counted: dict[str, Any] = {}
-        if options.budget == "parameters":
-            ratio = of_heads.at(step)
-            heads, channels, counted = _by_parameters(
-                model_map, options, ratio, (head_scores, channel_scores), (heads, channels)
-            )
-        elif options.ratio:
-            allocation = options.allocation or pruner.allocation
-            heads = select_heads(
-                model_map,
-                _compared(head_scores, heads, allocation),
-                of_heads.at(step),
-                options.unit or "head",
-                allocation,
-                heads,
-                options.allow_empty_layer,
-            )
-            made |= {"head_allocation": allocation}
-        if options.ffn_ratio:
-            allocation = options.allocation or channel_pruner.allocation
-            channels = select_channels(
-                model_map,
-                _compared(channel_scores, channels, allocation),
-                of_channels.at(step),
-                options.ffn_multiple,
-                allocation,
-                channels,
-            )
-            made |= {"ffn_allocation": allocation}
-        if step == options.steps and not any(heads.values()) and not any(channels.values()):
-            raise _nothing_goes(pruner, channel_pruner, model_map, options)
-        bare = _plan(heads, channels, options.allow_empty_layer)
-        found = _made_up_for(model_map, bare, text, options, scored.means if step == 1 else None, progress)
-        compensation = {**compensation, **found.compensation, **pruner.compensation(model_map, bare, text)}
-        counts = {"heads": sum(map(len, heads.values())), "channels": sum(map(len, channels.values()))}
-        history.append({"step": step, "ratio": of_heads.at(step), "ffn_ratio": of_channels.at(step), **counts})
-        kept = {f"heads.{k}": by_member(v) for k, v in head_scores.items()}
-        kept |= {f"channels.{k}": v for k, v in channel_scores.items()}
-        yield _plan(
-            heads,
-            channels,
+        with plan_of(removed, options.allow_empty_layer, compensation=compensation).applied_to(
+            model_map.model, model_map
+        ):
+            known = scores if step == 1 else NO_SCORES
+            for kind in options.kinds:
+                if not has_kind(known, kind):
+                    progress(f"step {step} of {options.steps}: scoring {kind}")
+            scored = _scored(pruners, model_map, options.kinds, text, removed, known)
+        for budget in budgets(options, pruners, step):
+            compared = standardised(scored.values, removed, budget.allocation)
+            pots = pots_of(model_map, budget, compared, removed)
+            counts = allocate(pots, budget)
+            removed = removed_by(pots, counts, removed)
+            made |= _note(pots, counts, budget)
+        if step == options.steps and not any(removed.values()):
+            raise _nothing_goes(pruners, model_map, options)
+        added, notes = _made_up_for(model_map, removed, text, options, scored.means if step == 1 else None, progress)
+        compensation = {**compensation, **added}
+        shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
+        history.append({"step": step, **shares, **count_removed(removed)})
+        yield plan_of(
+            removed,
             options.allow_empty_layer,
             compensation=compensation,
-            scores=kept,
-            made={**made, **counted, **found.notes(), "stages": list(history)},
+            scores={key: by_member(values) for key, values in scored.values.items()},
+            made={**made, **notes, "stages": list(history)},
         )
 
 
+def budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int | None = None) -> list[Budget]:
+    """Return the budgets of a step, by default the last: of all parts together, or one of heads and one of channels."""
+    shares = options.shares(options.steps if step is None else step)
+    if options.budget == "parameters":
+        return [Budget(options.kinds, shares[0], options.allocation or pruners[HEADS].allocation, options)]
+    allocations = {kind: options.allocation or pruner.allocation for kind, pruner in pruners.items()}
+    both = dict(zip((HEADS, CHANNELS), shares, strict=True))
+    return [Budget((kind,), both[kind], allocations[kind], options) for kind in options.kinds]
+
+
+def least_removed(model_map: ModelMap, options: PruneOptions, pruners: Mapping[str, Pruner]) -> Iterator[Removed]:
+    """Return what is removed after each step by scores of which the smallest units and whole layers are the lowest.
+
+    If nothing goes by these, nothing does by others.
+
+    Raises:
+        InputError: a share would empty a layer.
+    """
+    removed: Removed = {}
+    for step in range(1, options.steps + 1):
+        for budget in budgets(options, pruners, step):
+            pots = pots_of(model_map, budget, None, removed)
+            removed = removed_by(pots, allocate(pots, budget), removed)
+        yield removed
+
+
+def _note(pots: Any, counts: Any, budget: Budget) -> dict[str, Any]:
+    """Return what a plan says of a budget."""
+    if budget.options.budget == "parameters":
+        return {"parameters": spent(pots, counts, budget)}
+    return {f"{'head' if budget.kinds == (HEADS,) else 'ffn'}_allocation": budget.allocation}
+
+
 def _scored(
-    pruner: Pruner,
-    channel_pruner: Pruner,
+    pruners: Mapping[str, Pruner],
     model_map: ModelMap,
+    kinds: Collection[str],
     text: CalibrationText | None,
-    asked: tuple[bool, bool],
-    removed: tuple[Removed, Removed],
-) -> Scored:
-    """Scores of heads and of channels, as far as they are asked for; of one method both at once."""
-    if pruner is channel_pruner:
-        return pruner.scores(model_map, text, *asked, removed) if any(asked) else Scored({}, {})
-    own = pruner.scores(model_map, text, True, False, removed).heads if asked[0] else {}
-    return Scored(own, channel_pruner.scores(model_map, text, False, True, removed).channels if asked[1] else {})
+    removed: Removed,
+    known: Mapping[str, Tensor],
+) -> Scores:
+    """Score the kinds of which no scores are at hand, both at once if they are one method's."""
+    wanted = [kind for kind in kinds if not has_kind(known, kind)]
+    values, means = dict(known), None
+    same = pruners[HEADS] == pruners[CHANNELS]
+    for together in [wanted] if same and wanted else [[kind] for kind in wanted]:
+        scores = pruners[together[0]].scores(model_map, text, parts_of(model_map, together), removed)
+        values |= scores.values
+        means = scores.means if same else None
+    return Scores(values, means)
+
+
+def has_kind(scores: Mapping[str, Tensor], kind: str) -> bool:
+    """Return whether there are scores of heads, or of channels."""
+    return any(key.startswith(f"{kind}.") for key in scores)
 
 
 def settled(
@@ -164,64 +173,86 @@ def settled(
     Raises:
         InputError: they do not suit these.
     """
-    budget, sequential = options.budget, isinstance(pruner, SequentialPruner)
     channel_pruner = channel_pruner or pruner
     options = replace(
         options,
-        unit=options.unit or _usual_unit(model_map, budget),
-        allocation=options.allocation or (pruner.allocation if budget == "parameters" else None),
+        unit=options.unit or _usual_unit(model_map, options.budget),
+        allocation=options.allocation or (pruner.allocation if options.budget == "parameters" else None),
         compensation=options.compensation or pruner.compensates,
         parts=_parts(options, pruner, channel_pruner, model_map),
     )
-    name = pruner_name(pruner)
-    if budget == "heads":
-        ours = {one.name: one.default for one in fields(options) if one.name in _OF_PARAMETERS}
-        for one, usual in ours.items():
-            if getattr(options, one) != usual:
-                raise InputError(f"{one} is for --budget parameters; give that, or leave it out")
-        if sequential:
-            raise InputError(f"{name} counts parameters; give --budget parameters, or leave it out")
-        if REFERENCE in {options.allocation or each.allocation for each in (pruner, channel_pruner)}:
-            raise InputError(
-                f"flap with reference=true allocates by {REFERENCE}, which counts parameters; leave out --budget "
-                f"heads, or give --allocation global or uniform"
-            )
-    elif options.ffn_ratio or options.ffn_multiple != 1:
-        raise InputError(
-            "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and "
-            "ffn_multiple, or give --budget heads, by which ratio counts heads and ffn_ratio channels"
-        )
-    elif options.unit == "head" and options.parts != "channels" and _has_groups(model_map):
-        raise InputError(
-            "what one head of a group takes along depends on the others, so that single heads have no share of the "
-            "parameters; give --unit group, or --budget heads"
-        )
-    if sequential:
-        allocations = [one for one in ALLOCATIONS["parameters"] if one in ("uniform", "log")]
-        if options.steps > 1:
-            raise InputError(f"{name} goes through the layers once; leave out --steps")
-        if options.allocation not in allocations:
-            raise InputError(f"{name} knows scores of one layer at a time; use allocation {' or '.join(allocations)}")
-        if options.unit == "balanced":
-            raise InputError(f"{name} removes heads or groups; use unit head or group")
-    if options.steps > 1 and options.compensation == "least_squares":
-        raise InputError(
-            "a later step would score weights that least squares has replaced; give --steps 1, or --compensation bias"
-        )
-    check_prunable(model_map, options)
+    if options.budget == "parameters":
+        _refuse(_of_parameters(options, model_map))
+    else:
+        _refuse(_of_heads(options, pruner, channel_pruner))
+    if isinstance(pruner, SequentialPruner):
+        _refuse(_of_sequential(options, pruner_name(pruner)))
+    _refuse(
+        {
+            "a later step would score weights that least squares has replaced; give --steps 1, or --compensation bias":
+                options.steps > 1 and options.compensation == "least_squares",
+            "nothing is to be removed; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
+            "--ffn_ratio (channels) or both, e.g. 0.25":
+                not options.ratio and not options.ffn_ratio,
+        }
+    )  # fmt: skip
+    if options.ratio and options.parts != CHANNELS:
+        check_unit(model_map, options.unit or "head")
+    if CHANNELS in options.kinds and not model_map.channels():
+        raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
     return options
 
 
-_OF_PARAMETERS = ("parts", "skip_first", "skip_last")
+def _refuse(refusals: Mapping[str, bool]) -> None:
+    for message, applies in refusals.items():
+        if applies:
+            raise InputError(message)
+
+
+def _of_heads(options: PruneOptions, *pruners: Pruner) -> dict[str, bool]:
+    """Return what is refused of a budget of heads and channels."""
+    refusals = {
+        f"{name} is for --budget parameters; give that, or leave it out": getattr(options, name) != usual
+        for name, usual in (("parts", None), ("skip_first", 0), ("skip_last", 0))
+    }
+    return refusals | {
+        f"{pruner_name(pruners[0])} counts parameters; give --budget parameters, or leave it out":
+            isinstance(pruners[0], SequentialPruner),
+        f"flap with reference=true allocates by {REFERENCE}, which counts parameters; leave out --budget heads, or "
+        f"give --allocation global or uniform":
+            REFERENCE in {options.allocation or pruner.allocation for pruner in pruners},
+    }  # fmt: skip
+
+
+def _of_parameters(options: PruneOptions, model_map: ModelMap) -> dict[str, bool]:
+    """Return what is refused of a budget of parameters."""
+    return {
+        "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and ffn_multiple, "
+        "or give --budget heads, by which ratio counts heads and ffn_ratio channels":
+            bool(options.ffn_ratio) or options.ffn_multiple != 1,
+        "what one head of a group takes along depends on the others, so that single heads have no share of the "
+        "parameters; give --unit group, or --budget heads":
+            options.unit == "head" and options.parts != CHANNELS and _has_groups(model_map),
+    }  # fmt: skip
+
+
+def _of_sequential(options: PruneOptions, name: str) -> dict[str, bool]:
+    """Return what is refused of a method that goes layer by layer."""
+    return {
+        f"{name} goes through the layers once; leave out --steps": options.steps > 1,
+        f"{name} knows scores of one layer at a time; use allocation uniform or log":
+            options.allocation not in ("uniform", "log"),
+        f"{name} removes heads or groups; use unit head or group": options.unit == "balanced",
+    }  # fmt: skip
 
 
 def _parts(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> str | None:
     """Return which parts go of a budget of parameters: those of the options, else of the methods."""
     if options.budget != "parameters":
         return options.parts
-    usual = "both" if channel_pruner is not pruner else pruner.parts if pruner.scores_channels else "heads"
+    usual = "both" if channel_pruner is not pruner else HEADS if pruner.heads_only else pruner.parts
     parts = options.parts or usual
-    return "heads" if parts == "both" and not model_map.channels() else parts
+    return HEADS if parts == "both" and not model_map.channels() else parts
 
 
 def _usual_unit(model_map: ModelMap, budget: str) -> str:
@@ -234,20 +265,8 @@ def _usual_unit(model_map: ModelMap, budget: str) -> str:
 
 
 def _has_groups(model_map: ModelMap) -> bool:
-    """Whether some query heads, but not all, share a key-value head, and can be cut with it."""
+    """Return whether some query heads, but not all, share a key-value head, and can be cut with it."""
     return any(1 < layer.kv_heads < layer.heads for layer in model_map.attention) and not uncuttable(model_map)
-
-
-def wants_heads(options: PruneOptions) -> bool:
-    """Whether heads are to go; of options that are settled."""
-    return options.parts != "channels" if options.budget == "parameters" else bool(options.ratio)
-
-
-def wants_channels(options: PruneOptions) -> bool:
-    """Whether channels are to go; of options that are settled."""
-    if options.budget == "parameters":
-        return options.parts != "heads"
-    return bool(options.ffn_ratio)
 
 
 def check_methods(
@@ -255,8 +274,8 @@ def check_methods(
     channel_pruner: Pruner,
     model_map: ModelMap,
     options: PruneOptions,
-    text: bool,
-    scores: tuple[Scores, Scores] = ({}, {}),
+    has_text: bool,
+    scores: Mapping[str, Tensor] = NO_SCORES,
 ) -> None:
     """Refuse methods that cannot make such a plan, before anything is computed.
 
@@ -264,142 +283,93 @@ def check_methods(
         pruner, channel_pruner: the methods.
         model_map: of the model, with weights or without.
         options: settled.
-        text: whether there is calibration text.
+        has_text: whether there is calibration text.
         scores: those that are at hand.
 
     Raises:
         InputError: saying why.
     """
-    later = options.steps > 1
-    for_heads = wants_heads(options) and (later or not scores[0])
-    for_channels = wants_channels(options) and (later or not scores[1])
-    if channel_pruner is not pruner and any(isinstance(one, SequentialPruner) for one in (pruner, channel_pruner)):
+    pruners = {HEADS: pruner, CHANNELS: channel_pruner}
+    sequential = [method for method in pruners.values() if isinstance(method, SequentialPruner)]
+    if sequential and channel_pruner is not pruner:
         raise InputError("a method that goes layer by layer takes heads and channels itself; leave out ffn_method")
-    if isinstance(pruner, SequentialPruner) and any(scores):
+    if sequential and scores:
         raise InputError(f"{pruner_name(pruner)} scores each layer when those before have gone; leave out --scores")
-    if for_channels and not channel_pruner.scores_channels:
-        fix = "leave out --ffn_ratio" if options.budget == "heads" else "give --parts heads"
-        raise InputError(f"{pruner_name(channel_pruner)} scores heads only; {fix}, or score channels by --ffn_method")
-    pruner.check(for_heads, False, text)
-    channel_pruner.check(False, for_channels, text)
-    for one, wanted in ((pruner, for_heads), (channel_pruner, for_channels)):
-        if wanted:
-            one.check_model(model_map)
+    for kind in options.kinds:
+        if options.steps > 1 or not has_kind(scores, kind):
+            pruners[kind].check([kind], has_text)
+            pruners[kind].check_model(model_map)
     if options.compensation != "none":
-        check_not_quantised(model_map, f"compensation={options.compensation}")
+        name = f"compensation={options.compensation}"
+        check_not_quantised(model_map, name)
         if options.compensation == "least_squares":
-            check_layer_by_layer(model_map, "compensation=least_squares")
-        if not text:
-            raise InputError(f"compensation={options.compensation} needs a text; give --task NAME or --text FILE")
-    if not _reaches_a_unit(pruner, channel_pruner, model_map, options):
-        raise _nothing_goes(pruner, channel_pruner, model_map, options)
+            check_layer_by_layer(model_map, name)
+        if not has_text:
+            raise InputError(f"{name} needs a text; give --task NAME or --text FILE")
+    if not _reaches_a_unit(pruners, model_map, options):
+        raise _nothing_goes(pruners, model_map, options)
 
 
-def _reaches_a_unit(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, options: PruneOptions) -> bool:
-    """Return whether the shares come to one unit at least, whatever the scores.
+def _reaches_a_unit(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> bool:
+    """Return whether the shares come to one unit at least, whatever the scores."""
+    return any(next(least_removed(model_map, replace(options, steps=1, p_min=0.0), pruners)).values())
 
-    Whole layers, and the smallest units, have the lowest scores here: if then nothing goes, nothing ever does.
 
-    Raises:
-        InputError: a share would empty a layer.
-    """
-    if options.budget == "parameters":
-        alike = _alike(model_map, options)
-        pots = [
-            replace(pot, scores=torch.full_like(pot.scores, pot.cost)) for pot in pots_of(model_map, options, *alike)
-        ]
-        allocation, empty = options.allocation or pruner.allocation, options.allow_empty_layer
-        return any(counts_of(pots, options.ratio, allocation, options.log_start, empty))
-    of_heads, of_channels = (options.allocation or one.allocation for one in (pruner, channel_pruner))
-    equal = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
-    layer_after_layer = {label: torch.full((n,), float(i)) for i, (label, n) in enumerate(model_map.channels().items())}
-    unit, empty, multiple = options.unit or "head", options.allow_empty_layer, options.ffn_multiple
-    return bool(
-        (options.ratio and select_heads(model_map, equal, options.ratio, unit, of_heads, None, empty))
-        or (
-            options.ffn_ratio
-            and select_channels(model_map, layer_after_layer, options.ffn_ratio, multiple, of_channels)
-        )
+def _nothing_goes(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> InputError:
+    """Return the refusal of a plan that removes nothing; of other settings it names those by which something goes."""
+
+    def helps(**other: Any) -> bool:
+        try:
+            changed = settled(replace(options, **other), pruners[HEADS], model_map, pruners[CHANNELS])
+            return _reaches_a_unit(pruners, model_map, changed)
+        except InputError:
+            return False
+
+    units = [unit for unit in UNITS if options.ratio and unit != options.unit]
+    by_layer = {options.allocation or pruner.allocation for pruner in pruners.values()} != {"global"}
+    fixes = {
+        "a larger --ratio": bool(options.ratio),
+        **{f"--unit {unit}": helps(unit=unit) for unit in units},
+        "a larger --ffn_ratio": bool(options.ffn_ratio),
+        "a smaller --ffn_multiple": options.ffn_multiple > 1 and helps(ffn_multiple=1),
+        "--allocation global": by_layer and helps(allocation="global"),
+    }
+    helping = " or ".join(fix for fix, is_one in fixes.items() if is_one)
+    return InputError(
+        f"nothing would be removed: the share is less than one unit of a layer or the model; give {helping}"
     )
-
-
-def _alike(model_map: ModelMap, options: PruneOptions) -> tuple[Scores | None, Scores | None]:
-    """Return equal scores of the heads and of the channels that may go; None of what stays."""
-    heads = {layer.label: torch.zeros(layer.heads) for layer in model_map.attention}
-    channels = {label: torch.zeros(width) for label, width in model_map.channels().items()}
-    return heads if wants_heads(options) else None, channels if wants_channels(options) else None
-
-
-def _compared(scores: Scores, removed: Removed, allocation: str) -> Scores:
-    """Scores as an allocation compares them."""
-    return standardised_by_layer(scores, removed, int(allocation == REFERENCE)) if allocation in COMPARED else scores
-
-
-def _by_parameters(
-    model_map: ModelMap,
-    options: PruneOptions,
-    ratio: float,
-    scores: tuple[Scores, Scores],
-    before: tuple[Removed, Removed],
-) -> tuple[Removed, Removed, dict[str, Any]]:
-    """What goes in all, and what a plan says of the budget."""
-    allocation, empty = options.allocation or "global", options.allow_empty_layer
-    compared = [_compared(one, gone, allocation) for one, gone in zip(scores, before, strict=True)]
-    given = (compared[0] if wants_heads(options) else None, compared[1] if wants_channels(options) else None)
-    pots = pots_of(model_map, options, *given, *before)
-    counts = counts_of(pots, ratio, allocation, options.log_start, empty)
-    return *removed_by(pots, counts, before), {"parameters": _spent(pots, counts, ratio, allocation)}
-
-
-def _spent(pots: Sequence[Pot], counts: Sequence[int], ratio: float, allocation: str) -> dict[str, int]:
-    """Return how many parameters of the layers in play can be removed and are, and warn of a budget that is missed."""
-    removable = sum(pot.size * pot.cost for pot in pots)
-    removed = sum(count * pot.cost for pot, count in zip(pots, counts, strict=True))
-    if abs(removed - ratio * removable) > max(pot.cost for pot in pots) * (1 + 1e-9):
-        logger.warning(
-            "allocation %s misses the budget by more than one unit: %.1f%% of the parameters in play go, %.1f%% were "
-            "asked for", allocation, 100 * removed / removable, 100 * ratio
-        )  # fmt: skip
-    return {"removable": round(removable), "removed": round(removed)}
 
 
 def _made_up_for(
     model_map: ModelMap,
-    plan: Plan,
+    removed: Removed,
     text: CalibrationText | None,
     options: PruneOptions,
     means: Mapping[str, Tensor] | None,
-    progress: Callable[[str], None],
-) -> Found:
-    """What makes up for a plan's loss on the model as it is: `Found` with a compensation, and nothing else."""
-    found = Found()
-    if options.compensation in (None, "none"):
-        return found
+    progress: Progress,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what makes up for a loss on the model as it is, and what a plan says of that."""
+    if options.compensation == "none":
+        return {}, {}
     assert text is not None
-    heads = {layer.label: set(numbers) for layer, numbers in plan.heads_by_layer(model_map)}
-    channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
+    lossy = [part for part in parts_of(model_map) if removed.get(part.key)]
     if options.compensation == "least_squares":
         progress("making up for the loss by least squares, layer by layer")
-
-        def choose(place: Place, *_: Any) -> set[int]:
-            return (heads if place.kind == "heads" else channels)[place.label]
-
-        places = {(label, "heads") for label in heads} | {(label, "channels") for label in channels}
-        chooser = Chooser(choose, True, True, places, pairs=True, afresh=True)
-        empty = options.allow_empty_layer
-        return layer_by_layer(model_map, text, chooser, "least_squares", options.damping, empty, progress=progress)
-    lossy = [Place(layer) for layer in model_map.attention if layer.label in heads]
-    lossy += [Place(block) for block in model_map.feed_forward if block.label in channels]
-    if means is None or not {place.name for place in lossy} <= means.keys():  # of scores at hand nothing is known
+        settings = (options.compensation, options.damping, options.allow_empty_layer)
+        walk = LayerByLayer(model_map, text, lambda part, *_: removed[part.key], True, True, *settings, None, progress)
+        removal, notes = walk.run(lossy)
+        return removal.compensation, notes
+    if means is None or not {part.key for part in lossy} <= means.keys():  # of scores at hand nothing is known
         progress("measuring what is lost on average")
-        moments = input_moments(model_map, text, bool(heads), bool(channels))
-        means = {name: one.mean for name, one in moments.items()}
-    for place in lossy:
-        columns = place.columns_of((heads if place.kind == "heads" else channels)[place.label])
-        like = weight_of(place.projection)
-        bias = bias_for(place.weight, means[place.name], columns)
-        found.compensation[f"{place.name}.bias"] = bias.to(like.dtype)
-    return found
+        kinds = {part.kind for part in lossy}
+        means = {
+            key: moments.mean for key, moments in input_moments(model_map, text, parts_of(model_map, kinds)).items()
+        }
+    biases = {}
+    for part in lossy:
+        bias = bias_for(part.weight, means[part.key], part.columns(sorted(removed[part.key])))
+        biases[f"{part.name}.bias"] = bias.to(weight_of(part.projection).dtype)
+    return biases, {}
 
 
 def _layer_by_layer(
@@ -408,81 +378,20 @@ def _layer_by_layer(
     options: PruneOptions,
     text: CalibrationText,
     made: dict[str, Any],
-    progress: Callable[[str], None],
+    progress: Progress,
     work: Path | None,
 ) -> Plan:
-    """The plan of a method that goes layer by layer."""
-    pots = pots_of(model_map, options, *_alike(model_map, options))
-    allocation = options.allocation or "uniform"
-    counts = counts_of(pots, options.ratio, allocation, options.log_start, options.allow_empty_layer)
-    by_place = {(pot.label, pot.kind): count for pot, count in zip(pots, counts, strict=True)}
-    chooser = pruner.chooser(options.unit or "head", by_place)
+    """Make the plan of a method that goes layer by layer."""
+    (budget,) = budgets(options, {HEADS: pruner, CHANNELS: pruner})
+    pots = pots_of(model_map, budget)
+    counts = allocate(pots, budget)
+    by_part = {pot.key: count for pot, count in zip(pots, counts, strict=True)}
     store = LayerStore(work, [made, model_map.weights, model_map.signature()]) if work else None
-    found = layer_by_layer(
-        model_map,
-        text,
-        chooser,
-        options.compensation or "none",
-        options.damping,
-        options.allow_empty_layer,
-        store,
-        progress,
-    )
-    numbers = {
-        name: sum(map(len, one.values())) for name, one in (("heads", found.heads), ("channels", found.channels))
-    }
-    more = {"parameters": _spent(pots, counts, options.ratio, allocation), **found.notes()}
-    return _plan(
-        found.heads,
-        found.channels,
-        options.allow_empty_layer,
-        compensation=found.compensation,
-        made={**made, **more, "stages": [{"step": 1, "ratio": options.ratio, **numbers}]},
-    )
-
-
-def check_prunable(model_map: ModelMap, options: PruneOptions) -> None:
-    """Refuse options that do not suit a model; on one without weights, too.
-
-    Raises:
-        InputError: nothing is asked for, or the model has no such unit, or no channels.
-    """
-    if not options.ratio and not options.ffn_ratio:
-        raise InputError(
-            "nothing is to be removed; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
-            "--ffn_ratio (channels) or both, e.g. 0.25"
-        )
-    if options.ratio and options.parts != "channels":
-        check_unit(model_map, options.unit or "head")
-    if options.ffn_ratio or options.parts == "channels":
-        check_channels(model_map)
-
-
-def _nothing_goes(pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap, options: PruneOptions) -> InputError:
-    """Return the refusal of a plan that removes nothing; of other settings it names those by which something goes."""
-
-    def helps(**other: Any) -> bool:
-        try:
-            changed = settled(replace(options, **other), pruner, model_map, channel_pruner)
-            return _reaches_a_unit(pruner, channel_pruner, model_map, changed)
-        except InputError:
-            return False
-
-    fixes = ["a larger --ratio"] if options.ratio else []
-    fixes += [f"--unit {unit}" for unit in UNITS if options.ratio and unit != options.unit and helps(unit=unit)]
-    fixes += ["a larger --ffn_ratio"] if options.ffn_ratio else []
-    fixes += ["a smaller --ffn_multiple"] if options.ffn_multiple > 1 and helps(ffn_multiple=1) else []
-    by_layer = {options.allocation or each.allocation for each in (pruner, channel_pruner)} != {"global"}
-    fixes += ["--allocation global"] if by_layer and helps(allocation="global") else []
-    return InputError(
-        f"nothing would be removed: the share is less than one unit of a layer or the model; give {' or '.join(fixes)}"
-    )
-
-
-def _plan(heads: Removed, channels: Removed, allow_empty_layer: bool, **more: Any) -> Plan:
-    return Plan(
-        tuple(f"{label}H{head}" for label, numbers in heads.items() for head in sorted(numbers)),
-        {label: sorted(numbers) for label, numbers in channels.items()},
-        allow_empty_layer=allow_empty_layer,
-        **more,
-    )
+    select = pruner.selection(options.unit or "head", by_part)
+    empty = options.allow_empty_layer
+    settings = (pruner.pairs, pruner.afresh, options.compensation or "none", options.damping, empty, store, progress)
+    parts = [part for part in parts_of(model_map) if part.key in by_part]
+    removal, notes = LayerByLayer(model_map, text, select, *settings).run(parts)
+    stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
+    notes = {"parameters": spent(pots, counts, budget), **notes, "stages": [stage]}
+    return plan_of(removal.removed, empty, compensation=removal.compensation, made={**made, **notes})

@@ -18,26 +18,27 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features
 from lmeval_prune.architectures.model_map import layers_with_attention
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.base import ReadingPruner, Scored, Scores, needed, pruner_name
-from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_after
+from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
+from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_at
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
-from lmeval_prune.pruners.layer_store import Done, LayerStore
-from lmeval_prune.pruners.moments import Moments, add_tokens, weight_of
-from lmeval_prune.pruners.selection import Removed
+from lmeval_prune.pruners.layer_store import LayerStore, Removal
+from lmeval_prune.pruners.moments import Moments
+from lmeval_prune.pruners.parts import HEADS, KINDS, Part, Removed, Units, weight_of
 
 logger = logging.getLogger(__name__)
 
-Units = Sequence[tuple[int, ...]]  # of inputs of a projection, those that go together
+# Selects the heads or channels that go, by the moments of their projection's inputs and the damped mean of x·xᵀ.
+Select = Callable[[Part, Moments, Tensor | None], set[int]]
 
 
 @dataclass(frozen=True)
-class SequentialPruner(ReadingPruner):
+class SequentialPruner(Pruner):
     """A way to select units of a projection's inputs when the layers before it have lost theirs.
 
     Attributes:
@@ -45,13 +46,14 @@ class SequentialPruner(ReadingPruner):
         afresh: (of the class) what the down projection reads is looked at again when the layer's heads have gone.
     """
 
+    reads_text: ClassVar[bool] = True
     allocation: ClassVar[str] = "uniform"
     pairs: ClassVar[bool] = False
     afresh: ClassVar[bool] = False
 
     @abstractmethod
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
-        """The score of each unit of a projection's inputs, before any of them goes.
+        """Score each unit of a projection's inputs, before any of them goes.
 
         Args:
             weight: (outputs, inputs), in float64.
@@ -61,40 +63,32 @@ class SequentialPruner(ReadingPruner):
         """
 
     def select(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units, count: int) -> list[int]:
-        """Which units go, by default those of the lowest scores; as of `unit_scores`."""
+        """Select so many units to go, by default those of the lowest scores; arguments as of `unit_scores`."""
         lowest: list[int] = self.unit_scores(weight, moments, second, units).argsort(stable=True)[:count].tolist()
         return lowest
 
     def scores(
-        self,
-        model_map: ModelMap,
-        text: CalibrationText | None,
-        heads: bool,
-        channels: bool,
-        removed: tuple[Removed, Removed] = ({}, {}),
-    ) -> Scored:
-        """What the first selection would go by, if no layer had lost anything; see the base class."""
-        scores: Scores = {}
+        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
+    ) -> Scores:
+        """Score by what the first selection would go by, if no layer had lost anything; see the base class."""
+        values: dict[str, Tensor] = {}
 
-        def nothing(place: Place, moments: Moments, second: Tensor | None) -> set[int]:
-            scores[place.name] = self.unit_scores(place.weight, moments, second, place.units("head"))
+        def score(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
+            values[part.key] = self.unit_scores(part.weight, moments, second, columns_of(part, part.units()))
             return set()
 
-        layer_by_layer(
-            model_map, needed(self, text), Chooser(nothing, heads, channels, pairs=self.pairs), progress=lambda _: None
-        )
-        return Scored(*({k.removesuffix(end): v for k, v in scores.items() if k.endswith(end)} for end in _ENDS))
+        LayerByLayer(model_map, self.required(text), score, pairs=self.pairs).run(parts)
+        return Scores(values)
 
-    def chooser(self, unit: str, counts: Mapping[tuple[str, str], int]) -> Chooser:
-        """What selects so many units of each layer, `(label, "heads" | "channels")`."""
+    def selection(self, unit: str, counts: Mapping[str, int]) -> Select:
+        """Return what selects so many units of each part."""
 
-        def choose(place: Place, moments: Moments, second: Tensor | None) -> set[int]:
-            units = place.units(unit)
-            chosen = self.select(place.weight, moments, second, units, counts[place.label, place.kind])
-            return {place.member_of(column) for number in chosen for column in units[number]}
+        def select(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
+            units = part.units(unit)
+            lowest = self.select(part.weight, moments, second, columns_of(part, units), counts[part.key])
+            return {member for number in lowest for member in units[number]}
 
-        kinds = {kind for _, kind in counts}
-        return Chooser(choose, "heads" in kinds, "channels" in kinds, {*counts}, self.pairs, self.afresh)
+        return select
 
     def check_model(self, model_map: ModelMap) -> None:
         """Refuse models of several stacks, and quantised ones; see the base class."""
@@ -102,196 +96,146 @@ class SequentialPruner(ReadingPruner):
         check_not_quantised(model_map, pruner_name(self))
 
 
-_ENDS = (".o_proj", ".down")
-
-
-@dataclass(frozen=True)
-class Place:
-    """A projection whose inputs are chosen from.
-
-    Attributes:
-        block: attention or feed-forward block that it belongs to.
-    """
-
-    block: AttentionLayer | FeedForward
-
-    @property
-    def label(self) -> str:
-        """The layer."""
-        return self.block.label
-
-    @property
-    def kind(self) -> str:
-        """`heads` or `channels`."""
-        return "heads" if isinstance(self.block, AttentionLayer) else "channels"
-
-    @property
-    def name(self) -> str:
-        """What a plan calls the projection."""
-        return f"{self.label}{_ENDS[self.kind == 'channels']}"
-
-    @property
-    def projection(self) -> nn.Module:
-        """The projection."""
-        return self.block.o_proj if isinstance(self.block, AttentionLayer) else self.block.down
-
-    @property
-    def weight(self) -> Tensor:
-        """(outputs, inputs) in float64."""
-        return weight_of(self.projection).double().cpu()
-
-    def units(self, unit: str) -> Units:
-        """The inputs of each unit: a channel, a query head or a group of them."""
-        if not isinstance(self.block, AttentionLayer):
-            return [(column,) for column in range(self.block.channels)]
-        share = self.block.heads // self.block.kv_heads if unit == "group" else 1
-        width = share * self.block.head_dim
-        return [tuple(range(start, start + width)) for start in range(0, self.block.heads * self.block.head_dim, width)]
-
-    def member_of(self, column: int) -> int:
-        """The head or channel that an input belongs to."""
-        return column // self.block.head_dim if isinstance(self.block, AttentionLayer) else column
-
-    def columns_of(self, members: set[int]) -> list[int]:
-        """The inputs of heads or channels."""
-        return [column for member in sorted(members) for column in _range(self.block.columns(member))]
-
-
-@dataclass(frozen=True)
-class Chooser:
-    """Says which heads and channels of a layer go.
-
-    Attributes:
-        choose: of a projection, by the moments of its inputs and the damped mean of x·xᵀ.
-        heads, channels: whether any of these may go.
-        places: the only layers and kinds that may lose something; None for all.
-        pairs: products of pairs of inputs are needed.
-        afresh: as of `SequentialPruner`.
-    """
-
-    choose: Callable[[Place, Moments, Tensor | None], set[int]]
-    heads: bool
-    channels: bool
-    places: set[tuple[str, str]] | None = None
-    pairs: bool = False
-    afresh: bool = False
-
-    def asks(self, place: Place) -> bool:
-        """Whether a projection may lose inputs."""
-        wanted = self.heads if place.kind == "heads" else self.channels
-        return wanted and (self.places is None or (place.label, place.kind) in self.places)
+def columns_of(part: Part, units: Units) -> Units:
+    """Return the inputs of the projection that each unit fills."""
+    return [tuple(part.columns(unit)) for unit in units]
 
 
 @dataclass
-class Found:
-    """What came of going through a model.
+class LayerByLayer:
+    """Lets each layer lose what is selected, and makes up for it, before the next one is looked at.
 
     Attributes:
-        heads, channels: that go.
-        compensation: as of a plan.
-        damping: where it was raised, by how much.
-        short: tokens of the text, and columns of the widest projection, where these are more.
-    """
-
-    heads: Removed = field(default_factory=dict)
-    channels: Removed = field(default_factory=dict)
-    compensation: dict[str, Tensor] = field(default_factory=dict)
-    damping: dict[str, float] = field(default_factory=dict)
-    short: dict[str, Any] = field(default_factory=dict)
-
-    def notes(self) -> dict[str, Any]:
-        """Return what a plan says of how well its least squares are determined."""
-        return {
-            **({"damping": self.damping} if self.damping else {}),
-            **({"fewer_tokens_than_columns": self.short} if self.short else {}),
-        }
-
-    def add(self, label: str, done: Done) -> None:
-        """Take in what became of a layer."""
-        self.heads |= {label: done.heads} if done.heads else {}
-        self.channels |= {label: done.channels} if done.channels else {}
-        self.compensation |= done.tensors
-        self.damping |= done.damping
-
-
-def layer_by_layer(
-    model_map: ModelMap,
-    text: CalibrationText,
-    chooser: Chooser,
-    compensation: str = "none",
-    damping: float = 0.01,
-    allow_empty_layer: bool = False,
-    store: LayerStore | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Found:
-    """Let each layer lose what a chooser says, and make up for it, before the next one is looked at.
-
-    Args:
         model_map: of the model; it is as it was afterwards.
         text: calibration text.
-        chooser: says what goes.
+        select: says what goes.
+        pairs, afresh: as of `SequentialPruner`.
         compensation, damping, allow_empty_layer: as of the options.
-        store: what became of layers is kept there, and not computed again.
+        store: what layers lose is kept there, and not computed again.
         progress: is told what happens.
-
-    Raises:
-        InputError: the model cannot be gone through.
     """
-    check_layer_by_layer(model_map, "this")
-    blocks = {block.label: block for block in model_map.feed_forward}
-    replay, found = Replay(model_map, text), Found()
-    pairs = chooser.pairs or compensation == "least_squares"
-    asked_of = [_asked(chooser, layer, blocks) for layer in model_map.attention]
-    if pairs:
-        found.short = _fewer_tokens_than_columns([place for places in asked_of for place in places], text.tokens)
-    last = max((number for number, places in enumerate(asked_of) if places), default=-1)
-    for number, layer in enumerate(model_map.attention[: last + 1]):
-        places = asked_of[number]
-        done = store.load(layer.label) if store else None
-        if done is None:
-            done = Done()
-            waiting = list(places)
-            while waiting:
-                taken = waiting[:1] if chooser.afresh else waiting
-                moments = {x.projection: Moments(in_features(x.projection), pairs) for x in taken}
-                with _plan_of(layer.label, done, allow_empty_layer).applied_to(model_map.model, model_map):
-                    replay.through(number, moments)
-                choices = []
-                for place in taken:
-                    own = moments.pop(place.projection)
-                    own.check(place.name)
-                    asked = pairs and (chooser.pairs or place is taken[0])
-                    second = _second(place, own, damping, done) if asked else None
-                    choices.append((place, chooser.choose(place, own, second), own, second))
-                for place, gone, own, second in choices:
-                    if place is not taken[0] and gone and compensation != "none":  # it reads something else by now
-                        own = Moments(own.columns, pairs)
-                        with _plan_of(layer.label, done, allow_empty_layer).applied_to(model_map.model, model_map):
-                            replay.through(number, {place.projection: own})
-                        second = _second(place, own, damping, done) if pairs else None
-                    _lose(place, gone, own, second, compensation, done)
-                waiting = waiting[len(taken) :]
-            if store:
-                store.save(layer.label, done)
-            raised = "".join(f"; damping of {name} raised to {by:g}" for name, by in done.damping.items())
-            said = f"{len(done.heads)} heads and {len(done.channels)} channels go{raised}"
-            progress(f"layer {layer.label} of {len(model_map.attention)}: {said}")
-        found.add(layer.label, done)
-        if number < last:
-            with _plan_of(layer.label, done, allow_empty_layer).applied_to(model_map.model, model_map):
-                replay.through(number, {}, keep=True)
-    return found
+
+    model_map: ModelMap
+    text: CalibrationText
+    select: Select
+    pairs: bool = False
+    afresh: bool = False
+    compensation: str = "none"
+    damping: float = 0.01
+    allow_empty_layer: bool = False
+    store: LayerStore | None = None
+    progress: Callable[[str], None] = lambda _: None
+    replay: Replay = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_layer_by_layer(self.model_map, "this")
+        self.replay = Replay(self.model_map, self.text)
+
+    @property
+    def solves(self) -> bool:
+        """Whether least squares make up for the loss."""
+        return self.compensation == "least_squares"
+
+    def run(self, parts: Sequence[Part]) -> tuple[Removal, dict[str, Any]]:
+        """Go through the model.
+
+        Args:
+            parts: the only ones that may lose something.
+
+        Returns:
+            What goes, and what a plan says of how well its least squares are determined.
+
+        Raises:
+            InputError: the model cannot be gone through.
+        """
+        total, notes = Removal(), dict[str, Any]()
+        if self.pairs or self.solves:
+            notes = _fewer_tokens_than_columns(parts, self.text.tokens)
+        by_layer = [[part for part in parts if part.label == layer.label] for layer in self.model_map.attention]
+        last = max((number for number, own in enumerate(by_layer) if own), default=-1)
+        for number, layer in enumerate(self.model_map.attention[: last + 1]):
+            removal = self.store.load(layer.label) if self.store else None
+            if removal is None:
+                removal = self._prune(number, by_layer[number])
+                if self.store:
+                    self.store.save(layer.label, removal)
+                self._report(layer.label, removal)
+            total.add(removal)
+            if number < last:
+                self._through(number, removal, {}, keep=True)
+        return total, {**({"damping": total.damping} if total.damping else {}), **notes}
+
+    def _prune(self, number: int, parts: Sequence[Part]) -> Removal:
+        """Select what a layer loses, and make up for it by what each projection reads when it goes."""
+        removal = Removal()
+        for together in [[part] for part in parts] if self.afresh else [parts]:
+            moments = self._measured(number, removal, together)
+            selected = []
+            for part in together:
+                needs_second = self.pairs or (self.solves and part is together[0])
+                second = self._damped(part, moments[part.key], removal) if needs_second else None
+                selected.append((part, self.select(part, moments[part.key], second), second))
+            for part, members, second in selected:
+                reads_others = part is not together[0] and members and self.compensation != "none"
+                if reads_others:  # what the first part lost has changed them
+                    moments = self._measured(number, removal, [part])
+                    second = self._damped(part, moments[part.key], removal) if self.solves or self.pairs else None
+                if members:
+                    self._remove(part, members, moments[part.key], second, removal)
+        return removal
+
+    def _measured(self, number: int, removal: Removal, parts: Sequence[Part]) -> dict[str, Moments]:
+        """Return moments of what projections of a layer read once it has lost something."""
+        moments = {part.key: Moments(in_features(part.projection), self.pairs or self.solves) for part in parts}
+        self._through(number, removal, {part.projection: moments[part.key] for part in parts})
+        for part in parts:
+            moments[part.key].check(part.name)
+        return moments
+
+    def _through(self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep: bool = False) -> None:
+        plan = plan_of(removal.removed, self.allow_empty_layer, compensation=dict(removal.compensation))
+        with plan.applied_to(self.model_map.model, self.model_map):
+            self.replay.through(number, moments, keep)
+
+    def _damped(self, part: Part, moments: Moments, removal: Removal) -> Tensor:
+        second, damping = damped(moments.second, self.damping)
+        if damping != self.damping:
+            removal.damping[part.name] = damping
+        return second
+
+    def _remove(self, part: Part, members: set[int], moments: Moments, second: Tensor | None, removal: Removal) -> None:
+        """Take heads or channels away, and make up for them."""
+        removal.removed[part.key] = members
+        columns, dtype = part.columns(sorted(members)), weight_of(part.projection).dtype
+        if self.compensation == "bias":
+            removal.compensation[f"{part.name}.bias"] = bias_for(part.weight, moments.mean, columns).to(dtype)
+        elif self.solves:
+            assert second is not None
+            removal.compensation[f"{part.name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
+
+    def _report(self, label: str, removal: Removal) -> None:
+        raised = "".join(f"; damping of {name} raised to {share:g}" for name, share in removal.damping.items())
+        heads, channels = count_removed(removal.removed).values()
+        layers = len(self.model_map.attention)
+        self.progress(f"layer {label} of {layers}: {heads} heads and {channels} channels go{raised}")
 
 
-def _asked(chooser: Chooser, layer: AttentionLayer, blocks: Mapping[str, FeedForward]) -> list[Place]:
-    """Return the projections of a layer that may lose inputs."""
-    own = [Place(layer), *([Place(blocks[layer.label])] if layer.label in blocks else [])]
-    return [place for place in own if chooser.asks(place)]
+def plan_of(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
+    """Return a plan of what is removed, with other fields of it."""
+    members = {tuple(key.split(".", 1)): sorted(numbers) for key, numbers in removed.items() if numbers}
+    heads = tuple(f"{label}H{n}" for (kind, label), numbers in members.items() if kind == HEADS for n in numbers)
+    channels = {label: numbers for (kind, label), numbers in members.items() if kind != HEADS}
+    return Plan(heads, channels, allow_empty_layer=allow_empty_layer, **fields)
 
 
-def _fewer_tokens_than_columns(places: Sequence[Place], tokens: int) -> dict[str, Any]:
-    """Warn where so few tokens leave the widest projection's mean of x·xᵀ singular, and return both numbers."""
-    widest = max(places, key=lambda place: in_features(place.projection), default=None)
+def count_removed(removed: Removed) -> dict[str, int]:
+    """Count the heads and the channels that are removed."""
+    return {kind: sum(len(m) for key, m in removed.items() if key.startswith(f"{kind}.")) for kind in KINDS}
+
+
+def _fewer_tokens_than_columns(parts: Sequence[Part], tokens: int) -> dict[str, Any]:
+    """Warn where so few tokens leave the widest projection's mean of x·xᵀ singular, and return a note for the plan."""
+    widest = max(parts, key=lambda part: in_features(part.projection), default=None)
     if widest is None or (columns := in_features(widest.projection)) <= tokens:
         return {}
     logger.warning(
@@ -299,39 +243,7 @@ def _fewer_tokens_than_columns(places: Sequence[Place], tokens: int) -> dict[str
         "on its damping; give more --windows or --tokens",
         tokens, columns, widest.name,
     )  # fmt: skip
-    return {"tokens": tokens, "widest": widest.name, "columns": columns}
-
-
-def _second(place: Place, moments: Moments, damping: float, done: Done) -> Tensor:
-    """The damped mean of x·xᵀ."""
-    second, taken = damped(moments.second, damping)
-    if taken != damping:
-        done.damping[place.name] = taken
-    return second
-
-
-def _lose(
-    place: Place, chosen: set[int], moments: Moments, second: Tensor | None, compensation: str, done: Done
-) -> None:
-    """Take heads or channels away, and make up for them by what the projection reads now."""
-    (done.heads if place.kind == "heads" else done.channels).update(chosen)
-    if not chosen:
-        return
-    columns, like = place.columns_of(chosen), weight_of(place.projection)
-    if compensation == "bias":
-        done.tensors[f"{place.name}.bias"] = bias_for(place.weight, moments.mean, columns).to(like.dtype)
-    elif compensation == "least_squares":
-        assert second is not None
-        done.tensors[f"{place.name}.weight"] = least_squares_for(place.weight, second, columns).to(like.dtype)
-
-
-def _plan_of(label: str, done: Done, allow_empty_layer: bool) -> Plan:
-    return Plan(
-        tuple(f"{label}H{head}" for head in sorted(done.heads)),
-        {label: sorted(done.channels)} if done.channels else {},
-        allow_empty_layer=allow_empty_layer,
-        compensation=dict(done.tensors),
-    )
+    return {"fewer_tokens_than_columns": {"tokens": tokens, "widest": widest.name, "columns": columns}}
 
 
 class Replay:
@@ -346,7 +258,7 @@ class Replay:
         self.model, self.text = model_map.model, text
         self.layers = layers_with_attention(model_map)
         self.kept: list[Any] = []  # of each batch, what the layer before gave out
-        self.batch, self.real = 0, torch.ones(0)
+        self.batch = 0
 
     def through(self, number: int, moments: Mapping[nn.Module, Moments], keep: bool = False) -> None:
         """Run the text through a layer, once the one before it has been run with `keep`.
@@ -356,26 +268,28 @@ class Replay:
             moments: of what these projections read; they take in the text.
             keep: keep what comes out for the next layer.
         """
-        kept = self.kept
+        real = torch.ones(0)
+
+        def collect(statistics: Moments, x: Tensor) -> Tensor:
+            statistics.add_batch(x, real)
+            return x
+
         with ExitStack() as stack, torch.no_grad():
-            for module, own in moments.items():
-                change_input(module, partial(self._collect, own), stack)
+            for module, statistics in moments.items():
+                change_input(module, partial(collect, statistics), stack)
             for layer in self.layers[:number]:
                 _replace_forward(layer, lambda *_, **__: self.kept[self.batch], stack)
-            stack.enter_context(stopping_after(self.layers[number]))
-            for batch, (_, real, inputs) in enumerate(self.text.inputs(self.model)):
-                self.batch, self.real = batch, real
+            stack.enter_context(stopping_at(self.layers[number], after=True))
+            batches = self.text.inputs(self.model)
+            for batch, (_, real, inputs) in enumerate(batches):  # noqa: B007 - read by `collect`
+                self.batch = batch
                 try:
                     self.model(**inputs)
                 except Reached as reached:
                     if keep:  # in the place of what the layer before gave
-                        kept[batch : batch + 1] = [reached.output]
+                        self.kept[batch : batch + 1] = [reached.output]
                 else:
                     raise InputError(f"layer {number} of this {self.model.config.model_type} model was not run")
-
-    def _collect(self, moments: Moments, x: Tensor) -> Tensor:
-        add_tokens(moments, x, self.real)
-        return x
 
 
 def _replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) -> None:
@@ -405,7 +319,3 @@ def check_not_quantised(model_map: ModelMap, name: str) -> None:
     """
     if getattr(model_map.model, "is_quantized", False):
         raise InputError(f"{name} reads weights, which a quantised model lacks; load it in float32 or bfloat16")
-
-
-def _range(columns: slice) -> range:
-    return range(columns.start, columns.stop)

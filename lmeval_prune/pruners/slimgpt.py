@@ -7,14 +7,15 @@ cheapest unit goes, the others make up for it, and so on; later layers lose more
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.moments import Moments
-from lmeval_prune.pruners.sequential import SequentialPruner, Units
+from lmeval_prune.pruners.parts import Units
+from lmeval_prune.pruners.sequential import SequentialPruner
+from lmeval_prune.settings import Count
 
 
 @dataclass(frozen=True)
@@ -32,50 +33,45 @@ class SlimGpt(SequentialPruner):
     compensates: ClassVar[str] = "least_squares"
     pairs: ClassVar[bool] = True
     afresh: ClassVar[bool] = True
-    error: str = "exact"
-    step: int = 8
+    error: Literal["exact", "diagonal"] = "exact"
+    step: Count = 8
     greedy: bool = True
 
-    def __post_init__(self) -> None:
-        if self.error not in ("exact", "diagonal"):
-            raise InputError(f"error={self.error!r} is not known; use exact or diagonal")
-        if self.step < 1:
-            raise InputError(f"step must be at least 1, not {self.step}")
-
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
-        """Errors before anything goes; see the base class."""
+        """Return errors before anything goes; see the base class."""
         return self._errors(weight, _inverse(second), units)
 
     def select(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units, count: int) -> list[int]:
-        """The cheapest unit after the other; of channels several at once; see the base class."""
-        inverse, left, chosen = _inverse(second), list(range(len(units))), list[int]()
-        chunk = max(self.step, len(units) // 16) if len(units[0]) == 1 else 1
-        while len(chosen) < count:
+        """Select the cheapest unit after the other, of channels several at once; see the base class."""
+        of_channels = len(units[0]) == 1
+        inverse, left, selected = _inverse(second), list(range(len(units))), list[int]()
+        chunk = max(self.step, len(units) // 16) if of_channels else 1
+        while len(selected) < count:
             errors = self._errors(weight, inverse, [units[unit] for unit in left])
-            number = min(chunk, count - len(chosen)) if self.greedy else count
-            lowest = errors.argsort(stable=True)[:number].tolist()
-            columns = [column for place in lowest for column in units[left[place]]]
-            chosen += [left[place] for place in lowest]
-            gone = set(lowest)
-            left = [unit for place, unit in enumerate(left) if place not in gone]
-            if len(chosen) < count:
+            number = min(chunk, count - len(selected)) if self.greedy else count
+            cheapest = [left[index] for index in errors.argsort(stable=True)[:number].tolist()]
+            columns = [column for unit in cheapest for column in units[unit]]
+            selected += cheapest
+            gone = set(cheapest)
+            left = [unit for unit in left if unit not in gone]
+            if len(selected) < count:
                 weight, inverse, _ = eliminated(weight, inverse, columns)
-            chunk = max(self.step, chunk // 2) if len(units[0]) == 1 else 1
-        return chosen
+            chunk = max(self.step, chunk // 2) if of_channels else 1
+        return selected
 
     def _errors(self, weight: Tensor, inverse: Tensor, units: Units) -> Tensor:
-        """What removing each unit alone would cost."""
+        """Return what removing each unit alone would cost."""
         if len(units[0]) == 1:
             columns = [unit[0] for unit in units]
             return weight[:, columns].square().sum(0) / inverse.diagonal()[columns]
-        found = []
+        errors = []
         for unit in units:
-            own, factor = weight[:, list(unit)], _factor(inverse, list(unit))
+            lost, factor = weight[:, list(unit)], _factor(inverse, list(unit))
             if self.error == "diagonal":
-                found.append((own.square().sum(0) / factor.diagonal().square()).sum())
+                errors.append((lost.square().sum(0) / factor.diagonal().square()).sum())
             else:
-                found.append(torch.linalg.solve_triangular(factor, own.T, upper=False).square().sum())
-        return torch.stack(found)
+                errors.append(torch.linalg.solve_triangular(factor, lost.T, upper=False).square().sum())
+        return torch.stack(errors)
 
 
 def eliminated(weight: Tensor, inverse: Tensor, columns: list[int]) -> tuple[Tensor, Tensor, float]:

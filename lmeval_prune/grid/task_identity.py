@@ -186,8 +186,7 @@ def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
     finder.run_script(str(path))
     files = {Path(module.__file__).resolve() for module in finder.modules.values() if module.__file__}
     if any(name.partition(".")[0] == "lmeval_prune" for name in finder.badmodules):  # not beside the file
-        files |= {
-            file for package in (scoring, tasks) for root in package.__path__ for file in Path(root).rglob("*.py")
-        }
+        roots = [Path(root) for package in (scoring, tasks) for root in package.__path__]
+        files |= {file for root in roots for file in root.rglob("*.py")}
     words = {words for folder in {file.parent for file in files} for words in folder.glob("words/*.yaml")}
     return frozenset(files | words)

@@ -28,7 +28,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.documents import plain
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.statistics import holm, sign_flip_test, two_sample_test
-from lmeval_prune.reporting.tables import csv, markdown
+from lmeval_prune.reporting.tables import csv, markdown, p_value, signed
 from lmeval_prune.training.curves import draw
 
 ALPHAS, LEVELS = tuple(paper.TABLE_3A), ("low", "medium", "high")
@@ -280,18 +280,8 @@ def _slug(name: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in name.lower()).strip("_")
 
 
-def _signed(value: float, digits: int = 1) -> str:
-    return "" if np.isnan(value) else f"{value:+.{digits}f}".replace("-", "−")
-
-
 def _share(value: float) -> str:
     return "" if np.isnan(value) else f"{value:.1f}".replace("-", "−")
-
-
-def _p(value: float) -> str:
-    if np.isnan(value):
-        return ""
-    return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _legend(found: Results) -> str:
@@ -337,7 +327,7 @@ def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -
     corrected = holm([test[0] for test in tests])
     lines = []
     for (cells, one, rest), test, adjusted in zip(measured, tests, corrected, strict=True):
-        change = "" if _is_dense(one) else f" ({_signed(one.difference)})"
+        change = "" if _is_dense(one) else f" ({signed(one.difference)})"
         costs = [
             _share(one.fewer("parameters")),
             _share(one.faster()),
@@ -345,7 +335,7 @@ def _rows_with_tests(named: Named, head: str, tail: list[str], least: int = 1) -
             _share(one.fewer("memory")),
         ]
         error = float("nan") if _is_dense(one) else one.standard_error
-        tested = [f"{one.accuracy:.1f}{change}", _share(error), _p(test[0]), _p(adjusted), _p(test[1])]
+        tested = [f"{one.accuracy:.1f}{change}", _share(error), p_value(test[0]), p_value(adjusted), p_value(test[1])]
         lines.append([*cells, one.removed(), *tested, *costs, *rest])
     costs = ["parameters↓", "speed↑", "FLOPs↓", "memory↓"]
     return _table(
@@ -389,14 +379,14 @@ def table_2(found: Results) -> pd.DataFrame | None:
             host,
             one.removed(),
             f"{_mean_accuracy(one.dense):.1f}",
-            f"{one.accuracy:.1f} ({_signed(one.difference)})",
-            *(_p(test[0]), _p(adjusted), _p(test[1])),
+            f"{one.accuracy:.1f} ({signed(one.difference)})",
+            *(p_value(test[0]), p_value(adjusted), p_value(test[1])),
             *(_share(one.fewer("parameters")), _share(one.faster())),
         ]
         for (host, one), test, adjusted in zip(measured, tests, holm([test[0] for test in tests]), strict=True)
     ]
     lines += [
-        [f"paper: {host}, {data}", "", f"{a:.1f}", f"{b:.1f} ({_signed(b - a)})", "", "", "", f"{c:.1f}", f"{d:.1f}"]
+        [f"paper: {host}, {data}", "", f"{a:.1f}", f"{b:.1f} ({signed(b - a)})", "", "", "", f"{c:.1f}", f"{d:.1f}"]
         for (host, data), (a, b, c, d) in paper.TABLE_2.items()
     ]
     tested = ["p questions", "Holm", "p splits"]
@@ -434,16 +424,24 @@ def table_3b(found: Results, host: str) -> pd.DataFrame | None:
     lines = []
     for level, test, adjusted in zip((*LEVELS, "all"), tests, corrected, strict=True):
         was, now = paper.TABLE_3B[level]
-        theirs = f"{was} → {now} ({_signed(now - was)})"
+        theirs = f"{was} → {now} ({signed(now - was)})"
         if not len(differences[level]):
             lines.append([level, "0", *[""] * 7, theirs])
             continue
         before = 100 * float(np.concatenate(Variant(one.dense, one.dense).solved(of_level(level))).mean())
         change = 100 * float(differences[level].mean())
-        tested = [_signed(change), _p(test[0]), _p(adjusted), _p(test[1])]
+        tested = [signed(change), p_value(test[0]), p_value(adjusted), p_value(test[1])]
         more = two_sample_test(differences[level], differences["low"]) if level in ("medium", "high") else float("nan")
         lines.append(
-            [level, str(len(differences[level])), f"{before:.1f}", f"{before + change:.1f}", *tested, _p(more), theirs]
+            [
+                level,
+                str(len(differences[level])),
+                f"{before:.1f}",
+                f"{before + change:.1f}",
+                *tested,
+                p_value(more),
+                theirs,
+            ]
         )
     tested = ["difference", "p questions", "Holm", "p splits", "p other than low"]
     return _table(lines, ["complexity", "problems", "dense", "25% removed", *tested, "paper, Math23k"], one.units)
@@ -477,9 +475,9 @@ def _beside_ours(table: pd.DataFrame, variants: dict[str, Variant]) -> pd.DataFr
     family = [name for name in pairs if name not in (DENSE, "distillation only", "pruned, not trained")]
     corrected = dict(zip(family, holm([chances[name] for name in family]), strict=True))
     columns = {
-        "to ours": {name: _signed(one.difference) for name, one in pairs.items()},
-        "p to ours": {name: _p(value) for name, value in chances.items()},
-        "Holm to ours": {name: _p(value) for name, value in corrected.items()},
+        "to ours": {name: signed(one.difference) for name, one in pairs.items()},
+        "p to ours": {name: p_value(value) for name, value in chances.items()},
+        "Holm to ours": {name: p_value(value) for name, value in corrected.items()},
     }
     for place, (head, cells) in enumerate(columns.items(), list(table.columns).index("p splits") + 1):
         table.insert(place, head, [cells.get(name, "") for name in table["strategy"]])

@@ -268,7 +268,7 @@ def test_a_slot_holds_what_was_not_skipped(monkeypatch: pytest.MonkeyPatch) -> N
         held = int(cache.lengths[layer][0])
         assert held == done[label]["tokens"] - done[label]["skipped"] < done[label]["tokens"] == 40
         assert not cache.keys[layer][0, :, held:].any()
-        places = cache.places[layer][0, :held]
+        places = cache.positions[layer][0, :held]
         assert (places.diff() > 0).all() and places[-1] < 40
 
 
@@ -288,7 +288,7 @@ def test_slots_take_what_memory_counts(
         list(engine.decode(requests))
     cache = caches[-1]
     states: list[Any] = [state for states in cache.states.values() for state in states.values()]
-    tensors = [one for each in (cache.keys, cache.values, cache.places, cache.lengths) for one in each.values()]
+    tensors = [one for each in (cache.keys, cache.values, cache.positions, cache.lengths) for one in each.values()]
     tensors += [tensor for state in states for tensor in state.tensors]
     held = sum(one.numel() * one.element_size() for one in tensors)
     assert len(states) == 2 and cache.count < 50

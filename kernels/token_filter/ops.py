@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +30,13 @@ def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: 
     rows, _, tokens, _ = key.shape
     if not rows or not tokens:
         return valid.clone()
-    if tokens == 1 and takes_kernel("decide", key, _too_large(key, value)):
+    is_on_device = on_device(key)
+    if is_on_device and tokens == 1 and takes_kernel("decide", key, _too_large(key, value)):
         return _launch(key, value, valid, memory, rule)
     from lmeval_prune.kernels.token_filter import compiled  # numba takes a while to import
 
     is_token = _array(valid, torch.bool)
-    if on_device(key):
+    if is_on_device:
         scores = _array(parallel.similarities(key, value, valid, memory, rule))
     else:
         anchors = memory.begun.numpy(), memory.anchor_key.numpy(), memory.anchor_value.numpy()
@@ -88,7 +90,7 @@ def decide_and_store(
 
 
 def _launch(
-    key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule, *stored: object
+    key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule, *stored: Any
 ) -> torch.Tensor:
     from lmeval_prune.kernels.token_filter import triton
 

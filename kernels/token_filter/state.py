@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from statistics import NormalDist
-from typing import Self
 
 import torch
 
@@ -74,16 +73,17 @@ class Memory:
     anchor_value: torch.Tensor
     states: torch.Tensor
 
-    @classmethod
+    @staticmethod
     @torch.inference_mode(False)  # a normal tensor can be written in any mode
-    def fresh(cls, rows: int, key: torch.Tensor, value: torch.Tensor) -> Self:
+    def fresh(rows: int, key: torch.Tensor, value: torch.Tensor) -> Memory:
         """Return the memory of `rows` new sequences with keys and values (…, key-value heads, tokens, width)."""
         dtype = torch.promote_types(key.dtype, torch.float32) if key.is_cuda else torch.float64
-        anchors = [
-            torch.zeros(rows, tensor.shape[-3], tensor.shape[-1], dtype=dtype, device=key.device)
-            for tensor in (key, value)
-        ]
-        return cls(torch.zeros(rows, dtype=torch.bool, device=key.device), *anchors, fresh_states(rows, key.device))
+
+        def anchor(x: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(rows, x.shape[-3], x.shape[-1], dtype=dtype, device=x.device)
+
+        begun = torch.zeros(rows, dtype=torch.bool, device=key.device)
+        return Memory(begun, anchor(key), anchor(value), fresh_states(rows, key.device))
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.model import AthenaSettings
@@ -71,27 +72,22 @@ def examples_of(problems: Iterable[GroundedProblem], tokenizer: Any, settings: A
 
 
 def text_inputs(problems: Sequence[EncodedProblem], constants: int, padding: int) -> dict[str, Any]:
-    """Make the arguments of `Athena.read` for several problems.
-
-    Args:
-        problems: in the order of the batch.
-        constants: how many there are.
-        padding: id of the padding token.
+    """Make the arguments of `Athena.read` for several problems, of the number of constants and the padding's id.
 
     Returns:
         Tensors: `input_ids` and `attention_mask` (problems, tokens); `number_rows` and `number_columns`, positions of
         all numbers; `leaf_order`, which sorts numbers and constants of all problems into leaves by problem; `goals`.
     """
-    longest = max(len(problem.ids) for problem in problems)
     lengths = torch.tensor([len(problem.ids) for problem in problems])
+    ids = [torch.tensor(problem.ids) for problem in problems]
     numbers = [(row, position) for row, problem in enumerate(problems) for _, position in problem.numbers]
     order, start = list[int](), 0
     for problem in problems:
         order += [*range(start, start + len(problem.numbers)), *range(len(numbers), len(numbers) + constants)]
         start += len(problem.numbers)
     return {
-        "input_ids": torch.tensor([problem.ids + [padding] * (longest - len(problem.ids)) for problem in problems]),
-        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=padding),
+        "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
         "number_rows": torch.tensor([row for row, _ in numbers], dtype=torch.long),
         "number_columns": torch.tensor([position for _, position in numbers], dtype=torch.long),
         "leaf_order": torch.tensor(order, dtype=torch.long),
@@ -99,60 +95,44 @@ def text_inputs(problems: Sequence[EncodedProblem], constants: int, padding: int
     }
 
 
-@dataclass
-class JoinedStep:
-    """One step of several problems.
+def joined_step(
+    candidates: Sequence[Sequence[Candidate]], sources: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Join a step's candidates of several problems, operator by operator.
 
-    Attributes:
-        tensors: `first` and `second`, rows of the thoughts that each candidate joins; `problem`, whose it is; `sizes`,
-            how many candidates there are of each operator of `OPERATORS`, in which order they stand.
-        rows: of each problem, the rows of its candidates, in their order.
+    Args:
+        candidates: by problem.
+        sources: of each problem, the rows of its kept thoughts (at step 0, of its leaves).
+
+    Returns:
+        Tensors: `first` and `second`, rows of the thoughts that each candidate joins; `problem`, its problem; and
+        `sizes`, how many there are of each operator of `OPERATORS`, in this order. By problem, the rows of its
+        candidates, in their order.
     """
-
-    tensors: dict[str, Any]
-    rows: list[list[int]]
-
-    @classmethod
-    def of(cls, candidates: Sequence[Sequence[Candidate]], sources: Sequence[Sequence[int]]) -> JoinedStep:
-        """Join the candidates of several problems, operator by operator.
-
-        Args:
-            candidates: by problem.
-            sources: of each problem, the rows of its kept thoughts (at step 0, of its leaves).
-        """
-        pairs = [(number, candidate) for number, part in enumerate(candidates) for candidate in part]
-        pairs.sort(key=lambda pair: OPERATORS.index(pair[1].operator))
-        rows: list[list[int]] = [[] for _ in candidates]
-        for row, (number, _) in enumerate(pairs):
-            rows[number].append(row)
-        columns = {
-            "first": [sources[number][candidate.first] for number, candidate in pairs],
-            "second": [sources[number][candidate.second] for number, candidate in pairs],
-            "problem": [number for number, _ in pairs],
-        }
-        tensors: dict[str, Any] = {name: torch.tensor(values, dtype=torch.long) for name, values in columns.items()}
-        counts = Counter(candidate.operator for _, candidate in pairs)
-        return cls({**tensors, "sizes": [counts[operator] for operator in OPERATORS]}, rows)
+    pairs = [(number, candidate) for number, part in enumerate(candidates) for candidate in part]
+    pairs.sort(key=lambda pair: OPERATORS.index(pair[1].operator))
+    rows: list[list[int]] = [[] for _ in candidates]
+    for row, (number, _) in enumerate(pairs):
+        rows[number].append(row)
+    columns = {
+        "first": [sources[number][candidate.first] for number, candidate in pairs],
+        "second": [sources[number][candidate.second] for number, candidate in pairs],
+        "problem": [number for number, _ in pairs],
+    }
+    tensors: dict[str, Any] = {name: torch.tensor(values, dtype=torch.long) for name, values in columns.items()}
+    counts = Counter(candidate.operator for _, candidate in pairs)
+    return {**tensors, "sizes": [counts[operator] for operator in OPERATORS]}, rows
 
 
 def leaf_rows(problems: Sequence[EncodedProblem], constants: int) -> list[list[int]]:
     """List the rows of each problem's leaves among those of all."""
-    rows, start = list[list[int]](), 0
-    for problem in problems:
-        end = start + len(problem.numbers) + constants
-        rows.append(list(range(start, end)))
-        start = end
-    return rows
+    counts = [len(problem.numbers) + constants for problem in problems]
+    return [rows.tolist() for rows in torch.arange(sum(counts)).split(counts)]
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Joins examples for teacher forcing.
-
-    Attributes:
-        constants: how many there are.
-        padding: id of the padding token.
-    """
+    """Joins examples for teacher forcing, with the number of constants and the id of the padding token."""
 
     constants: int
     padding: int
@@ -164,16 +144,16 @@ class Collator:
         sources, kept = leaf_rows(problems, self.constants), [list[int]() for _ in examples]
         for depth in range(max(len(example.steps) for example in examples)):
             parts = [e.steps[depth] if depth < len(e.steps) else LabelledStep([], []) for e in examples]
-            joined = JoinedStep.of([step.candidates for step in parts], sources if depth == 0 else kept)
-            label = torch.zeros(len(joined.tensors["first"]), dtype=torch.long)
-            for rows, step in zip(joined.rows, parts, strict=True):
-                label[rows] = torch.tensor(step.labels, dtype=torch.long)
+            tensors, rows = joined_step([step.candidates for step in parts], sources if depth == 0 else kept)
+            label = torch.zeros(len(tensors["first"]), dtype=torch.long)
+            for rows_of_problem, step in zip(rows, parts, strict=True):
+                label[rows_of_problem] = torch.tensor(step.labels, dtype=torch.long)
             positive = label.nonzero()[:, 0]
             kept_rows = {row: number for number, row in enumerate(positive.tolist(), start=total)}
-            for kept_of_problem, rows in zip(kept, joined.rows, strict=True):
-                kept_of_problem += [kept_rows[row] for row in rows if row in kept_rows]
+            for kept_of_problem, rows_of_problem in zip(kept, rows, strict=True):
+                kept_of_problem += [kept_rows[row] for row in rows_of_problem if row in kept_rows]
             total += len(positive)
-            steps.append({**joined.tensors, "kept": positive})
+            steps.append({**tensors, "kept": positive})
             labels.append(label)
         answers = torch.zeros(total, dtype=torch.long)
         answers[[rows[example.root] for rows, example in zip(kept, examples, strict=True)]] = 1

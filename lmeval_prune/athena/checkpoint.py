@@ -92,8 +92,7 @@ def write(
     """Write a model; its folder appears whole, and replaces one that was there.
 
     Args:
-        model: to be written.
-        folder: of the model.
+        model, folder: the model and its folder.
         manifest: of its encoder, if that was cut.
         beside: called with the folder that is being written, to add files.
 

@@ -88,10 +88,7 @@ class Attention(nn.Module):
     def forward(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return the concatenated outputs of the heads before the output projection, shape (…, n, h).
 
-        Args:
-            queries: shape (…, n, h).
-            keys: shape (…, m, h).
-            allowed: mask of the keys that each query sees, shape (n, m); default: all.
+        Queries are (…, n, h), keys (…, m, h); each query sees the `allowed` keys, (n, m), by default all.
         """
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
@@ -101,7 +98,7 @@ class Attention(nn.Module):
 
 
 class Merge(nn.Module):
-    """A merge of two thoughts, the same in either order: they attend to each other, and the views are added."""
+    """A merge of two thoughts, in either order the same: they attend to each other, and the views are added."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -145,13 +142,7 @@ class Judge(nn.Module):
         self.score = nn.Linear(settings.width, 1)
 
     def forward(self, thoughts: Tensor, references: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return contexts (n, h) and logits (n,) of thoughts (n, h).
-
-        Args:
-            thoughts: of several problems.
-            references: of several problems, shape (m, h).
-            allowed: mask of the references of a thought's own problem, shape (n, m).
-        """
+        """Return contexts (n, h) and logits (n,) of thoughts (n, h), each by its `allowed` (n, m) references (m, h)."""
         x = self.before(thoughts)
         views = self.attention(self.norm(x), self.reference_norm(references), allowed)
         x = self.after(x + self.dropout(self.attention.output(views)))
@@ -178,12 +169,7 @@ class Thinking:
 
 
 class Athena(nn.Module):
-    """The host model.
-
-    Args:
-        settings: of the head part.
-        encoder: a stock transformers encoder.
-        tokenizer: the encoder's.
+    """The host model: a head part over a stock transformers encoder.
 
     Attributes:
         about: training options, losses and questions, as `athena.json` has them.
@@ -207,11 +193,7 @@ class Athena(nn.Module):
         return self.reason.score.weight.device
 
     def read(self, inputs: Mapping[str, Tensor], **settings: Any) -> tuple[Thinking, Any]:
-        """Read texts.
-
-        Args:
-            inputs: of `text_inputs`.
-            settings: of the encoder's call.
+        """Read texts of `text_inputs`, by settings of the encoder's call.
 
         Returns:
             The state before the first step, and the encoder's own output.
@@ -226,7 +208,7 @@ class Athena(nn.Module):
         return Thinking(leaves, leaves[:0], rows[:0], hidden[:, 0], rows, hidden[rows, inputs["goals"]]), encoded
 
     def think(self, state: Thinking, step: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed and judge the candidates of a `JoinedStep`.
+        """Embed and judge the candidates of a `joined_step`.
 
         Returns:
             Thoughts and their contexts, shape (n, h), and logits of `reason`, shape (n,).
@@ -267,10 +249,9 @@ class Athena(nn.Module):
         """Return logits of teacher forcing: candidates that lead to the equation are kept.
 
         Args:
-            steps: of `Collator`.
-            labels: for the loss alone; see `AthenaTrainer.compute_loss`.
+            steps, inputs: of `Collator`.
+            labels: for the loss alone.
             output_attentions: return the encoder's attention maps, too (they need its eager attention).
-            inputs: of `text_inputs`.
         """
         state, encoded = self.read(inputs, **({"output_attentions": True} if output_attentions else {}))
         logits = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from accelerate.utils import send_to_device
 
-from lmeval_prune.athena.batches import EncodedProblem, JoinedStep, leaf_rows, text_inputs
+from lmeval_prune.athena.batches import EncodedProblem, joined_step, leaf_rows, text_inputs
 from lmeval_prune.athena.equations import expression
 from lmeval_prune.athena.model import Athena, Thinking
 from lmeval_prune.athena.problems import Problem
@@ -35,9 +35,7 @@ class Search:
     """The search for the answer of one problem.
 
     Attributes:
-        expansion: its thoughts.
-        answers: logits of `answer` for the kept thoughts.
-        rows: of the kept thoughts in the model's state.
+        answers, rows: of the kept thoughts the logits of `answer`, and the rows in the model's state.
     """
 
     def __init__(self, model: Athena, problem: EncodedProblem) -> None:
@@ -104,16 +102,15 @@ def _step(model: Athena, state: Thinking, searches: Sequence[Search], leaves: li
     for number in active:
         candidates[number] = searches[number].expansion.candidates()
     is_first = searches[active[0]].expansion.depth == 0
-    joined = JoinedStep.of(candidates, leaves if is_first else [search.rows for search in searches])
-    tensors, logits, chosen = send_to_device(joined.tensors, model.device), list[float](), list[int]()
+    tensors, rows = joined_step(candidates, leaves if is_first else [search.rows for search in searches])
+    tensors, logits, chosen = send_to_device(tensors, model.device), list[float](), list[int]()
     if len(tensors["first"]):
         thoughts, contexts, reasons = model.think(state, tensors)
         logits = reasons.tolist()
     for number in active:
-        rows = joined.rows[number]
-        accepted = searches[number].accepted([logits[row] for row in rows])
+        accepted = searches[number].accepted([logits[row] for row in rows[number]])
         searches[number].keep(candidates[number], accepted, len(state.kept) + len(chosen))
-        chosen += [rows[index] for index in accepted]
+        chosen += [rows[number][index] for index in accepted]
     if chosen:
         indices = torch.tensor(chosen, device=model.device)
         kept, problem = thoughts[indices], tensors["problem"][indices]
@@ -125,13 +122,7 @@ def _step(model: Athena, state: Thinking, searches: Sequence[Search], leaves: li
 
 
 def answers(model: Athena, problems: Sequence[Problem], batch: int = 32) -> list[str]:
-    """Return expressions that answer problems; empty for one without numbers and constants.
-
-    Args:
-        model: in evaluation mode.
-        problems: to be solved.
-        batch: so many at once, those of a length together.
-    """
+    """Return expressions that answer problems, by a model in evaluation mode; empty without numbers and constants."""
     encoded = [EncodedProblem.of(problem, model.tokenizer, model.settings.max_length) for problem in problems]
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number].ids))
     expressions = [""] * len(problems)

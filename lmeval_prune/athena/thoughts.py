@@ -103,11 +103,6 @@ class LabelledStep(NamedTuple):
 def labelled_steps(leaves: Sequence[Thought], root: Thought, targets: frozenset[Thought]) -> list[LabelledStep]:
     """Return the steps of teacher forcing: candidates among the targets are kept, until the root is.
 
-    Args:
-        leaves: the problem's numbers, then the constants.
-        root: the whole equation.
-        targets: the root and all its parts.
-
     Raises:
         ValueError: the schedule does not reach the root.
     """

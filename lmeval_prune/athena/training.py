@@ -35,13 +35,7 @@ LINES = {"loss": ("training", COLOURS[0], "-"), "eval_loss": ("validation", COLO
 
 
 def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
-    """Return the cross-entropy of all judgements, reasons and answers alike, over their number.
-
-    Args:
-        outputs: of teacher forcing.
-        labels: of all candidates, then of all kept thoughts.
-        items: number to divide by; default: that of the labels.
-    """
+    """Return the cross-entropy of all judgements, reasons and answers alike, divided by `items` (default: all)."""
     assert outputs.reason is not None and outputs.answer is not None
     logits = torch.cat([outputs.reason, outputs.answer])
     total = binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum")
@@ -55,17 +49,10 @@ def share_solved(model: Athena, problems: Sequence[GroundedProblem]) -> float:
 
 
 class AthenaTrainer(ResumableTrainer):
-    """Trains by teacher forcing; validates by solving.
+    """Trains by teacher forcing; validates by the share of problems that it solves, `eval_accuracy`.
 
     Extend `compute_loss` for another loss: the outputs hold all logits, and the encoder's attention maps on demand.
-
-    Args:
-        model: to be trained.
-        arguments: transformers'.
-        train: examples.
-        validation: problems whose share of right answers is `eval_accuracy`.
-        head_rate: learning rate of all but the encoder.
-        patience: validations without a better one after which it stops; 0: never.
+    `head_rate` is the learning rate of all but the encoder.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The decoding engine: many answers at once, each under its own head mask. The idea is told in `scheduler.py`."""
+"""The decoding engine: many answers at once, each under its own head mask. `scheduler.py` tells the idea."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FALLBACK_ROWS = 16
 
 
 class Engine:
-    """Decodes requests with different masks together.
+    """Decoder of requests with different masks together.
 
     ```python
     engine = Engine(model, tokenizer)
@@ -47,8 +47,8 @@ class Engine:
         max_rows: answers decoded at once. Default: as many as memory holds, at most 192 (512 on a GPU).
         context: tokens that prompt and answer may have. Default: the model's `max_position_embeddings`.
         memory: bytes for keys, values, what methods remember, and kept hidden states. Default: half of what is free.
-        schedule: which of the engine's ideas are used; for measurements. What takes tokens back (`drafts`, `follow`) is
-            off where something applied looks at the tokens before.
+        schedule: of the engine's ideas, for measurements. What takes tokens back (`drafts`, `follow`) is off where an
+            intervention looks at the tokens before.
         deterministic: decide near-ties (two largest logits closer than 1e-3, or than 32 roundings of them in
             half precision; a draw as close to the next token's share) by running that answer alone, so that a
             result does not depend on what is decoded beside it. Each such token costs a pass over the whole
@@ -57,7 +57,7 @@ class Engine:
         progress: show a progress bar.
 
     Attributes:
-        statistics: counts of what was done so far.
+        statistics: counts of all runs so far.
 
     Raises:
         InputError: a number is out of range.
@@ -76,9 +76,9 @@ class Engine:
         deterministic: bool = False,
         progress: bool = False,
     ) -> None:
-        for name, value, least in (("max_rows", max_rows, 1), ("context", context, 2), ("memory", memory, 1)):
-            if value is not None and value < least:
-                raise InputError(f"{name} must be at least {least}, not {value}")
+        for name, value, smallest in (("max_rows", max_rows, 1), ("context", context, 2), ("memory", memory, 1)):
+            if value is not None and value < smallest:
+                raise InputError(f"{name} must be at least {smallest}, not {value}")
         refuse_in_use(model)
         self.model = model
         self.model_map = model_map or map_model(model)
@@ -91,12 +91,12 @@ class Engine:
         self._reasons: dict[tuple[Intervention, ...], str | None] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
-        """Answer the requests; each answer is yielded as soon as it is there, in any order.
+        """Answer the requests; yield each answer as soon as it is complete, in any order.
 
         The model is the engine's until the iterator ends or is closed.
 
         Args:
-            requests: in the order in which questions are wanted; equal prompts are decoded together.
+            requests: most urgent first; equal prompts are decoded together.
 
         Yields:
             A request and the tokens of its answer, the end token included.
@@ -110,19 +110,19 @@ class Engine:
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
-        # by identity: of two that are equal one may be allowed what the other is not
+        # by identity: of two equal masks one may be allowed what the other is not
         for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
             mask.fit_to(self.model_map)
         if not requests:
             return
         progress = Progress(requests, self.progress)
-        found = self._fall_back(requests) if self.unsupported else self._decode(requests, progress)
+        answers = self._fall_back(requests) if self.unsupported else self._decode(requests, progress)
         try:
-            for request, answer in found:
+            for request, answer in answers:
                 progress.end(len(answer))
                 yield request, answer
         finally:
-            found.close()
+            answers.close()
             progress.close()
 
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
@@ -153,8 +153,8 @@ class Engine:
                 yield sequence.request, sequence.answer
 
     def _schedule(self) -> Schedule:
-        """What is asked for, without what takes tokens back where something applied looks at those before."""
-        looks_back = any(not one.tokenwise for one in interventions_on(self.model))
+        """Return the schedule, without what takes tokens back where an intervention looks at those before."""
+        looks_back = any(not intervention.tokenwise for intervention in interventions_on(self.model))
         return replace(self.schedule, follow=0, drafts=0) if looks_back else self.schedule
 
     def _fall_back(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
@@ -168,33 +168,33 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return next(self.model.parameters()).device
 
     @property
     def unsupported(self) -> str | None:
-        """Why this model, with what is applied to it now, falls back to `generate`; None if the engine runs it."""
+        """The reason why this model, as it is now, falls back to `generate`; None if the engine runs it."""
         applied = interventions_on(self.model)
         if applied not in self._reasons:
             self._reasons[applied] = why_unsupported(self.model_map)
         return self._reasons[applied]
 
     def _fitting(self, length: int, waiting: Sequence[PromptGroup]) -> tuple[int, int]:
-        """How many answers of `length` tokens memory holds, and of how many leaders what followers need.
+        """Return how many answers of `length` tokens memory holds, and how many leaders with what followers need.
 
-        A slot is keys and values, and what methods remember of them. Of each leader a copy of its slot is kept, and
-        what entered each layer at which a follower starts. There are as many rows as leave room for half of them to be
+        A slot is keys and values, and what methods remember of them. Of each leader a copy of its slot is kept, and the
+        inputs of each layer at which a follower starts. There are as many rows as leave room for half of them to be
         leaders (or for one); near-ties that are decided alone need one slot more.
 
         Raises:
-            InputError: not even one.
+            InputError: memory holds not even one.
         """
         token = length * next(self.model.parameters()).element_size()
         slot = token * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in self.model_map.attention)
-        slot += sum(one.slot_bytes(self.model_map, length) for one in interventions_on(self.model))
-        entered = max(len({sequence.first for sequence in group.followers}) for group in waiting)
+        slot += sum(each.slot_bytes(self.model_map, length) for each in interventions_on(self.model))
+        first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
         width = self.model.config.get_text_config().hidden_size
-        kept = slot + token * width * entered if entered else 0
+        kept = slot + token * width * first_layers if first_layers else 0
         alone = slot if self.deterministic else 0
         memory = (self.memory or _free_memory(self.device) // 2) - alone
         fitting = max(int(memory / (slot + kept / 2)) // 2 * 2, int(memory >= slot + kept))
@@ -206,7 +206,7 @@ class Engine:
 
     @cached_property
     def _measured_budget(self) -> int:
-        """The number of tokens that take a large projection twice as long as one token, up to 256."""
+        """The number of tokens that take a large projection twice as long as a single token, up to 256."""
         module = max((m for m in self.model.modules() if isinstance(m, nn.Linear)), key=lambda m: m.in_features)
 
         def seconds(tokens: int) -> float:
@@ -221,8 +221,8 @@ class Engine:
             return min(times)
 
         with torch.inference_mode():
-            one, tokens = seconds(1), 2
-            while tokens <= 256 and seconds(tokens) < 2 * one:
+            single, tokens = seconds(1), 2
+            while tokens <= 256 and seconds(tokens) < 2 * single:
                 tokens *= 2
         return tokens // 2
 

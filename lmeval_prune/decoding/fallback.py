@@ -1,4 +1,4 @@
-"""What is done for models that the engine does not run: transformers' `generate`, each row with its mask."""
+"""The fallback for models that the engine does not run: transformers' `generate`, each row with its mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmeval_prune.interventions.row_masks import RowMasks
 
 
 class _Ended(StoppingCriteria):
-    """Ends rows where `Stopping` does."""
+    """Rows end where `Stopping` says."""
 
     def __init__(self, stopping: Stopping, prompt: int, params: SamplingParams) -> None:
         self.stopping, self.prompt, self.params = stopping, prompt, params
@@ -34,7 +34,7 @@ class _Ended(StoppingCriteria):
 
 @dataclass(frozen=True)
 class Fallback:
-    """Answers requests by `generate`: greedy ones in batches, sampled ones alone, each by its seed.
+    """Decoding by `generate`: greedy requests in batches, sampled ones alone, each by its seed.
 
     Attributes:
         model_map: of the model.
@@ -49,15 +49,15 @@ class Fallback:
     rows: int = 16
 
     def decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
-        """Answers, batch by batch.
+        """Yield answers, batch by batch.
 
         A batch has the same parameters and prompts of one length: some families (bloom, mpt) give other answers to
         padded prompts.
         """
         batches: dict[Any, list[Request]] = {}
-        for place, request in enumerate(requests):
-            alone = place if request.params.do_sample else -1
-            batches.setdefault((request.params, len(request.prompt), alone), []).append(request)
+        for number, request in enumerate(requests):
+            own_batch = number if request.params.do_sample else -1
+            batches.setdefault((request.params, len(request.prompt), own_batch), []).append(request)
         model, masks = self.model_map.model, RowMasks()
         with in_use(self.model_map), masks.applied_to(model, self.model_map), _plain_generation(model):
             for (params, *_), group in batches.items():
@@ -84,16 +84,16 @@ class Fallback:
                 stopping_criteria=StoppingCriteriaList([_Ended(self.stopping, width, params)]),
                 **arguments,
             )
-        return [answer[: self._end(answer, params)] for answer in out[:, width:].tolist()]
+        return [self._cut(answer, params) for answer in out[:, width:].tolist()]
 
-    def _end(self, answer: list[int], params: SamplingParams) -> int:
-        ends = (n for n in range(1, len(answer) + 1) if self.stopping.ended(answer[:n], params))
-        return next(ends, len(answer))
+    def _cut(self, answer: list[int], params: SamplingParams) -> list[int]:
+        lengths = range(1, len(answer) + 1)
+        return next((answer[:n] for n in lengths if self.stopping.ended(answer[:n], params)), answer)
 
 
 @contextmanager
 def _plain_generation(model: Any) -> Iterator[None]:
-    """No setting comes from the model's own generation config."""
+    """Ignore the model's own generation config inside the block."""
     before = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -1,4 +1,4 @@
-"""A model is one run's at a time: the engine puts modules of its own into it."""
+"""Locks on models: the engine puts modules of its own into a model, so that one run has it at a time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _IN_USE: WeakSet[nn.Module] = WeakSet()  # attention modules of models that engi
 
 @contextmanager
 def in_use(model_map: ModelMap) -> Iterator[None]:
-    """The model is one run's as long as the block lasts.
+    """Lock a model for the block.
 
     Raises:
-        InputError: it is another run's.
+        InputError: another run has it.
     """
     refuse_in_use(model_map.model)
     modules = [layer.module for layer in model_map.attention]
@@ -31,10 +31,6 @@ def in_use(model_map: ModelMap) -> Iterator[None]:
 
 
 def refuse_in_use(model: nn.Module) -> None:
-    """Refuse a model that an engine is decoding on.
-
-    Raises:
-        InputError: saying what to do.
-    """
+    """Refuse a model that an engine is decoding on."""
     if any(module in _IN_USE for module in model.modules()):
         raise InputError("the engine is decoding on this model already; finish or close that run first")

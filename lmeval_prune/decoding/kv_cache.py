@@ -1,12 +1,12 @@
-"""Keys and values of many answers, stored once and read in place, and the attention over them.
+"""Keys and values of many answers, stored once and read where they are, and the attention over them.
 
-The cache takes the place of the model's own attention (`interventions/attention_call.py`). The model runs on a
-packed batch (1, tokens): rows of any length, one after another, no padding. In each layer the new keys and values
-are written into their slots, and attention reads the slots. Key-value heads are never repeated: the G query heads
-of a group are G queries to one head.
+The cache takes the place of the model's own attention (`interventions/attention_call.py`). The model runs on a packed
+batch (1, tokens): rows of any length, one after another, no padding. In each layer new keys and values are written into
+their slots, and attention reads the slots. Key-value heads are never repeated: the G query heads of a group are G
+queries to one head.
 
-Where a token is stored and its place in the text are two things: in layers where a handler says which tokens stay, each
-slot has a length of its own.
+A token's *offset* in its slot and its *position* in the text differ in layers where a handler says which tokens stay:
+there each slot has a length of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from lmeval_prune.interventions.attention_call import (
-    AttentionCall,
-    Packed,
-    SlotState,
-    State,
-    UnsupportedAttention,
-)
+from lmeval_prune.interventions.attention_call import AttentionCall, Packed, SlotState, State, UnsupportedAttention
 
 
 @dataclass(frozen=True)
@@ -36,8 +30,8 @@ class Span:
 
     Attributes:
         slot: the first slot.
-        ends: how many tokens each slot holds, the new ones included.
-        tokens: of each that attend.
+        ends: number of tokens that each slot holds, the new ones included.
+        tokens: number of new tokens of each slot.
     """
 
     slot: int
@@ -46,7 +40,7 @@ class Span:
 
 
 def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
-    """Rows (slot, end, tokens) in the order of their slots, neighbours of one block together."""
+    """Join rows (slot, end, tokens) in the order of their slots into spans within blocks."""
     spans: list[Span] = []
     for slot, end, tokens in rows:
         last = spans[-1] if spans else None
@@ -59,29 +53,28 @@ def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
 
 @dataclass
 class Layout:
-    """Where the tokens of a packed batch that attend belong: those of the first span's first slot, of its second, …
+    """Slots and offsets of a packed batch's tokens that attend, span by span.
 
     Attributes:
         spans: of slots.
-        slots, positions: of each token, where it is stored, (tokens,).
-        texts: its place in its text, (tokens,).
-        places: of all stored tokens in their texts, (slots, length); None if they are stored in these places.
+        slots, offsets, positions: of each token, (tokens,).
+        stored_positions: of all stored tokens, (slots, length); None if they are their offsets.
     """
 
     spans: Sequence[Span]
     slots: torch.Tensor
+    offsets: torch.Tensor
     positions: torch.Tensor
-    texts: torch.Tensor
-    places: torch.Tensor | None = None
+    stored_positions: torch.Tensor | None = None
     parts: list[tuple[Span, slice]] = field(init=False)  # each span with its tokens
     _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, packed: Packed, block: int, device: torch.device) -> Layout:
-        """Of a pass whose tokens all attend and are stored in their places."""
+        """Lay out a pass whose tokens all attend, and whose offsets are their positions."""
         rows = list(zip(packed.slots, packed.starts, packed.counts, strict=True))
         slots = [slot for slot, _, count in rows for _ in range(count)]
-        positions = [place for _, start, count in rows for place in range(start, start + count)]
+        positions = [position for _, start, count in rows for position in range(start, start + count)]
         both = torch.tensor([slots, positions]).to(device)
         return cls(spans_of(((slot, a + n, n) for slot, a, n in rows), block), both[0], both[1], both[1])
 
@@ -89,49 +82,47 @@ class Layout:
         ends = accumulate((len(span.ends) * span.tokens for span in self.spans), initial=0)
         self.parts = list(zip(self.spans, (slice(*pair) for pair in pairwise(ends)), strict=True))
 
-    def mask(self, span: Span, tokens: slice, share: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask of a span: 0 where a query sees a key, else the lowest number.
+    def mask(self, span: Span, tokens: slice, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive mask of a span: 0 where a query sees a key, else the lowest number.
 
-        Shape (slots, 1, share · tokens, keys), `share` query heads a key-value head; with one token a slot
+        Shape (slots, 1, group · tokens, keys), `group` query heads a key-value head; with one token a slot
         (slots, 1, 1, keys).
         """
-        key = (tokens.start, share, window, dtype)
+        key = (tokens.start, group, window, dtype)
         if key not in self._masks:
-            query, text = (one[tokens].view(-1, span.tokens, 1) for one in (self.positions, self.texts))
-            seen = place = torch.arange(max(span.ends), device=query.device)
-            if self.places is not None:
-                place = self.places[span.slot : span.slot + len(span.ends), None, : len(seen)]
-            hidden = seen > query
+            query, position = (x[tokens].view(-1, span.tokens, 1) for x in (self.offsets, self.positions))
+            offsets = key_positions = torch.arange(max(span.ends), device=query.device)
+            if self.stored_positions is not None:
+                key_positions = self.stored_positions[span.slot : span.slot + len(span.ends), None, : len(offsets)]
+            hidden = offsets > query
             if window is not None:
-                hidden |= place <= text - window
+                hidden |= key_positions <= position - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=query.device)
             mask.masked_fill_(hidden, torch.finfo(dtype).min)
-            self._masks[key] = (mask.repeat(1, share, 1) if span.tokens > 1 else mask)[:, None]
+            self._masks[key] = (mask.repeat(1, group, 1) if span.tokens > 1 else mask)[:, None]
         return self._masks[key]
 
 
 @dataclass
-class Taken:
+class SlotCopy:
     """A copy of what a slot holds in a layer.
 
     Attributes:
         tensors: keys and values.
-        places: in the text, where only some tokens stay.
-        states: what the layer's handlers remember, by handler.
+        positions: in the text, where only some tokens stay.
+        states: of the layer's handlers, by handler.
     """
 
     tensors: tuple[torch.Tensor, torch.Tensor]
-    places: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     states: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class KVCache:
     """Storage for `count` answers of at most `length` tokens each; a `Store`.
 
-    Attention runs block by block, each of `block` slots and as long as the longest of them.
-
-    A layer's storage, (count, key-value heads, length, width) for keys and for values, is made when that
-    layer first runs, with its own head counts and widths.
+    Attention runs block by block, each of `block` slots and as long as the longest of them. A layer's storage, (count,
+    key-value heads, length, width) for keys and for values, is made when the layer first runs.
     """
 
     def __init__(self, count: int, length: int, block: int = 1 << 30) -> None:
@@ -139,17 +130,19 @@ class KVCache:
         self.length = length
         self.block = block
         self.packed = Packed((), (), ())  # of the pass that runs
-        self.layout: Layout | None = None  # the same, in slots
+        self.layout: Layout | None = None  # of the same pass
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        # of layers where only some tokens stay: how many each slot holds, and their places in the text
+        # of layers where only some tokens stay: how many each slot holds, and their positions
         self.lengths: dict[int, torch.Tensor] = {}
-        self.places: dict[int, torch.Tensor] = {}
-        self.states: defaultdict[int, dict[Hashable, SlotState]] = defaultdict(dict)  # by layer and owner
-        self._begun: set[tuple[int, Hashable]] = set()  # of those, which have been asked for in this pass
+        self.positions: dict[int, torch.Tensor] = {}
+        self.states: defaultdict[int, dict[Hashable, SlotState]] = defaultdict(dict)  # by layer and handler
+        self._begun: set[tuple[int, Hashable]] = set()  # of those, which this pass has used
+
+    # ------------------------------------------------------------------ attention
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
-        """The attention of new tokens, whose keys and values are stored.
+        """Store new keys and values, and compute the attention of new tokens over the slots.
 
         Args:
             call: of a packed batch (1, heads, tokens, width); its module's `layer_idx` names the storage.
@@ -158,106 +151,67 @@ class KVCache:
             (1, tokens, heads, width of values), and None for the weights.
 
         Raises:
-            UnsupportedAttention: the module asks for attention sinks, a bias, or dropout.
+            UnsupportedAttention: the module needs attention sinks, a bias, or dropout.
         """
-        module: Any = call.module
-        query, key, value, options = call.query, call.key, call.value, call.options
-        sliding_window: int | None = options.get("sliding_window")
-        for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
-            if options.get(name) is not None:
-                raise UnsupportedAttention(name)
-        kinds = getattr(getattr(module, "config", None), "layer_types", None)
-        if kinds and kinds[module.layer_idx] == "sliding_attention" and sliding_window is None:
-            raise UnsupportedAttention("its attention modules do not say how wide their window is")
-        if self.layout is None:
+        formula, layout = _Formula.of(call), self.layout
+        if layout is None:
             raise UnsupportedAttention("a pass that says not whose its tokens are")
-        if options.get("dropout") or query.shape[0] != 1 or call.mask is not None:
-            raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
-        scaling = options.get("scaling")
-        rule = _Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), sliding_window)
-        storage = self._storage(int(module.layer_idx), key, value)
+        module: Any = call.module
+        layer, (query, key, value) = int(module.layer_idx), (x[0] for x in (call.query, call.key, call.value))
+        if layer not in self.keys:
+            for storage, new in ((self.keys, key), (self.values, value)):
+                # zeros, not uninitialised: a masked position must hold a finite number
+                storage[layer] = new.new_zeros(self.count, new.shape[0], self.length, new.shape[-1])
+        keys, values = self.keys[layer], self.values[layer]
         stays, asks = call.stays, call.stays if call.asks is None else call.asks
         if asks is None:
-            self._write(storage, self.layout.slots, self.layout.positions, key[0], value[0])
-            return self._attend(rule, self.layout, query[0], *storage).unsqueeze(0), None
-        stored, chosen, layout = self._thinned(int(module.layer_idx), stays, asks)
-        here = slice(None) if stays is None else stays
-        self._write(storage, self.layout.slots[here], stored, key[0, :, here], value[0, :, here])
-        attended = self._attend(rule, layout, query[0, :, chosen], *storage)
+            keys[layout.slots, :, layout.offsets] = key.transpose(0, 1)
+            values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
+            return _attend(formula, layout, query, keys, values).unsqueeze(0), None
+        offsets, chosen, chosen_layout = self._thinned(layer, layout, stays, asks)
+        kept = slice(None) if stays is None else stays
+        keys[layout.slots[kept], :, offsets] = key[:, kept].transpose(0, 1)
+        values[layout.slots[kept], :, offsets] = value[:, kept].transpose(0, 1)
+        attended = _attend(formula, chosen_layout, query[:, chosen], keys, values)
         out = attended.new_zeros(len(asks), *attended.shape[1:])
         out[chosen] = attended
         return out.masked_fill_(~asks[:, None, None], 0).unsqueeze(0), None
 
-    @staticmethod
-    def _write(storage: Iterable[torch.Tensor], slots: torch.Tensor, places: torch.Tensor, *new: torch.Tensor) -> None:
-        for whole, part in zip(storage, new, strict=True):
-            whole[slots, :, places] = part.transpose(0, 1)
-
-    @staticmethod
-    def _attend(
-        rule: _Rule, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of queries (heads, tokens, width) that lie so, (tokens, heads, width of values)."""
-        heads, share = query.shape[0], query.shape[0] // keys.shape[1]  # query heads a key-value head
-        parts = []
-        for span, tokens in layout.parts:
-            rows = len(span.ends)
-            q = query[:, tokens].reshape(-1, share, rows, span.tokens, query.shape[-1])
-            q = q.permute(2, 0, 1, 3, 4).reshape(rows, keys.shape[1], share * span.tokens, query.shape[-1])
-            near, end = slice(span.slot, span.slot + rows), max(span.ends)
-            mask = layout.mask(span, tokens, share, rule.window, query.dtype)
-            out = rule.attend(q, keys[near, :, :end], values[near, :, :end], mask)
-            out = out.reshape(rows, heads, span.tokens, -1).transpose(1, 2)  # heads stand together again
-            parts.append(out.reshape(rows * span.tokens, heads, -1))
-        if not parts:
-            return query.new_zeros(0, heads, values.shape[-1])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     def _thinned(
-        self, layer: int, stays: torch.Tensor | None, asks: torch.Tensor
+        self, layer: int, layout: Layout, stays: torch.Tensor | None, asks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Layout]:
         """Make room for the tokens that stay (None for all), each slot's after its last one.
 
         Returns:
-            Their positions; which tokens attend, (tokens,); and the layout of these. A slot's only new token attends
-            even if it does not ask: leaving it out would break up blocks.
+            Their offsets; which tokens attend, (tokens,); and the layout of these. A slot's only new token attends even
+            if it does not ask: leaving it out would break up blocks.
         """
-        assert self.layout
-        device, texts, positions, places = self.layout.texts.device, self.layout.texts, self.layout.positions, None
-        packed = self.packed
-        slots, starts, counts = (torch.tensor(one) for one in (packed.slots, packed.starts, packed.counts))
+        offsets, stored_positions = layout.offsets, None
+        slots, starts, counts = map(torch.tensor, (self.packed.slots, self.packed.starts, self.packed.counts))
         row = torch.arange(len(slots)).repeat_interleave(counts)
 
-        def by_slot(some: torch.Tensor) -> torch.Tensor:
-            return torch.zeros_like(counts).index_add_(0, row, some.long())
+        def by_slot(tokens: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(counts).index_add_(0, row, tokens.long())
 
         ends, ask = starts + counts, asks.cpu() | (counts == 1)[row]
         if stays is not None:
             if layer not in self.lengths:
                 self.lengths[layer] = torch.zeros(self.count, dtype=torch.long)
-                self.places[layer] = texts.new_zeros(self.count, self.length, dtype=torch.int32)
-            stay, places = stays.cpu(), self.places[layer]
+                self.positions[layer] = offsets.new_zeros(self.count, self.length, dtype=torch.int32)
+            stay, stored_positions = stays.cpu(), self.positions[layer]
             lengths, new = torch.where(starts == 0, 0, self.lengths[layer][slots]), by_slot(stay)
-            positions = ((lengths - (new.cumsum(0) - new))[row] + stay.cumsum(0) - 1).to(device)
+            offsets = ((lengths - (new.cumsum(0) - new))[row] + stay.cumsum(0) - 1).to(offsets.device)
             ends = self.lengths[layer][slots] = lengths + new
-            stored = positions[stays]
-            places[self.layout.slots[stays], stored] = texts[stays].int()
-        chosen = ask.to(device)
+            stored_positions[layout.slots[stays], offsets[stays]] = layout.positions[stays].int()
+        chosen = ask.to(offsets.device)
         rows = zip(slots.tolist(), ends.tolist(), by_slot(ask).tolist(), strict=True)
-        spans = spans_of((one for one in rows if one[2]), self.block)
-        layout = Layout(spans, self.layout.slots[chosen], positions[chosen], texts[chosen], places)
-        return positions if stays is None else stored, chosen, layout
-
-    def _storage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer not in self.keys:
-            for storage, new in ((self.keys, key), (self.values, value)):
-                # zeros, not what lay there: a masked position must hold a finite number
-                storage[layer] = new.new_zeros(self.count, new.shape[1], self.length, new.shape[-1])
-        return self.keys[layer], self.values[layer]
+        spans = spans_of((row for row in rows if row[2]), self.block)
+        thinned = Layout(spans, layout.slots[chosen], offsets[chosen], layout.positions[chosen], stored_positions)
+        return offsets if stays is None else offsets[stays], chosen, thinned
 
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
-        """Forward passes inside the block are over such tokens, which are stored."""
+        """Store the tokens of forward passes inside the block, which are packed so."""
         self.packed, self.layout = packed, Layout.of(packed, self.block, device)
         self._begun.clear()
         try:
@@ -266,73 +220,111 @@ class KVCache:
             self.layout = None
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
-        """What a handler remembers of the sequences in a layer; see `Store`."""
+        """Return what a handler remembers of the sequences in a layer; see `Store`."""
         module: Any = call.module
         layer: int = module.layer_idx
-        states = self.states[layer]
-        if owner not in states:
-            states[owner] = make()
-        found: Any = states[owner]
-        new = [slot for slot, start in zip(self.packed.slots, self.packed.starts, strict=True) if not start]
-        if new and (layer, owner) not in self._begun:
-            found.begin(new)
-        self._begun.add((layer, owner))
-        state: State = found
-        return state
+        if owner not in self.states[layer]:
+            self.states[layer][owner] = make()
+        state: Any = self.states[layer][owner]
+        if (layer, owner) not in self._begun:
+            self._begun.add((layer, owner))
+            if new := [slot for slot, start in zip(self.packed.slots, self.packed.starts, strict=True) if not start]:
+                state.begin(new)
+        result: State = state
+        return result
 
     # ------------------------------------------------------------------ slots
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot to another, and what is remembered of them."""
+        """Copy the first `length` tokens of a slot to another, with what is remembered of them."""
         for layer in self.keys:
-            held = self._held(layer, source, length)
+            stored = self._stored(layer, source, length)
             for storage in (self.keys[layer], self.values[layer]):
-                storage[target, :, :held] = storage[source, :, :held]
+                storage[target, :, :stored] = storage[source, :, :stored]
             if layer in self.lengths:
-                self.lengths[layer][target] = held
-                self.places[layer][target, :held] = self.places[layer][source, :held]
+                self.lengths[layer][target] = stored
+                self.positions[layer][target, :stored] = self.positions[layer][source, :stored]
             for state in self.states[layer].values():
                 state.move(source, target)
 
-    def take(self, slot: int, length: int, layers: int) -> list[Taken]:
-        """Copies of a slot's keys and values in the layers below `layers`, each (heads, length, width)."""
-        found = []
+    def take(self, slot: int, length: int, layers: int) -> list[SlotCopy]:
+        """Copy a slot's keys and values, (heads, length, width), in the layers below `layers`."""
+        copies = []
         for layer in range(layers):
-            held = self._held(layer, slot, length)
-            keys, values = (one[layer][slot, :, :held].clone() for one in (self.keys, self.values))
-            places = self.places[layer][slot, :held].clone() if layer in self.places else None
+            stored = self._stored(layer, slot, length)
+            keys, values = (storage[layer][slot, :, :stored].clone() for storage in (self.keys, self.values))
+            positions = self.positions[layer][slot, :stored].clone() if layer in self.positions else None
             states = {owner: state.take(slot) for owner, state in self.states[layer].items()}
-            found.append(Taken((keys, values), places, states))
-        return found
+            copies.append(SlotCopy((keys, values), positions, states))
+        return copies
 
-    def put(self, slot: int, taken: Sequence[Taken], length: int, layers: int) -> None:
-        """Write the first `length` tokens of what `take` gave into a slot, in the layers below `layers`.
+    def put(self, slot: int, copies: Sequence[SlotCopy], length: int, layers: int) -> None:
+        """Write the first `length` tokens of copies into a slot, in the layers below `layers`.
 
-        Where only some tokens stay, that is all that was taken, and what is remembered of them.
+        Where only some tokens stay, all that were copied are written, with what is remembered of them.
         """
-        for layer, one in zip(range(layers), taken, strict=False):
-            for storage, part in zip((self.keys[layer], self.values[layer]), one.tensors, strict=True):
-                held = min(length, part.shape[1])
-                storage[slot, :, :held] = part[:, :held]
-            if one.places is not None:
-                self.lengths[layer][slot] = len(one.places)
-                self.places[layer][slot, : len(one.places)] = one.places
-            for owner, state in one.states.items():
+        for layer, copied in zip(range(layers), copies, strict=False):
+            for storage, part in zip((self.keys[layer], self.values[layer]), copied.tensors, strict=True):
+                stored = min(length, part.shape[1])
+                storage[slot, :, :stored] = part[:, :stored]
+            if copied.positions is not None:
+                self.lengths[layer][slot] = len(copied.positions)
+                self.positions[layer][slot, : len(copied.positions)] = copied.positions
+            for owner, state in copied.states.items():
                 self.states[layer][owner].put(slot, state)
 
-    def _held(self, layer: int, slot: int, length: int) -> int:
-        """How many of the first `length` tokens of a slot stay in a layer."""
+    def _stored(self, layer: int, slot: int, length: int) -> int:
+        """Number of the first `length` tokens of a slot that stay in a layer."""
         return int(self.lengths[layer][slot]) if layer in self.lengths else length
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _Formula:
+    """Scaling, soft cap and window of a layer's attention."""
+
     scaling: float
     softcap: float | None
     window: int | None
 
+    @classmethod
+    def of(cls, call: AttentionCall) -> _Formula:
+        """Read a call's options; refuse those that are not known here."""
+        module: Any = call.module
+        options, window = call.options, call.options.get("sliding_window")
+        for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
+            if options.get(name) is not None:
+                raise UnsupportedAttention(name)
+        kinds = getattr(getattr(module, "config", None), "layer_types", None)
+        if kinds and kinds[module.layer_idx] == "sliding_attention" and window is None:
+            raise UnsupportedAttention("its attention modules do not say how wide their window is")
+        if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
+            raise UnsupportedAttention("dropout, a padded batch or a ready-made mask")
+        scaling = options.get("scaling")
+        return cls(call.query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), window)
+
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Compute the attention of queries to keys."""
         if self.softcap is None:
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
         scores = torch.tanh(q @ k.transpose(-1, -2) * self.scaling / self.softcap) * self.softcap
         return (scores + mask).softmax(-1) @ v
+
+
+def _attend(
+    formula: _Formula, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Compute the attention of laid-out queries (heads, tokens, width), (tokens, heads, width of values)."""
+    heads, group = query.shape[0], query.shape[0] // keys.shape[1]  # query heads a key-value head
+    parts = []
+    for span, tokens in layout.parts:
+        rows = len(span.ends)
+        q = query[:, tokens].reshape(-1, group, rows, span.tokens, query.shape[-1])
+        q = q.permute(2, 0, 1, 3, 4).reshape(rows, keys.shape[1], group * span.tokens, query.shape[-1])
+        slots, end = slice(span.slot, span.slot + rows), max(span.ends)
+        mask = layout.mask(span, tokens, group, formula.window, query.dtype)
+        out = formula.attend(q, keys[slots, :, :end], values[slots, :, :end], mask)
+        out = out.reshape(rows, heads, span.tokens, -1).transpose(1, 2)  # heads stand together again
+        parts.append(out.reshape(rows * span.tokens, heads, -1))
+    if not parts:
+        return query.new_zeros(0, heads, values.shape[-1])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

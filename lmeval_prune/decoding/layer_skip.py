@@ -1,4 +1,4 @@
-"""Running some of a stock model's decoder layers: from a given hidden state on, and keeping hidden states."""
+"""Forward passes through some of a stock model's decoder layers, from a hidden state on; hidden states are kept."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lmeval_prune.errors import InputError
 
 @dataclass
 class PartialPass:
-    """Which layers a forward pass runs.
+    """Layers that a forward pass runs.
 
     Attributes:
-        start: the first layer that runs; those below let the hidden state through.
-        hidden: what enters layer `start`, (1, tokens, width); needed if `start` > 0. With `start` the number
-            of layers, what leaves the last one.
+        start: the first layer that runs; those below pass the hidden state on.
+        hidden: input of layer `start`, (1, tokens, width); needed if `start` > 0. With `start` the number of layers,
+            the last one's output.
         keep: layers whose input is kept (the number of layers: the last one's output).
-        kept: layer → that input, filled by the pass.
+        kept: these inputs by layer, filled by the pass.
     """
 
     start: int = 0
@@ -33,7 +33,7 @@ class PartialPass:
 
 
 class _SkippableLayer(nn.Module):
-    """Stands in a decoder layer's place and does what the current pass says."""
+    """Stand-in for a decoder layer, which runs it if the current pass says so."""
 
     def __init__(self, layer: nn.Module, index: int, skip: LayerSkip) -> None:
         super().__init__()

@@ -1,10 +1,12 @@
-"""A stock model made to run packed batches of differently pruned sequences."""
+"""A stock model that runs packed batches of differently pruned sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,12 +26,12 @@ class Chunk:
     """New tokens of one slot.
 
     Attributes:
-        slot: where the sequence's keys and values are.
-        stored: tokens that the slot holds already.
+        slot: of the sequence's keys and values.
+        stored: number of tokens that the slot holds already.
         mask: number of the sequence's mask.
         tokens: token ids, at least one.
-        skip: so many of the tokens, from the first on, need no logits.
-        keep: layers whose input is wanted (the number of layers: the last one's output).
+        skip: number of first tokens that need no logits.
+        keep: layers whose input is kept (the number of layers: the last one's output).
     """
 
     slot: int
@@ -41,7 +43,9 @@ class Chunk:
 
 
 class ModelRunner:
-    """A model with our attention, skippable layers and row masks in it; made by `ModelRunner.on`.
+    """A model with the cache's attention, skippable layers and, where anything is pruned, row masks in it.
+
+    Made by `ModelRunner.on`.
 
     Attributes:
         cache: the stored keys and values.
@@ -50,12 +54,11 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model_map: ModelMap, cache: KVCache, skip: LayerSkip, rows: RowMasks, masks: Sequence[HeadMask | None]
+        self, model_map: ModelMap, cache: KVCache, skip: LayerSkip, masking: Callable[..., AbstractContextManager[None]]
     ) -> None:
         self._model_map = model_map
         self._model: Any = model_map.model
-        self._skip, self._rows = skip, rows
-        self._table = rows.table(masks)
+        self._skip, self._masking = skip, masking
         self._device = next(self._model.parameters()).device
         self.layers = len(model_map.attention)
         self.cache = cache
@@ -69,7 +72,7 @@ class ModelRunner:
         Args:
             model_map: of the model.
             cache: for keys and values.
-            masks: of the sequences, which name them by their places.
+            masks: of the sequences, which name them by their numbers.
 
         Raises:
             InputError: the model's layers do not stand in one list, a mask does not fit, or another run has the model.
@@ -77,9 +80,12 @@ class ModelRunner:
         skip, rows = LayerSkip(model_map), RowMasks()
         with in_use(model_map), ExitStack() as stack:
             replace_attention(model_map, cache, stack)
-            stack.enter_context(rows.applied_to(model_map.model, model_map))
+            masking: Callable[..., AbstractContextManager[None]] = nullcontext
+            if any(masks):
+                stack.enter_context(rows.applied_to(model_map.model, model_map))
+                masking = partial(rows.using, rows.table(masks))
             stack.enter_context(skip.installed())
-            yield cls(model_map, cache, skip, rows, masks)
+            yield cls(model_map, cache, skip, masking)
 
     def forward(
         self, batch: Sequence[Chunk], start: int = 0, hidden: torch.Tensor | None = None
@@ -89,38 +95,36 @@ class ModelRunner:
         Args:
             batch: in the order of the slots.
             start: the first layer to run.
-            hidden: what enters it, (all tokens, width); needed if `start` > 0.
+            hidden: its input, (all tokens, width); needed if `start` > 0.
 
         Returns:
-            Logits, (tokens but the skipped ones, vocabulary), and of each chunk what entered the layers that it
-            wants kept, (tokens, width).
+            Logits, (tokens but the skipped ones, vocabulary), and for each chunk the inputs of the layers that it
+            keeps, (tokens, width).
         """
-        flat: list[int] = []
-        masks: list[int] = []
-        wanted: list[int] = []
-        for chunk in batch:
-            count = len(chunk.tokens)
-            wanted += range(len(flat) + chunk.skip, len(flat) + count)
-            flat += chunk.tokens
-            masks += [chunk.mask] * count
+        tokens = [token for chunk in batch for token in chunk.tokens]
+        masks = [chunk.mask for chunk in batch for _ in chunk.tokens]
+        starts = list(accumulate((len(chunk.tokens) for chunk in batch), initial=0))
+        with_logits = [
+            token
+            for chunk, (first, end) in zip(batch, pairwise(starts), strict=True)
+            for token in range(first + chunk.skip, end)
+        ]
         columns = zip(*((chunk.slot, chunk.stored, len(chunk.tokens)) for chunk in batch), strict=True)
         keep = frozenset[int]().union(*(chunk.keep for chunk in batch))
         hidden = None if hidden is None else hidden.unsqueeze(0)
         packing = self.cache.packing(Packed(*columns), self._device)
         with self._skip.running(start, hidden, keep) as current, packing as layout:
-            logits = self._logits(flat, masks, layout.positions, wanted)
-        self.layer_tokens += len(flat) * (self.layers - start)
-        self.head_tokens += len(wanted)
-        kept = []
-        at = 0
-        for chunk in batch:
-            # copies: a view would hold on to the whole batch
-            kept.append({layer: current.kept[layer][0, at : at + len(chunk.tokens)].clone() for layer in chunk.keep})
-            at += len(chunk.tokens)
+            logits = self._logits(tokens, masks, layout.positions, with_logits)
+        self.layer_tokens += len(tokens) * (self.layers - start)
+        self.head_tokens += len(with_logits)
+        kept = [  # copies: a view would hold on to the whole batch
+            {layer: current.kept[layer][0, slice(*ends)].clone() for layer in chunk.keep}
+            for chunk, ends in zip(batch, pairwise(starts), strict=True)
+        ]
         return logits, kept
 
     def alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
-        """Logits after `tokens`, run by themselves in a slot of their own: nothing else counts. (vocabulary,)."""
+        """Return the logits after `tokens`, (vocabulary,), run by themselves in a slot of their own."""
         length = len(tokens)
         cache, packed = KVCache(1, length), Packed((0,), (0,), (length,))
         with ExitStack() as stack:
@@ -131,17 +135,17 @@ class ModelRunner:
             return self._logits(list(tokens), [mask] * length, layout.positions, [length - 1])[0]
 
     def _logits(
-        self, tokens: Sequence[int], masks: Sequence[int], positions: torch.Tensor, wanted: Sequence[int]
+        self, tokens: Sequence[int], masks: Sequence[int], positions: torch.Tensor, with_logits: Sequence[int]
     ) -> torch.Tensor:
-        everything = len(wanted) == len(tokens)
-        with self._rows.using(self._table, torch.tensor([masks])):
+        to_keep = slice(None) if len(with_logits) == len(tokens) else torch.tensor(with_logits, device=self._device)
+        with self._masking(torch.tensor([masks])):
             out = self._model(
                 input_ids=torch.tensor([tokens], device=self._device),
                 position_ids=positions.unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=slice(None) if everything else torch.tensor(wanted, device=self._device),
+                logits_to_keep=to_keep,
             )
-        if len(out.logits[0]) != len(wanted):
+        if len(out.logits[0]) != len(with_logits):
             raise UnsupportedAttention("it does not know logits_to_keep")
         logits: torch.Tensor = out.logits[0]
         return logits

@@ -11,15 +11,15 @@ from lmeval_prune.decoding.request import Request
 
 
 class Progress:
-    """Shows the tokens that are decoded of those that are expected.
+    """Progress bar over the tokens that are expected.
 
-    Expected are, of the answers that are not there yet, the mean length of those that are; before there is one, the
-    most that they may have. Counted in answers, an estimate would be far too long: the first answer to a prompt takes
-    as long as all of its tokens, and those that follow it take over most of them.
+    Each answer that is not complete is expected to be as long as the complete ones are on average; before there is any,
+    as long as it may be. Counted in answers, an estimate would be far too long: the first answer to a prompt takes as
+    long as all of its tokens, and those that follow it take over most of them.
 
     Args:
         requests: whose answers are decoded.
-        show: whether anything is shown.
+        show: whether the bar is shown.
     """
 
     def __init__(self, requests: Sequence[Request], show: bool) -> None:
@@ -30,16 +30,16 @@ class Progress:
 
     @property
     def expected(self) -> float:
-        """Tokens of an answer."""
+        """Expected tokens of an answer."""
         return self.tokens / self.ended if self.ended else self.most
 
     def step(self, active: int) -> None:
-        """Take note of the tokens of answers that are on their way."""
+        """Record the tokens of incomplete answers."""
         self.active = active
         self._show()
 
     def end(self, length: int) -> None:
-        """Take note of a whole answer."""
+        """Record a complete answer."""
         self.ended, self.tokens = self.ended + 1, self.tokens + length
         self.active = max(self.active - length, 0)
         self._show()
@@ -52,8 +52,7 @@ class Progress:
         if self.bar.disable:
             return
         decoded = self.tokens + self.active
-        left = (self.requests - self.ended) * self.expected
-        self.bar.total = round(max(self.tokens + left, decoded))
-        about = f"about {self.expected:.0f}" if self.ended else f"at most {self.expected:.0f}"
-        self.bar.set_postfix_str(f"{self.ended} of {self.requests} answers, {about} tokens each", refresh=False)
+        self.bar.total = round(max(self.tokens + (self.requests - self.ended) * self.expected, decoded))
+        length = f"about {self.expected:.0f}" if self.ended else f"at most {self.expected:.0f}"
+        self.bar.set_postfix_str(f"{self.ended} of {self.requests} answers, {length} tokens each", refresh=False)
         self.bar.update(max(decoded - self.bar.n, 0))

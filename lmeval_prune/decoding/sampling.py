@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, by transformers' own logits processors."""
+"""Choice of tokens from logits, by transformers' own logits processors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lmeval_prune.decoding.stopping import Stopping
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether the token is simply the one with the largest logit."""
+    """Return whether the next token is simply that of the largest logit."""
     return not params.do_sample and params.repetition_penalty == 1.0 and params.others == "{}"
 
 
 class Sampler:
-    """Chooses tokens as `generate` would.
+    """Choice of tokens as by `generate`.
 
     Args:
         model: whose `generate` it is.
@@ -29,18 +29,18 @@ class Sampler:
     def __init__(self, model: Any, stopping: Stopping) -> None:
         self._model = model
         self._stopping = stopping
-        self._made: dict[Any, LogitsProcessorList] = {}
+        self._by_request: dict[Any, LogitsProcessorList] = {}
 
     def choose(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> int:
-        """The next token of `request` after `answer`.
+        """Choose the next token of `request` after `answer`.
 
         A draw depends on the request's seed, the position in the answer and the logits alone: one uniform number
         from a counter-based generator, put through the inverse of the cumulative distribution.
 
         Args:
-            logits: shape (vocabulary,).
-            request: the request.
-            answer: the tokens chosen so far.
+            logits: (vocabulary,).
+            request: with its parameters and seed.
+            answer: tokens chosen so far.
         """
         scores = self._scores(logits, request, answer)
         if not request.params.do_sample:
@@ -50,14 +50,14 @@ class Sampler:
         return min(drawn, scores.shape[-1] - 1)
 
     def near_tie(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> bool:
-        """Whether logits that differ by their rounding might choose another token; arguments as of `choose`.
+        """Return whether logits that differ by their rounding might choose another token; arguments as of `choose`.
 
         Logits are taken to be right to half of 1e-3, or of 32 roundings of the largest one. An error e of all logits
         moves a cumulative distribution F by at most 2 e F (1 - F) / temperature (in first order).
         """
         params = request.params
         if params.others != "{}" or (params.do_sample and (params.top_k or params.top_p < 1 or params.min_p)):
-            return True  # a cut falls one way or the other
+            return True  # a cut may fall either way
         scores = logits.float() if is_plain(params) else self._scores(logits, request, answer)
         best, second = scores.topk(2).values.tolist()
         size = float(logits.abs().max()) if params.do_sample else abs(best)
@@ -77,23 +77,23 @@ class Sampler:
         return scores
 
     def _processors(self, request: Request, device: torch.device) -> LogitsProcessorList:
-        """What `generate` would apply to the logits of this request, in its order."""
+        """Processors that `generate` would apply to the logits of this request, in its order."""
         params, prompt = request.params, request.prompt
         key = (params, prompt if '"encoder_' in params.others else len(prompt), device)
-        if key not in self._made:
+        if key not in self._by_request:
             config = GenerationConfig(**params.generation_settings())
             config.max_length = len(prompt) + params.max_new_tokens
             ends = self._stopping.ends(params)
             config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
             ids: Any = torch.tensor([prompt], device=device)
-            self._made[key] = self._model._get_logits_processor(
+            self._by_request[key] = self._model._get_logits_processor(
                 generation_config=config, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device=str(device)
             )
-        return self._made[key]
+        return self._by_request[key]
 
 
 def _draw(scores: torch.Tensor, request: Request, answer: Sequence[int]) -> tuple[torch.Tensor, float]:
-    """The cumulative distribution, and the point in it that is drawn."""
+    """Return the cumulative distribution, and the point in it that is drawn."""
     cumulative = scores.double().softmax(-1).cumsum(-1)
     generator = numpy.random.Generator(numpy.random.Philox(key=request.seed, counter=len(answer)))
     return cumulative, generator.random() * float(cumulative[-1])

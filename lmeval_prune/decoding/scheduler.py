@@ -1,11 +1,11 @@
-"""Which sequences are decoded when, and what they share.
+"""The order in which sequences are decoded, and what they share.
 
-A *prompt group* is all requests with one prompt. Its request with the highest first pruned layer (the unpruned
-one, if there is one) leads. The leader decodes like any sequence, and what enters the layers at which its siblings
-start to differ is kept. Each sibling then *follows* the leader: as long as it chooses the same tokens, all
-that it needs below its first pruned layer is known, so it runs the layers from there up, on the prompt and on
-a stretch of the leader's answer at once, and checks whether it would have written that stretch. Where it
-differs, it goes on alone, as one row of the common batch.
+A *prompt group* is all requests with one prompt. Its request with the highest first pruned layer (the unpruned one, if
+there is one) leads. The leader decodes like any sequence, and the inputs of the layers at which its siblings start to
+differ are kept. Each sibling then *follows* the leader: as long as it chooses the same tokens, all that it needs below
+its first pruned layer is known, so it runs the layers from there up, on the prompt and on a stretch of the leader's
+answer at once, and checks whether it would have written that stretch. Where it differs, it goes on alone, as a row of
+the common batch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.decoding.drafts import GrowingLookup, Lookup
+from lmeval_prune.decoding.drafts import NgramIndex
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.sampling import Sampler, is_plain
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 from lmeval_prune.decoding.stopping import Stopping
-from lmeval_prune.errors import InputError
+from lmeval_prune.settings import Natural, Settings
 
-PASS = 2048  # tokens of prompts in one pass (or one prompt): rows that are being decoded never wait for long
+PASS = 2048  # tokens of prompts in a pass (or a single prompt): rows that are being decoded never wait for long
 
 
 @dataclass
 class Statistics:
-    """What runs did, in counts."""
+    """Counts of what runs did."""
 
     answers: int = 0
     answer_tokens: int = 0
@@ -48,37 +48,28 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Which of the engine's ideas are used, and how far; for measurements of each.
+class Schedule(Settings):
+    """Switches and bounds of the engine's ideas, for measurements of each.
 
     Attributes:
         share: whether requests with one prompt share what is equal among them.
-        follow: tokens of the leader's answer that a follower checks at a time; 0 shares the prompt only.
+        follow: number of tokens of the leader's answer that a follower checks at a time; 0 shares the prompt only.
         refill: whether a waiting request enters as soon as a row is free; else a batch ends as a whole.
-        drafts: at most so many tokens are proposed to a row by lookup; 0 for none.
-        budget: tokens of a decoding step up to which drafts are proposed. Default: measured, as the number of
-            tokens that take twice as long as one.
-
-    Raises:
-        InputError: a number is negative.
+        drafts: largest number of tokens that are proposed to a row by lookup; 0 for none.
+        budget: tokens of a decoding step up to which drafts are proposed. Default: measured, as the number of tokens
+            that take twice as long as one.
     """
 
     share: bool = True
-    follow: int = 16
+    follow: Natural = 16
     refill: bool = True
-    drafts: int = 8
-    budget: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("follow", "drafts", "budget"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise InputError(f"{name} must be at least 0, not {value}")
+    drafts: Natural = 8
+    budget: Natural | None = None
 
 
 @dataclass
 class Scheduler:
-    """Decodes prompt groups; see `Engine` and `Schedule` for the options."""
+    """Decoding of prompt groups; see `Engine` and `Schedule` for the options."""
 
     runner: ModelRunner
     waiting: deque[PromptGroup]
@@ -89,12 +80,12 @@ class Scheduler:
     budget: int
     deterministic: bool
     leaders: int  # with followers, at most, at a time
-    stepped: Callable[[int], None] = lambda _: None  # is told the tokens of answers on their way
+    stepped: Callable[[int], None] = lambda _: None  # called with the tokens of incomplete answers
     ready: deque[PromptGroup] = field(default_factory=deque)  # their leaders have gone ahead, followers wait
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
 
     def answers(self) -> Iterator[Sequence]:
-        """Sequences as they end."""
+        """Yield sequences as they end."""
         before = (self.statistics.layer_tokens, self.statistics.head_tokens)
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
@@ -132,7 +123,7 @@ class Scheduler:
             if others_wait:
                 return
 
-    def _room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
+    def _has_room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
         """Whether `row` can start in a pass that has so many tokens, and computes so many logits, already."""
         fits = tokens + len(row.request.prompt) + (self._follow_tokens if logits else 0) <= PASS and logits < PASS // 4
         return len(self.active) < self.runner.cache.count and (fits or not tokens)
@@ -147,7 +138,7 @@ class Scheduler:
         leading = sum(bool(row.kept_layers()) for row in self.active)
         rows: list[Sequence] = []
         tokens = 0
-        while self.waiting and self._room(self.waiting[0].leader, tokens):
+        while self.waiting and self._has_room(self.waiting[0].leader, tokens):
             group = self.waiting[0]
             if group.followers and leading >= self.leaders:
                 break
@@ -168,23 +159,22 @@ class Scheduler:
 
     def _let_follow(self, group: PromptGroup) -> None:
         """Keep what followers need of their leader's slot, and let them start."""
-        if group.followers and not group.led:
+        if group.followers and not group.leader_tokens:
             leader = group.leader
-            group.led = leader.tokens if self._follow_tokens else list(leader.request.prompt)
-            group.shared = self.runner.cache.take(leader.slot, leader.stored, group.followers[0].first)
+            group.leader_tokens = leader.tokens if self._follow_tokens else list(leader.request.prompt)
+            group.shared = self.runner.cache.take(leader.slot, leader.stored, group.followers[0].first_layer)
             self.ready.append(group)
 
     def _start_followers(self) -> None:
         """Start followers with one first layer: run the prompt and the leader's answer from there up."""
-        first = self.ready[0].followers[0].first
+        first = self.ready[0].followers[0].first_layer
         rows: list[Sequence] = []
-        known: dict[int, torch.Tensor] = {}  # what entered layer `first` at all tokens of `led` but the last
+        known: dict[int, torch.Tensor] = {}  # by group, inputs of layer `first` at all leader's tokens but the last
         tokens = logits = 0
         for group in self.ready:
-            while (
-                group.followers and group.followers[0].first == first and self._room(group.followers[0], tokens, logits)
-            ):
-                rows.append(self._enter(group.followers.popleft()))
+            queue = group.followers
+            while queue and queue[0].first_layer == first and self._has_room(queue[0], tokens, logits):
+                rows.append(self._enter(queue.popleft()))
                 known.setdefault(id(group), torch.cat(group.kept[first]))
                 tokens += len(rows[-1].request.prompt) + self._follow_tokens
                 logits += 1 + self._follow_tokens
@@ -194,33 +184,33 @@ class Scheduler:
         for row in rows:
             group = row.group
             self.runner.cache.put(row.slot, group.shared, min(row.stored, len(known[id(group)])), first)
-            self.statistics.followed += _common(row.tokens, group.led) - len(row.request.prompt)
+            self.statistics.followed += _common_length(row.tokens, group.leader_tokens) - len(row.request.prompt)
         for group in [group for group in self.ready if not group.followers]:
             self.ready.remove(group)
             group.shared, group.kept = [], {}
 
     def _follow(self, rows: list[Sequence], first: int, known: list[torch.Tensor]) -> list[Sequence]:
-        """Check a stretch of the leader's answer in each row; returns the rows that would have written it all."""
+        """Check a stretch of the leader's answer in each row; return the rows that would have written it all."""
         stretches, hidden, skips = [], [], []
         for row, kept in zip(rows, known, strict=True):
-            prompt, place = len(row.request.prompt), row.stored
-            until = min(max(place, prompt) + self._follow_tokens, len(kept))
-            stretches.append(row.group.led[place:until])
-            hidden.append(kept[place:until])
-            skips.append(max(prompt - 1 - place, 0))  # from the prompt's last token on, logits say what comes next
+            prompt, start = len(row.request.prompt), row.stored
+            until = min(max(start, prompt) + self._follow_tokens, len(kept))
+            stretches.append(row.group.leader_tokens[start:until])
+            hidden.append(kept[start:until])
+            skips.append(max(prompt - 1 - start, 0))  # from the prompt's last token on, logits say what comes next
         logits = self._forward(rows, stretches, skips, first, torch.cat(hidden))
         picks = self._picks(logits, rows)
-        still, at = [], 0
+        matching, line = [], 0
         for row, kept, stretch, skip in zip(rows, known, stretches, skips, strict=True):
-            led, until = row.group.led, row.stored + len(stretch)
-            lines = slice(at, at + len(stretch) - skip)
-            at = lines.stop
+            leader_tokens, until = row.group.leader_tokens, row.stored + len(stretch)
+            lines = slice(line, line + len(stretch) - skip)
+            line = lines.stop
             row.stored += skip + 1
-            self._take(row, logits[lines], led[row.stored : until], picks[lines])
-            if not row.ended and until < len(kept) and row.tokens == led[: until + 1]:
-                still.append(row)
+            self._take(row, logits[lines], leader_tokens[row.stored : until], picks[lines])
+            if not row.ended and until < len(kept) and row.tokens == leader_tokens[: until + 1]:
+                matching.append(row)
         self.statistics.follow_tokens += sum(map(len, stretches))
-        return still
+        return matching
 
     def _leave(self) -> list[Sequence]:
         """Take ended rows out; the last rows move into their slots."""
@@ -231,7 +221,7 @@ class Scheduler:
             if row is group.leader:
                 self._let_follow(group)
             if self.schedule.drafts and group.left:
-                group.answers = group.answers or Lookup()
+                group.answers = group.answers or NgramIndex()
                 group.answers.add(row.tokens)
             self._close(row.slot)
         self.statistics.answers += len(ended)
@@ -251,7 +241,7 @@ class Scheduler:
         self.active.pop()
 
     def _move(self, row: Sequence, slot: int) -> int:
-        """Move a row to a free slot; returns the slot that becomes free."""
+        """Move a row to a free slot; return the slot that becomes free."""
         self.runner.cache.move(row.slot, slot, row.stored)
         free, row.slot, self.active[slot] = row.slot, slot, row
         return free
@@ -267,8 +257,8 @@ class Scheduler:
             for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
         ]
         logits, kept = self.runner.forward(batch, *args)
-        for row, found in zip(rows, kept, strict=True):
-            for layer, hidden in found.items():
+        for row, inputs in zip(rows, kept, strict=True):
+            for layer, hidden in inputs.items():
                 row.group.kept.setdefault(layer, []).append(hidden)
         return logits
 
@@ -281,10 +271,10 @@ class Scheduler:
         self.statistics.step_rows += len(rows)
         self.statistics.step_tokens += len(logits)
         picks = self._picks(logits, rows)
-        at = 0
+        line = 0
         for row, draft in zip(rows, drafts, strict=True):
-            lines = slice(at, at + 1 + len(draft))
-            at = lines.stop
+            lines = slice(line, line + 1 + len(draft))
+            line = lines.stop
             row.stored += 1
             taken = self._take(row, logits[lines], draft, picks[lines])
             self.statistics.drafted += len(draft)
@@ -294,25 +284,25 @@ class Scheduler:
                 pieces[-1] = pieces[-1][:taken]
 
     def _proposals(self, rows: Items[Sequence]) -> list[list[int]]:
-        """Drafts by lookup, as long as the step stays within the budget."""
-        found: list[list[int]] = [[] for _ in rows]
+        """Propose drafts by lookup, as long as the step stays within the budget."""
+        drafts: list[list[int]] = [[] for _ in rows]
         room = self.budget - len(rows)
         if not self.schedule.drafts or room <= 0:
-            return found
-        each = min(self.schedule.drafts, max(1, room // len(rows)))
+            return drafts
+        most = min(self.schedule.drafts, max(1, room // len(rows)))
         for i, row in enumerate(rows):
-            left = min(each, room, self._limit(row) - len(row.answer) - 1)
-            if left <= 0:
+            count = min(most, room, self._limit(row) - len(row.answer) - 1)
+            if count <= 0:
                 continue
             tokens = row.tokens
-            row.own = row.own or GrowingLookup()
-            row.own.extend(tokens[len(row.own.text) :])
-            size, found[i] = row.own.propose(tokens, left)
+            row.ngrams = row.ngrams or NgramIndex()
+            row.ngrams.extend(tokens[len(row.ngrams.text) :])
+            size, drafts[i] = row.ngrams.propose(tokens, count)
             if row.group.answers:
-                longer, other = row.group.answers.propose(tokens, left)
-                found[i] = other if longer >= size else found[i]
-            room -= len(found[i])
-        return found
+                sibling_size, draft = row.group.answers.propose(tokens, count)
+                drafts[i] = draft if sibling_size >= size else drafts[i]
+            room -= len(drafts[i])
+        return drafts
 
     @property
     def _follow_tokens(self) -> int:
@@ -322,7 +312,7 @@ class Scheduler:
         return min(row.request.params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
 
     def _picks(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[int]:
-        """The largest logit's token for each line, if some row wants just that."""
+        """Return the largest logit's token for each line, if any row needs just that."""
         if any(is_plain(row.request.params) for row in rows):
             # as `generate` does it: float32, whatever the model's type
             return logits.float().argmax(-1).tolist()
@@ -338,7 +328,7 @@ class Scheduler:
             picks: tokens of the largest logits.
 
         Returns:
-            How many tokens were added to the answer.
+            Number of tokens added to the answer.
         """
         for i, pick in enumerate(picks):
             token = self._choose(row, logits[i], pick)
@@ -357,7 +347,7 @@ class Scheduler:
         return pick if is_plain(row.request.params) else self.sampler.choose(logits, row.request, row.answer)
 
 
-def _common(one: Items[int], other: Items[int]) -> int:
+def _common_length(tokens: Items[int], others: Items[int]) -> int:
     """Length of the common beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))

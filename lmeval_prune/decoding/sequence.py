@@ -1,4 +1,4 @@
-"""Answers on their way, and what those with one prompt share."""
+"""Answers that are being decoded, and what those with one prompt share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.drafts import GrowingLookup, Lookup
-from lmeval_prune.decoding.kv_cache import Taken
+from lmeval_prune.decoding.drafts import NgramIndex
+from lmeval_prune.decoding.kv_cache import SlotCopy
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.interventions.head_mask import HeadMask
 
@@ -20,26 +20,26 @@ class Sequence:
     """A request that is being decoded.
 
     Attributes:
-        request: what is decoded.
+        request: with prompt and parameters.
         mask: number of its mask.
-        first: its first pruned layer; the number of layers, if nothing is pruned.
+        first_layer: its first pruned layer; the number of layers, if nothing is pruned.
         group: the requests with its prompt.
-        slot: where its keys and values are.
-        stored: how many tokens (of prompt and answer) the slot holds.
-        answer: the tokens chosen so far; the last one is not stored yet.
+        slot: of its keys and values.
+        stored: number of tokens (of prompt and answer) that the slot holds.
+        answer: tokens chosen so far; the last one is not stored yet.
         ended: whether the answer is complete.
-        own: lookup in prompt and answer; made when drafts are first asked for.
+        ngrams: of prompt and answer, for drafts; made when first needed.
     """
 
     request: Request
     mask: int
-    first: int
+    first_layer: int
     group: PromptGroup = field(init=False)
     slot: int = -1
     stored: int = 0
     answer: list[int] = field(default_factory=list)
     ended: bool = False
-    own: GrowingLookup | None = None
+    ngrams: NgramIndex | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -47,10 +47,10 @@ class Sequence:
         return [*self.request.prompt, *self.answer]
 
     def kept_layers(self) -> frozenset[int]:
-        """Layers whose input is kept for followers while this sequence runs."""
-        if self is not self.group.leader or self.group.led:
+        """Return the layers whose input is kept for followers while this sequence runs."""
+        if self is not self.group.leader or self.group.leader_tokens:
             return frozenset()
-        return frozenset(follower.first for follower in self.group.followers)
+        return frozenset(follower.first_layer for follower in self.group.followers)
 
 
 @dataclass(eq=False)
@@ -60,25 +60,25 @@ class PromptGroup:
     Attributes:
         leader: the sequence that is decoded first.
         followers: sequences that have not started, by first pruned layer, highest first.
-        led: the tokens that followers follow: the leader's prompt, and its answer.
-        kept: layer → what entered it at the tokens of `led`, in pieces (tokens, width).
+        leader_tokens: the tokens that followers check: the leader's prompt and answer.
+        kept: by layer, its inputs at the tokens of `leader_tokens`, in pieces (tokens, width).
         shared: the leader's keys and values below the highest first layer of a follower.
-        answers: lookup in the answers so far, for drafts.
-        left: requests without an answer yet.
+        answers: n-grams of the answers so far, for drafts.
+        left: number of requests without an answer yet.
     """
 
     leader: Sequence
     followers: deque[Sequence]
-    led: list[int] = field(default_factory=list)
+    leader_tokens: list[int] = field(default_factory=list)
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    shared: list[Taken] = field(default_factory=list)
-    answers: Lookup | None = None
+    shared: list[SlotCopy] = field(default_factory=list)
+    answers: NgramIndex | None = None
     left: int = 0
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> PromptGroup:
         """Group sequences; the first of those with the highest first layer leads."""
-        leader, *others = sorted(sequences, key=lambda sequence: -sequence.first)
+        leader, *others = sorted(sequences, key=lambda sequence: -sequence.first_layer)
         group = cls(leader, deque(others), left=len(sequences))
         for sequence in sequences:
             sequence.group = group
@@ -89,12 +89,12 @@ def prompt_groups(
     requests: Items[Request], model_map: ModelMap, share: bool
 ) -> tuple[list[PromptGroup], list[HeadMask | None]]:
     """Group requests by prompt (each by itself unless `share`), and list their masks in the order of their numbers."""
-    order = {layer.name: place for place, layer in enumerate(model_map.attention)}
+    order = {layer.name: number for number, layer in enumerate(model_map.attention)}
     numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}
     groups: dict[tuple[int, ...] | int, list[Sequence]] = {}
-    for place, request in enumerate(requests):
+    for i, request in enumerate(requests):
         if request.mask and request.mask not in numbers:
-            lost = [order[layer.name] for layer, _ in request.mask.by_layer(model_map)]
-            numbers[request.mask] = (len(numbers), min(lost, default=len(order)))
-        groups.setdefault(request.prompt if share else place, []).append(Sequence(request, *numbers[request.mask]))
+            pruned = [order[layer.name] for layer, _ in request.mask.by_layer(model_map)]
+            numbers[request.mask] = (len(numbers), min(pruned, default=len(order)))
+        groups.setdefault(request.prompt if share else i, []).append(Sequence(request, *numbers[request.mask]))
     return [PromptGroup.of(sequences) for sequences in groups.values()], list(numbers)

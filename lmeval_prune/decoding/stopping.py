@@ -1,4 +1,4 @@
-"""Where an answer ends: end tokens, stop texts, length."""
+"""The end of an answer: end tokens, stop texts, length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmeval_prune.errors import InputError
 
 
 class Stopping:
-    """Tells whether an answer has ended.
+    """Judge of whether an answer has ended.
 
     Args:
         tokenizer: decodes tokens for stop texts; without one, parameters with `stop` are refused.
@@ -21,7 +21,7 @@ class Stopping:
     def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self._ends = ends
-        self._look_back = lru_cache(maxsize=None)(self._tokens_of)
+        self._stop_tokens = lru_cache(maxsize=None)(self._most_tokens)
 
     def check(self, params: SamplingParams) -> None:
         """Refuse stop texts that cannot be looked for.
@@ -35,11 +35,11 @@ class Stopping:
             raise InputError("an empty stop text would end every answer at once; leave it out")
 
     def ends(self, params: SamplingParams) -> tuple[int, ...]:
-        """End tokens under some parameters."""
+        """Return the end tokens under some parameters."""
         return self._ends if params.eos is None else params.eos
 
     def ended(self, tokens: Sequence[int], params: SamplingParams) -> bool:
-        """Whether `tokens`, an answer that had not ended without its last token, ends with it."""
+        """Return whether `tokens`, an answer that had not ended without its last token, ends with it."""
         return len(tokens) >= params.max_new_tokens or self.stopped(tokens, params)
 
     def stopped(self, tokens: Sequence[int], params: SamplingParams) -> bool:
@@ -48,9 +48,9 @@ class Stopping:
             return True
         if not params.stop:
             return False
-        # as lm-eval looks: into the last tokens, some more than the stop text takes
-        text = self.tokenizer.decode(tokens[-self._look_back(params.stop) :])
+        text = self.tokenizer.decode(tokens[-self._stop_tokens(params.stop) :])
         return any(stop in text for stop in params.stop)
 
-    def _tokens_of(self, stop: tuple[str, ...]) -> int:
+    def _most_tokens(self, stop: tuple[str, ...]) -> int:
+        """As many last tokens as lm-eval looks into: some more than a stop text takes."""
         return 2 + max(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in stop)

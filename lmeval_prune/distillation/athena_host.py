@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 from typing_extensions import override
 
 from lmeval_prune.artefacts import digest
@@ -17,7 +15,6 @@ from lmeval_prune.athena.batches import Collator, examples_of
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.model import AthenaSettings
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.checkpoints.loading import refused_as
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
@@ -34,6 +31,7 @@ class AthenaHost(Host):
     """ATHENA as a host. Data, test and validation split are those that it was trained with."""
 
     metric, greater = ACCURACY, True
+    token, use = "mask_token", "stands for numbers"
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
@@ -42,18 +40,6 @@ class AthenaHost(Host):
             if getattr(options, name) != default:
                 raise InputError(f"{name} is for language models, and {options.pretrained} is an ATHENA; leave it out")
         self.settings = AthenaSettings.from_dict(self.about["settings"], f"settings in {checkpoint.SETTINGS}")
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The encoder's."""
-        return self._tokenizer(self.options.pretrained)
-
-    def _tokenizer(self, folder: str) -> Any:
-        with refused_as(f"the tokenizer in {folder} cannot be read"):
-            tokenizer = AutoTokenizer.from_pretrained(Path(folder) / checkpoint.ENCODER, trust_remote_code=False)
-        if tokenizer.mask_token is None:
-            raise InputError(f"the encoder in {folder} has no mask token, which takes the place of numbers")
-        return tokenizer
 
     @override
     def skeleton(self, folder: str) -> Any:
@@ -66,7 +52,7 @@ class AthenaHost(Host):
     @override
     def check_teacher(self, folder: str) -> None:
         constants = tuple(checkpoint.describe(folder)["settings"]["constants"])
-        if self._tokenizer(folder).get_vocab() != self.tokenizer.get_vocab() or constants != self.settings.constants:
+        if self.tokenizer_of(folder).get_vocab() != self.tokenizer.get_vocab() or constants != self.settings.constants:
             raise InputError(
                 f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; name "
                 f"a teacher with the same ones"

@@ -10,7 +10,7 @@ from lmeval_prune.distillation.options import DistillOptions
 
 def distill(**options: Any) -> int:
     """Prune a model stage by stage, each stage taught by the one before it."""
-    wanted = DistillOptions(**options)
+    settings = DistillOptions(**options)
     from transformers.utils.logging import disable_progress_bar
 
     from lmeval_prune.distillation import recursion
@@ -19,9 +19,9 @@ def distill(**options: Any) -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()
     try:
-        note = recursion.distill(wanted)
+        note = recursion.distill(settings)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on beside {wanted.output}")
+        print(f"interrupted; the same command goes on beside {settings.output}")
         return 130
     if not recursion.this_process().is_main_process:
         return 0
@@ -31,17 +31,17 @@ def distill(**options: Any) -> int:
         heads += removed["heads"]
         gone = f"{removed['heads']} heads, {removed['channels']} channels removed, {heads} of {all_} heads in all"
         print(f"stage {stage['stage']}: {gone}; {stage['parameters'] / 1e6:.2f} million parameters are left")
-    if heads < share_of(wanted.ratio, all_):
-        print(f"{heads / all_:.1%} of the heads: whole units leave less than --ratio {wanted.ratio:g}")
+    if heads < share_of(settings.ratio, all_):
+        print(f"{heads / all_:.1%} of the heads: whole units leave less than --ratio {settings.ratio:g}")
     splits = note["material"]["splits"]
     if "data" in splits:
         task, model = f"prune_{splits['data']}_equation", "athena"
     else:
         task, model = splits["task"], "pruned-hf"
     metadata = f' --metadata \'{{"data_split": "{splits["test"]}"}}\'' if splits["test"] else ""
-    chat = " --apply_chat_template" if wanted.chat else ""
+    chat = " --apply_chat_template" if settings.chat else ""
     print(
-        f"{wanted.output}: test it with\n  lm_eval --model {model} --model_args pretrained={wanted.output} "
+        f"{settings.output}: test it with\n  lm_eval --model {model} --model_args pretrained={settings.output} "
         f"--tasks {task}{metadata}{chat}"
     )
     return 0

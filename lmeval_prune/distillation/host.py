@@ -5,16 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.loading import refused_as
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
@@ -82,45 +85,45 @@ class TrainingExamples:
 class Host(ABC):
     """A kind of model that is pruned and distilled.
 
-    Args:
-        options: of the distillation.
-
     Attributes:
-        metric: (of the class) by which the best epoch is chosen, as the trainer logs it.
-        greater: (of the class) whether more of it is better.
+        metric, greater: figure in the log that chooses the best epoch, and whether more of it is better.
+        token, use: a special token that the tokenizer must have, and what it does.
     """
 
     metric: ClassVar[str]
     greater: ClassVar[bool]
+    token: ClassVar[str]
+    use: ClassVar[str]
 
     def __init__(self, options: DistillOptions) -> None:
         self.options = options
 
-    # ------------------------------------------------------------------ the model
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return self.tokenizer_of(self.options.pretrained)
+
+    def tokenizer_of(self, folder: str) -> Any:
+        """Read a model's tokenizer; `InputError` if it cannot be read or lacks the token."""
+        with refused_as(f"the tokenizer of {folder} cannot be read"):
+            path = self.backbone_folder(Path(embedded.resolve(folder)))
+            tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if getattr(tokenizer, self.token) is None:
+            name = self.token.replace("_", " ")
+            raise InputError(f"the tokenizer of {folder} has no {name}, which {self.use}; set its {self.token}")
+        return tokenizer
 
     @abstractmethod
     def skeleton(self, folder: str) -> Any:
-        """Return the transformers model whose heads are pruned, without weights.
-
-        Raises:
-            InputError: the folder holds no such model.
-        """
+        """Return the transformers model whose heads are pruned, without weights; `InputError` if there is none."""
 
     def identity(self, folder: str) -> str:
-        """Return a digest of a model's weights.
-
-        Raises:
-            InputError: there is no such model.
-        """
+        """Return a digest of a model's weights; `InputError` if there is no such model."""
         return checkpoint_identity(folder)
 
     @abstractmethod
     def check_teacher(self, folder: str) -> None:
-        """Refuse a teacher whose answers cannot be compared; no weights are read.
-
-        Raises:
-            InputError: its vocabulary is another one.
-        """
+        """Refuse (`InputError`) a teacher with another vocabulary; no weights are read."""
 
     @abstractmethod
     def read(self, folder: str) -> nn.Module:
@@ -130,13 +133,9 @@ class Host(ABC):
     def write(
         self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
     ) -> None:
-        """Write a model as a folder that appears whole.
+        """Write a model and the manifest of its cuts as a folder that appears whole.
 
-        Args:
-            model: to be written.
-            manifest: of the cuts.
-            folder: of the model.
-            beside: called with the folder that is being written, to add files.
+        `beside` is called with the folder that is being written, to add files.
         """
 
     def backbone(self, model: Any) -> Any:
@@ -167,8 +166,6 @@ class Host(ABC):
                     f"again; cut it by whole groups (unit=group or balanced), with something left in each layer"
                 )
 
-    # ------------------------------------------------------------------ its examples
-
     @abstractmethod
     def examples(self) -> TrainingExamples:
         """Load training and validation examples; no weights are read.
@@ -182,12 +179,7 @@ class Host(ABC):
         """Return what a model, and those that it was made from, were trained on, as far as its files say it."""
 
     def all_seen(self, questions: SeenQuestions, test: Iterable[Document], name: str) -> SeenQuestions:
-        """Return the questions of this training, and those of parent and teacher.
-
-        Args:
-            questions: of this training.
-            test: documents of the test.
-            name: of the test.
+        """Return the questions of this training, and those of parent and teacher; `name` is that of the test.
 
         Raises:
             InputError: parent or teacher were trained on the test, or on validation problems.

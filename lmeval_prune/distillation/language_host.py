@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer
 from typing_extensions import override
 
 from lmeval_prune.checkpoints import embedded
@@ -33,16 +31,14 @@ from lmeval_prune.training.questions import SeenQuestions, other_folds, question
 IGNORED = -100  # label of tokens that are not learned
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """A problem with its answer as tokens; the answer begins at `start`."""
 
     ids: list[int]
     start: int
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Documents of a task: to train on, of the test, and the names of the training splits."""
 
     train: list[dict[str, Any]]
@@ -54,6 +50,7 @@ class LanguageHost(Host):
     """A causal language model as a host."""
 
     metric, greater = "eval_task", False
+    token, use = "eos_token", "ends answers"
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
@@ -62,24 +59,8 @@ class LanguageHost(Host):
         self.task_name = options.task
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The model's."""
-        return self._tokenizer(self.options.pretrained)
-
-    def _tokenizer(self, name: str) -> Any:
-        with refused_as(f"{name} has no tokenizer that can be read"):
-            tokenizer: Any = AutoTokenizer.from_pretrained(embedded.resolve(name), trust_remote_code=False)
-        if tokenizer.eos_token_id is None:
-            raise InputError(f"the tokenizer of {name} has no token that ends a text; set its eos_token")
-        return tokenizer
-
-    @cached_property
     def task(self) -> Any:
-        """The task of lm-eval whose training problems are learned.
-
-        Raises:
-            InputError: there is none of that name.
-        """
+        """The task of lm-eval whose training problems are learned."""
         metadata = {"data_dir": self.options.data_dir} if self.options.data_dir else {}
         return load_task(task_manager(metadata), self.task_name)
 
@@ -97,7 +78,7 @@ class LanguageHost(Host):
     def check_teacher(self, folder: str) -> None:
         parent = self.options.pretrained
         sizes = {skeleton_of(name).config.get_text_config().vocab_size for name in (folder, parent)}
-        tokenizers = (self._tokenizer(folder), self.tokenizer)
+        tokenizers = (self.tokenizer_of(folder), self.tokenizer)
         if len(sizes) > 1 or len({tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers}) > 1:
             raise InputError(
                 f"the teacher {folder} has another vocabulary than {parent}; name a teacher with the same tokenizer"
@@ -106,16 +87,14 @@ class LanguageHost(Host):
     @override
     def read(self, folder: str) -> nn.Module:
         model: Any = load_pretrained(folder)
-        model = model.to(torch.promote_types(model.dtype, torch.float32))
-        return model  # type: ignore[no-any-return]
+        wide: nn.Module = model.to(torch.promote_types(model.dtype, torch.float32))
+        return wide
 
     @override
     def write(
         self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
     ) -> None:
         save_checkpoint(folder, model, manifest, self.tokenizer, beside, [embedded.resolve(self.options.pretrained)])
-
-    # ------------------------------------------------------------------ its examples
 
     @override
     def seen(self, folder: str) -> SeenQuestions:
@@ -156,11 +135,7 @@ class LanguageHost(Host):
         return TrainingExamples(train, validation, [len(text.ids) for text in train], note)
 
     def _rows(self) -> Rows:
-        """Load the training and test documents of the task.
-
-        Raises:
-            InputError: it has none, or they cannot be read.
-        """
+        """Load the training and test documents of the task."""
         arguments = self.task.get_config("dataset_kwargs") or {}
         with refused_as(f"the training split of {self.task_name} cannot be read"):  # a task may fail in its own ways
             if data := arguments.get("prune_data"):

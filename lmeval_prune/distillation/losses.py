@@ -13,23 +13,13 @@ from torch.nn.functional import log_softmax, logsigmoid
 
 
 def answer_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher ‖ student) of distributions over the vocabulary, summed over tokens.
-
-    Args:
-        teacher, student: logits, shape (tokens, vocabulary).
-        temperature: τ, by which both are divided.
-    """
+    """Return KL(teacher ‖ student) over the vocabulary, summed over tokens, of logits (tokens, vocabulary) at τ."""
     expected, actual = (log_softmax(_wide(logits) / temperature, dim=-1) for logits in (teacher, student))
     return (expected.exp() * (expected - actual)).sum()
 
 
 def judgement_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher ‖ student) of independent yes-or-no judgements, summed.
-
-    Args:
-        teacher, student: logits of the judgements.
-        temperature: τ.
-    """
+    """Return KL(teacher ‖ student) of independent yes-or-no judgements, summed, of their logits at τ."""
     expected, actual = _wide(teacher) / temperature, _wide(student) / temperature
     yes = expected.sigmoid() * (logsigmoid(expected) - logsigmoid(actual))
     no = (-expected).sigmoid() * (logsigmoid(-expected) - logsigmoid(-actual))
@@ -39,10 +29,7 @@ def judgement_divergence(teacher: Tensor, student: Tensor, temperature: float) -
 def choice_divergence(teacher: Tensor, student: Tensor, problem: Tensor, temperature: float) -> Tensor:
     """Return KL(teacher ‖ student) of one choice among each problem's thoughts, summed over problems.
 
-    Args:
-        teacher, student: logits of the thoughts.
-        problem: index of each thought's problem.
-        temperature: τ.
+    Of logits of thoughts at τ; `problem` is the index of each thought's problem.
     """
     member = problem.unique()[:, None] == problem
     expected, actual = (

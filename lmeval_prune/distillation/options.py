@@ -136,15 +136,6 @@ class DistillOptions(Settings):
         Raises:
             InputError: it cannot be removed.
         """
-        return PruneOptions(
-            ratio=self.ratio,
-            unit=self.unit,
-            ffn_ratio=self.ffn_ratio,
-            ffn_multiple=self.ffn_multiple,
-            allocation=self.allocation,
-            p_min=self.p_min,
-            steps=self.stages,
-            growth=self.growth,
-            budget="heads",
-            compensation="none",
-        )
+        names = ("ratio", "unit", "ffn_ratio", "ffn_multiple", "allocation", "p_min", "growth")
+        shares: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return PruneOptions(**shares, steps=self.stages, budget="heads", compensation="none")

@@ -81,11 +81,7 @@ def this_process() -> Any:
 
 
 def host_of(options: DistillOptions) -> Host:
-    """Make the host for the kind of the model.
-
-    Raises:
-        InputError: options do not suit it.
-    """
+    """Make the host for the kind of the model; `InputError` if the options do not suit it."""
     folder = Path(options.pretrained)
     if (folder / SETTINGS).is_file():
         from lmeval_prune.distillation.athena_host import AthenaHost
@@ -102,11 +98,7 @@ def host_of(options: DistillOptions) -> Host:
 
 
 def check(host: Host) -> None:
-    """Refuse what cannot be done; no weights are read.
-
-    Raises:
-        InputError: saying why.
-    """
+    """Refuse (`InputError`) what cannot be done; no weights are read."""
     options = host.options
     skeleton = host.skeleton(options.pretrained)
     model_map = map_model(skeleton)
@@ -150,13 +142,10 @@ class Stage:
     """A stage of a distillation.
 
     Attributes:
-        host: of the models.
-        examples: of training and validation.
         number: from 1.
         parent: folder or name of the model that is cut, which is the teacher, too.
         note: fields of `distillation.json` after the stage before.
-        work: folder of what is not complete.
-        folder: of the result.
+        work, folder: of what is not complete, and of the result.
     """
 
     host: Host

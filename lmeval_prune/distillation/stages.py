@@ -19,11 +19,7 @@ from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
 
 def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
-    """Refuse methods and schedules that do not suit a model; no weights are read.
-
-    Raises:
-        InputError: saying why.
-    """
+    """Refuse (`InputError`) methods and schedules that do not suit a model; no weights are read."""
     pruning = options.pruning()
     if not pruning.ratio and not pruning.ffn_ratio:
         return
@@ -92,14 +88,9 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples) ->
 def pruning_of_stage(
     pruning: PruneOptions, stage: int, unpruned: ModelMap, model_map: ModelMap, allocation: str
 ) -> PruneOptions:
-    """Return what a stage removes of the model that earlier stages have left, as shares of that model.
+    """Return what a stage, from 1, removes of the model that earlier ones have left, as shares of that model.
 
-    Args:
-        pruning: in shares of the unpruned model.
-        stage: from 1.
-        unpruned: the unpruned model.
-        model_map: the model that is left.
-        allocation: `global` or `uniform`.
+    `pruning` is in shares of the unpruned model; `allocation` is `global` or `uniform`.
     """
     head_share, channel_share = pruning.shares(stage)
     ratios = []

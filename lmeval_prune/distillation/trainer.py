@@ -27,26 +27,21 @@ TERMS = ("response", "feature", "task")
 
 
 class Student(nn.Module):
-    """A model as the trainer sees it, whatever its kind.
-
-    Args:
-        model: to be trained.
-        backbone: the transformers model in it.
-    """
+    """A model of any kind for the trainer, which writes each of its tensors once."""
 
     accepts_loss_kwargs = True  # the loss is divided by counts over the whole update
 
     def __init__(self, model: Any, backbone: Any) -> None:
         super().__init__()
         self.model = model
-        object.__setattr__(self, "backbone", backbone)  # no second name of its weights
+        self.gradient_checkpointing_enable = backbone.gradient_checkpointing_enable
 
     def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
         """Return the model's outputs; labels are for the loss alone."""
         return self.model(**inputs)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
-        """Return each tensor once, so that tied ones can be written."""
+        """Return tied tensors under their first name."""
         first_names = self._first_names()
         state = super().state_dict(*args, **settings)
         return {name: tensor for name, tensor in state.items() if first_names.get(name, name) == name}
@@ -61,20 +56,11 @@ class Student(nn.Module):
         tensors, first_names = super().state_dict(keep_vars=True), dict[int, str]()
         return {name: first_names.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
-    def gradient_checkpointing_enable(self, **settings: Any) -> None:
-        """Recompute activations of the transformers model."""
-        backbone: Any = self.backbone
-        backbone.gradient_checkpointing_enable(**settings)
-
 
 class PaddedOrder(Sampler[int]):
-    """Another sampler's order, padded with indices that stand for no problem.
+    """Another sampler's order, padded to `count` indices by such that stand for no problem.
 
     Else several processes would get some problems twice, so that all of them have equally many.
-
-    Args:
-        order: the sampler.
-        count: indices in all.
     """
 
     def __init__(self, order: Any, count: int) -> None:
@@ -104,16 +90,14 @@ def collate_padded(host: Host, stand_in: Any, examples: Sequence[Any]) -> dict[s
 
 
 class DistillTrainer(ResumableTrainer):
-    """Trains a student under a teacher.
+    """Trains a student under a teacher, or under none.
 
     Args:
-        host: of both.
-        model: the student.
-        teacher: None: nobody teaches.
+        host, model, teacher: of both models, the student and its teacher.
         heads: of each layer, for each of the student's heads the teacher's that it was.
         examples: of training and validation.
         work: folder of the trainer's checkpoints.
-        stage: number of this one, from 1.
+        stage: number of the stage, from 1.
         preparation: seconds that scoring, cutting and reading took.
     """
 
@@ -155,9 +139,6 @@ class DistillTrainer(ResumableTrainer):
 
     def run(self) -> dict[str, Any]:
         """Train from the last whole checkpoint on, with plain attention where maps are compared.
-
-        Returns:
-            `best_epoch`, and the rows of the `log` with losses.
 
         Raises:
             InputError: attention maps are to be compared, and there are none; or one process has several GPUs.
@@ -317,14 +298,7 @@ def check_arguments(options: DistillOptions) -> None:
 def distillation_arguments(
     options: DistillOptions, work: Path, stage: int = 1, best_by: tuple[str, bool] | None = None
 ) -> TrainingArguments:
-    """Make transformers' arguments of a stage; order and dropout are drawn anew in each.
-
-    Args:
-        options: of the distillation.
-        work: folder of the trainer's checkpoints.
-        stage: number of this one, from 1.
-        best_by: metric that chooses the best epoch, and whether more of it is better; None: the last one is taken.
-    """
+    """Make transformers' arguments of a stage; each has an order and dropout of its own."""
     others = {"per_device_eval_batch_size": 16, **options.trainer}
     seed = 1000 * stage + options.seed
     return training_arguments(options, work, options.rate, seed, best_by, options.save_steps, others)

@@ -180,7 +180,7 @@ class _Planner:
         answered_by = digest([model, computation] if computation else model)
         for grid_task in grid.tasks:
             task = self._task(grid_task, {**arguments.loading, **grid.metadata})
-            drawn = {"seed": variant.seed} if task.draws else {}
+            drawn: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
             drawn |= {"engine": engine} if task.samples else {}
             prompts = {"system": grid.system_instruction or "", "multiturn": chat}
             answers = (f"{Path(str(arguments.pretrained)).name}-{answered_by[:8]}", grid_task.name)

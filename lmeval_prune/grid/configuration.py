@@ -34,7 +34,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.errors import InputError, nearest, yaml_fault
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.models.arguments import argument_names
-from lmeval_prune.models.served import API_OPTIONS, SERVERS_OWN
+from lmeval_prune.models.served import API_OPTIONS, SERVER_ARGUMENTS
 from lmeval_prune.settings import Count, Natural, Positive, Settings
 
 SEED = 1234
@@ -68,7 +68,7 @@ class Variant(Settings):
             raise InputError("it names no model; give `model: {pretrained: NAME}`")
         if self.served and self.prepare:
             raise InputError("it is served and cannot be prepared here; give its heads or its mask")
-        if not self.served and (stray := sorted(SERVERS_OWN & self.model_args.keys())):
+        if not self.served and (stray := sorted(SERVER_ARGUMENTS & self.model_args.keys())):
             raise InputError(f"{stray[0]} is a server's; name the server, base_url: http://HOST:PORT")
         for name, remedy in RUN_ARGUMENTS.items():
             if name in self.model_args:
@@ -241,7 +241,7 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 
 def _check_settings(block: Mapping[str, Any]) -> None:
     hf_arguments = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    known = {*argument_names(), *hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVERS_OWN}
+    known = {*argument_names(), *hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
     known |= API_OPTIONS if "base_url" in block else set()
     for name in block:
         if name not in known:

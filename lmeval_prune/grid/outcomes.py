@@ -13,9 +13,9 @@ from typing import Any, NotRequired
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as parquet
 from typing_extensions import TypedDict
 
+from lmeval_prune import artefacts
 from lmeval_prune.artefacts import digest, read_json
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import write_table
@@ -103,23 +103,17 @@ class CellOutcomes:
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """Read one of a cell's tables.
-
-    Args:
-        path: of its file.
-        columns: default all.
+    """Read one of a cell's tables, or these columns of it.
 
     Raises:
         InputError: it is damaged.
     """
+    remedy = f"delete {path.parent} and run the grid"
     try:
-        table = parquet.read_table(path, columns=columns)
-        table.validate(full=True)  # finds texts that are no UTF-8, too
+        table = artefacts.read_table(path, remedy, columns)
         table.select(columns or ["task", "doc_id", "question"])
-    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise InputError(
-            f"{path} cannot be read ({first_line(error)}); delete {path.parent} and run the grid"
-        ) from None
+    except (FileNotFoundError, KeyError) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
     return table
 
 

@@ -184,7 +184,8 @@ def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
     """Return a file, those that it imports, and word lists beside them."""
     finder = ModuleFinder(path=[str(path.parent)])
     finder.run_script(str(path))
-    files = {Path(module.__file__).resolve() for module in finder.modules.values() if module.__file__}
+    modules: list[Any] = list(finder.modules.values())
+    files = {Path(module.__file__).resolve() for module in modules if module.__file__}
     if any(name.partition(".")[0] == "lmeval_prune" for name in finder.badmodules):  # not beside the file
         roots = [Path(root) for package in (scoring, tasks) for root in package.__path__]
         files |= {file for root in roots for file in root.rglob("*.py")}

@@ -7,11 +7,12 @@ tokens do not see it. `T` follows the share of tokens skipped so far. Formulas: 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Interval
@@ -85,7 +86,9 @@ class TokenFilter(Intervention):
                 f"token_filter: {self.ratio:.0%} of all tokens cannot be skipped in {count} of {total} layers; "
                 f"give ratio up to {math.floor(100 * count / total) / 100}, or a larger tail"
             )
-        return replace(self)  # with a handler of its own
+        resolved = copy.copy(self)
+        object.__setattr__(resolved, "attention", None)  # the handler is that of an application
+        return resolved
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Put the filter in front of the attention of these layers; see the base class."""

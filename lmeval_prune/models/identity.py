@@ -101,6 +101,19 @@ class ModelIdentity:
             checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision),
         )
 
+    @classmethod
+    def of_server(cls, lm: Any) -> Self:
+        """Identify the model of a `PrunedServerLM`, as far as it is known here."""
+        return cls(
+            config_fingerprint(lm.config),
+            tokenizer_fingerprint(lm.tokenizer),
+            lm.checkpoint.generation_digest,
+            lm.dtype,
+            {name: str(value) for name, value in sorted(lm.api.answers.items())},
+            server=lm.kind.name + ("-chat" if lm.chat else ""),
+            checkpoint=lm.base,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the parts that are known, as JSON: part of the keys of stored answers, outcomes and cells."""
         return {name: value for name, value in vars(self).items() if value is not None}

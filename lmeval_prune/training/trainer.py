@@ -108,13 +108,13 @@ def _listed(row: dict[str, Any], names: Sequence[str]) -> str:
 
 
 class ResumableTrainer(Trainer):
-    """Trains on batches by length and validates by further figures of its own.
+    """Trains on batches by length, and validates by further figures, too.
 
     Args:
         model, arguments, collator: transformers'.
         train, validation: examples.
         lengths: tokens of each training example.
-        progress: prints how far it is.
+        progress: prints losses and the time that is left.
         patience: validations without a better one after which it stops; 0: never.
     """
 

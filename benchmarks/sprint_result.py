@@ -121,9 +121,9 @@ def main() -> None:
     registration.register()
     from lm_eval import simple_evaluate
 
-    from lmeval_prune.sprint.options import FitOptions
+    from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
     from lmeval_prune.sprint.outcomes import OutcomeStore
-    from lmeval_prune.sprint.report import SprintReport
+    from lmeval_prune.sprint.report import write_report
     from lmeval_prune.sprint.router import fit
     from lmeval_prune.sprint.sweep import Sweep
 
@@ -133,7 +133,7 @@ def main() -> None:
     common: dict[str, Any] = {"apply_chat_template": True, "gen_kwargs": {"max_gen_toks": LONGEST}}
 
     def sweep(name: str, split: str, limit: int | None) -> None:
-        Sweep(arguments, (TASK,), str(work / name), split=split, limit=limit, **common).run()
+        Sweep(SweepOptions(arguments, (TASK,), str(work / name), split=split, limit=limit, **common)).run()
 
     for name, split, limit in (
         ("test", TEST, options.test),
@@ -178,9 +178,11 @@ def main() -> None:
 
         stage(f"sampling at {temperature}", sample, path.exists)
         samples.append((f"sampling, T = {temperature}", str(path)))
-    SprintReport(
-        str(work / "test"), options.output, str(work / "train"), str(work / "router"), samples, by="grade"
-    ).write()
+    write_report(
+        ReportOptions(
+            str(work / "test"), options.output, str(work / "train"), str(work / "router"), tuple(samples), by="grade"
+        )
+    )
     for name in ("router.json", "router.safetensors"):
         shutil.copy(work / "router" / name, Path(options.output) / name)
     cells = {name: OutcomeStore(work / name).cells() for name in ("train", "test")}

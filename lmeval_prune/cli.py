@@ -43,12 +43,11 @@ COMMANDS = {
     "distill": "lmeval_prune.distillation.commands:distill",
 }
 
-# Options that name what a command writes, alone; and commands of which several processes share an output, with locks of
-# their own.
+# Options that name a command's output, which one process locks; the commands of SHARED have locks of their own.
 OUTPUTS = ("output", "cut", "lm_eval")
 SHARED = ("sweep", "distill", "grid run")
 
-# run lm-eval, which is to know us, with the bridge or without
+# Commands that run lm-eval: it gets our models and tasks registered, with the bridge or without.
 WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distill")
 
 
@@ -59,41 +58,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == ["--version"]:
             print(f"lmeval-prune {__version__}")
             return 0
-        if words[:1] in (["-h"], ["--help"]) or (words[1:] in (["-h"], ["--help"]) and words[0] not in COMMANDS):
+        asks_help = [word in ("-h", "--help") for word in words[:2]]
+        if asks_help[:1] == [True] or (asks_help == [False, True] and words[0] not in COMMANDS):
             print(overview())
             return 0
-        name = _command(words)
-        function, rest = resolve_name(COMMANDS[name]), words[len(name.split()) :]
-        plain = bool(inspect.getfullargspec(function).varargs)
-        options = {} if plain else read(name, function, rest, COMMANDS)
-        preflight.check(options)
-        if name in WITH_LM_EVAL:
-            from lmeval_prune.plugin import registration
-
-            registration.register()
-        with ExitStack() as stack:
-            written = (options.get(option) for option in OUTPUTS if name not in SHARED)
-            for path in dict.fromkeys(map(str, filter(None, written))):
-                stack.enter_context(alone(path))
-            return int(function(*(rest if plain else ()), **options))
+        return _run(_command(words), words)
     except BrokenPipeError:  # `lmeval-prune … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (InputError, OSError) as error:
-        said = str(disk_error(error, "a file") or error)
-        print(f"lmeval-prune: error: {said.partition(chr(10))[0]}", file=sys.stderr)
+        message = str(disk_error(error, "a file") or error)
+        print(f"lmeval-prune: error: {message.partition(chr(10))[0]}", file=sys.stderr)
         return 2
 
 
+def _run(name: str, words: Sequence[str]) -> int:
+    """Read and check a command's options, lock its output, and call it."""
+    function, rest = resolve_name(COMMANDS[name]), words[len(name.split()) :]
+    takes_words = bool(inspect.getfullargspec(function).varargs)
+    options = {} if takes_words else read(name, function, rest, COMMANDS)
+    preflight.check(options)
+    if name in WITH_LM_EVAL:
+        from lmeval_prune.plugin import registration
+
+        registration.register()
+    with ExitStack() as stack:
+        outputs = (options.get(option) for option in OUTPUTS if name not in SHARED)
+        for path in dict.fromkeys(map(str, filter(None, outputs))):
+            stack.enter_context(alone(path))
+        return int(function(*(rest if takes_words else ()), **options))
+
+
 def overview() -> str:
-    """All commands, each with what it does."""
+    """List all commands with their summaries."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:{width}}{summary(resolve_name(target)).rstrip('.')}" for name, target in COMMANDS.items()]
     return "\n".join(["usage: lmeval-prune COMMAND [options]; COMMAND --help shows its options", "", *lines])
 
 
 def _command(words: Sequence[str]) -> str:
-    """The name of the command that a command line begins with."""
+    """Return the name of the command that a command line begins with."""
     names = [name for name in COMMANDS if name.split() == list(words[: len(name.split())])]
     if names:
         return names[0]

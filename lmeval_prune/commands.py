@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from lmeval_prune.errors import InputError
@@ -38,10 +40,10 @@ def models(name: str | None = None, get: str | None = None) -> int:
         return 0
     for each, model in embedded.MODELS.items():
         try:
-            where = embedded.resolve(each)
+            folder = embedded.resolve(each)
         except InputError as error:
-            where = str(error)
-        print(f"{each}\n  {model.description}\n  {where}")
+            folder = str(error)
+        print(f"{each}\n  {model.description}\n  {folder}")
     return 0
 
 
@@ -84,12 +86,12 @@ def mask(pretrained: str, heads: str, output: str, revision: str | None = None, 
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions import HeadMask
 
-    wanted = HeadMask(heads, allow_empty_layer=allow_empty_layer)
-    bare = skeleton_of(pretrained, revision)
-    pruned = wanted.heads_of(map_model(bare))
+    head_mask = HeadMask(heads, allow_empty_layer=allow_empty_layer)
+    skeleton = skeleton_of(pretrained, revision)
+    pruned = head_mask.heads_of(map_model(skeleton))
     check_writable(output)
-    model_map = map_model(with_weights(bare, pretrained, revision))
-    wanted.save(output, model_map)
+    model_map = map_model(with_weights(skeleton, pretrained, revision))
+    head_mask.save(output, model_map)
     print(f"{output}: {len(pruned)} of {model_map.total_heads} heads of {model_map.name}")
     return 0
 
@@ -107,9 +109,6 @@ def filter_map(
         revision: of the model
         tokens: so many of the text's first ones
     """
-    import json
-    from pathlib import Path
-
     import torch
     from transformers import AutoTokenizer
 
@@ -123,29 +122,26 @@ def filter_map(
     from lmeval_prune.pruners.calibration import encode
     from lmeval_prune.reporting.maps import draw_skipped_tokens
 
-    try:
-        given = json.loads(token_filter) if token_filter.lstrip().startswith("{") else token_filter
-    except ValueError as error:
-        raise InputError(f"--token_filter {token_filter} is no JSON ({error}); give a ratio or a dictionary") from error
-    is_file = len(text) < 200 and "\n" not in text and Path(text).is_file()
-    if not is_file and text.endswith((".txt", ".md")) and len(text.split()) == 1:
-        raise InputError(f"--text {text}: there is no such file")
-    try:
-        words = Path(text).read_text(encoding="utf-8") if is_file else text
-    except UnicodeDecodeError as error:
-        raise InputError(f"--text {text}: the file is no text in UTF-8") from error
+    settings: Any = token_filter
+    if token_filter.lstrip().startswith("{"):
+        try:
+            settings = json.loads(token_filter)
+        except ValueError as error:
+            message = f"--token_filter {token_filter} is no JSON ({error}); give a ratio or a dictionary"
+            raise InputError(message) from error
+    words = _text(text)
     if not words or tokens < 1:
         raise InputError("there is nothing to draw; give --text 'some words', and --tokens of 1 or more")
-    (wanted,) = Arguments.of({"token_filter": given}).interventions
-    bare = skeleton_of(pretrained, revision)
-    wanted.fit_to(map_model(bare))
+    (method,) = Arguments.of({"token_filter": settings}).interventions
+    skeleton = skeleton_of(pretrained, revision)
+    method.fit_to(map_model(skeleton))
     check_writable(f"{output}.png")
     with refused_as(f"the tokenizer of {pretrained} cannot be loaded"):
         folder = embedded.resolve(pretrained)
         tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
-    model = with_weights(bare, pretrained, revision)
+    model = with_weights(skeleton, pretrained, revision)
     ids = torch.tensor([encode(tokenizer, words)[:tokens]])
-    with wanted.applied_to(model) as model_map, torch.no_grad():
+    with method.applied_to(model) as model_map, torch.no_grad():
         model(ids, use_cache=False)
         live: Any = interventions_on(model)[0]
         report = live.report(model_map)["token_filter_skipped"]
@@ -158,3 +154,15 @@ def filter_map(
     draw_skipped_tokens(pieces, list(skipped), matrix, title, Path(output))
     print(f"{output}.png and .svg: {share}")
     return 0
+
+
+def _text(text: str) -> str:
+    """Return a text, or that of the file that it names."""
+    path = Path(text)
+    is_file = len(text) < 200 and "\n" not in text and path.is_file()
+    if not is_file and text.endswith((".txt", ".md")) and len(text.split()) == 1:
+        raise InputError(f"--text {text}: there is no such file")
+    try:
+        return path.read_text(encoding="utf-8") if is_file else text
+    except UnicodeDecodeError as error:
+        raise InputError(f"--text {text}: the file is no text in UTF-8") from error

@@ -56,8 +56,8 @@ def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -
     rows.append(_row("prune_tiny_words", *_tries(both, manager, "prune_tiny_words")))
     if (Path(os.environ.get("LMEVAL_PRUNE_DATA") or "nowhere") / "gsm8k_test.jsonl").is_file():
         first = {"prune_gsm8k": list(range(limit))}
-        found = _tries(both, manager, "prune_gsm8k", samples=first, gen_kwargs={"max_gen_toks": LONGEST})
-        rows.append(_row("prune_gsm8k", *found))
+        tries = _tries(both, manager, "prune_gsm8k", samples=first, gen_kwargs={"max_gen_toks": LONGEST})
+        rows.append(_row("prune_gsm8k", *tries))
     else:
         print("LMEVAL_PRUNE_DATA names no folder with gsm8k_test.jsonl: packaged problems only")
     both.close()
@@ -68,7 +68,7 @@ def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -
 
 
 def _choices(lm: Any, manager: Any) -> list[float]:
-    """Of each multiple-choice problem, whether it is solved."""
+    """Return for each multiple-choice problem whether it is solved."""
     import lm_eval
 
     results = lm_eval.simple_evaluate(lm, tasks=["prune_tiny_choice"], task_manager=manager, bootstrap_iters=0)
@@ -76,7 +76,7 @@ def _choices(lm: Any, manager: Any) -> list[float]:
 
 
 def _tries(lm: Any, manager: Any, name: str, **options: Any) -> tuple[list[Sequence[float]], list[Sequence[str]]]:
-    """Of each problem, whether dense and pruned solve it; and their texts."""
+    """Return for each problem whether dense and pruned solve it; and their texts."""
     import lm_eval
 
     from lmeval_prune.sprint.swept_task import swept
@@ -95,7 +95,7 @@ def _row(
 ) -> dict[str, Any]:
     dense, pruned = (sum(column) / len(outcomes) for column in zip(*outcomes, strict=True))
     row = {"task": task, "problems": len(outcomes), "dense": round(dense, 3), "pruned": round(pruned, 3)}
-    differ = sum(one != other for one, other in texts or outcomes)
+    differ = sum(of_dense != of_pruned for of_dense, of_pruned in texts or outcomes)
     return {**row, "verdicts differ" if texts is None else "answers differ": differ}
 
 

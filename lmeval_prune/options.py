@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from keyword import iskeyword
@@ -71,20 +71,20 @@ def read(
     if leading in parser.known and words and not words[0].startswith("-"):
         words = [f"--{leading}", *words]
     if "names" in parser.known:
-        count = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+        count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
         words = ["--names", ",".join(words[:count]), *words[count:]] if count else words
     try:
         if not {"-h", "--help"} & set(words):
             words = _with_recipe(parser, command, words, getattr(function, "either", ()), [command, *commands])
-        found = parser.parse_args(words).as_dict()
+        options = parser.parse_args(words).as_dict()
     except argparse.ArgumentError as error:
         raise InputError(_one_line(str(error))) from None
-    del found["config"]
-    return {f"{name}_" if iskeyword(name) else name: value for name, value in found.items()}
+    del options["config"]
+    return {f"{name}_" if iskeyword(name) else name: value for name, value in options.items()}
 
 
 def summary(function: Callable[..., Any]) -> str:
-    """The first line of a command's docstring."""
+    """Return the first line of a command's docstring."""
     return (function.__doc__ or "").partition("\n")[0]
 
 
@@ -104,65 +104,71 @@ class Parser(ArgumentParser):
     def add_argument(self, *names: str, **settings: Any) -> Any:
         """Add an option; its value is read as every setting is, by its type and bounds."""
         hint = settings.get("type") or getattr(settings.get("action"), "_typehint", None)
-        default, (kind, *_) = settings.get("default"), kinds(hint)
+        kind = kinds(hint)[0]
         name = names[-1].strip("-+").rstrip("_")
         self.known.add(name)
         if get_origin(kind) is Sequence:
             self.repeated.add(name)
             settings |= {"action": "append", "type": get_args(kind)[0], "default": []}
-        elif kind is bool:
-            settings |= {
-                "action": None,
-                "type": partial(_value, hint),
-                "nargs": "?",
-                "const": True,
-                "metavar": "true|false",
-            }
         elif is_readable(hint):
-            letters = "A,B,…" if get_origin(kind) is tuple else "NAME=VALUE,…" if get_origin(kind) is dict else None
             settings |= {"action": None, "type": partial(_value, hint)}
+            letters = {tuple: "A,B,…", dict: "NAME=VALUE,…"}.get(get_origin(kind))
             settings["metavar"] = letters or settings.get("metavar") or name.upper()
-        settings["help"] = settings.get("help") or ""
-        if settings.get("required"):
-            settings["help"] += " (required)"
-        elif (default or type(default) in (int, float)) and default != argparse.SUPPRESS:
-            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-            settings["help"] += f" (default: {shown})"
+            if kind is bool:
+                settings |= {"nargs": "?", "const": True, "metavar": "true|false"}
+        settings["help"] = _help(settings)
         return super().add_argument(*(n for n in names if n[:2] != "--"), f"--{name}", **settings)
+
+
+def _help(settings: Mapping[str, Any]) -> str:
+    """Return an option's help with its default."""
+    text, default = settings.get("help") or "", settings.get("default")
+    if settings.get("required"):
+        return f"{text} (required)"
+    if (default or type(default) in (int, float)) and default != argparse.SUPPRESS:
+        words = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        return f"{text} (default: {words})"
+    return text
 
 
 def _with_recipe(
     parser: Parser, command: str, words: Sequence[str], either: Sequence[str], commands: Sequence[str]
 ) -> list[str]:
-    """The recipe's options that the command line leaves open, and the command line; all known, none missing."""
+    """Return the recipe's options that the command line leaves open, then the command line, both checked."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
     options, rest = first.parse_known_args([_underscored(word) for word in words])
     sections = list(dict.fromkeys(name.split()[0] for name in commands))
     recipe = _section(Path(options.config), sections) if options.config else {}
-    given = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
-    for source, found in ((f"{options.config}: ", recipe), ("", given)):
-        for name in found:
-            if name not in parser.known or name in ("help", "config"):
-                raise InputError(f"{source}{command} has no option {name!r}{nearest(str(name), parser.known)}")
-        if len(set(either) & set(found)) > 1:
-            raise InputError(f"{source}give {' or '.join(either)}, not both")
-    replaced = {*given, *(either if set(either) & set(given) else ())}
+    typed_names = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
+    _check_names(parser, command, recipe, either, f"{options.config}: ")
+    _check_names(parser, command, typed_names, either, "")
+    replaced = {*typed_names, *either} if set(either) & set(typed_names) else set(typed_names)
     recipe = {name: value for name, value in recipe.items() if name not in replaced and value is not None}
-    missing = [a.dest for a in parser._actions if a.required and a.dest not in {*given, *recipe}]
+    required = [action.dest for action in parser._actions if action.required]
+    missing = [f"--{name}" for name in required if name not in {*typed_names, *recipe}]
     if missing:
-        raise InputError(f"{command} needs {', '.join(f'--{n}' for n in missing)} (or a --config that has them)")
+        raise InputError(f"{command} needs {', '.join(missing)} (or a --config that has them)")
     return [*(word for name, value in recipe.items() for word in _spelled(name, value, parser.repeated)), *rest]
 
 
+def _check_names(parser: Parser, command: str, names: Iterable[str], either: Sequence[str], source: str) -> None:
+    """Refuse options that the command does not have, and two of which only one may be given."""
+    for name in names:
+        if name not in parser.known or name in ("help", "config"):
+            raise InputError(f"{source}{command} has no option {name!r}{nearest(str(name), parser.known)}")
+    if len(set(either) & set(names)) > 1:
+        raise InputError(f"{source}give {' or '.join(either)}, not both")
+
+
 def _underscored(word: str) -> str:
-    """`--num-fewshot=2` as `--num_fewshot=2`."""
+    """Write `--num-fewshot=2` as `--num_fewshot=2`."""
     name, equals, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
 
 
 def _section(path: Path, known: Sequence[str]) -> dict[str, Any]:
-    """The section of a recipe that has the first of the known names."""
+    """Read the section of a recipe that has the first of the known names."""
     import yaml
 
     if not path.is_file():
@@ -184,7 +190,7 @@ def _section(path: Path, known: Sequence[str]) -> dict[str, Any]:
 
 
 def _spelled(name: str, value: Any, repeated: set[str]) -> list[str]:
-    """An option of a recipe as words of a command line."""
+    """Write an option of a recipe as words of a command line."""
     if name in repeated and isinstance(value, dict):
         value = [f"{key}={item}" for key, item in value.items()]
     values = value if name in repeated and isinstance(value, list) else [value]
@@ -209,7 +215,7 @@ def _items(word: Any) -> Any:
 
 
 def _pairs(value: Any) -> dict[str, Any]:
-    """`NAME=VALUE,NAME=VALUE` as lm-eval reads it, or what a recipe has, as a dictionary."""
+    """Read `NAME=VALUE,NAME=VALUE` as lm-eval does; a recipe has a dictionary."""
     if isinstance(value, str):
         from lm_eval._cli.utils import key_val_to_dict
 
@@ -218,10 +224,10 @@ def _pairs(value: Any) -> dict[str, Any]:
 
 
 def _one_line(message: str) -> str:
-    """Return what argparse says of an option in one line."""
+    """Write an error of argparse in one line."""
     return re.sub(
         r"^argument (\S+): (must be)?",
-        lambda of: f"{of[1]} {of[2]}" if of[2] else f"{of[1]}: ",
+        lambda match: f"{match[1]} {match[2]}" if match[2] else f"{match[1]}: ",
         " ".join(message.split()),
     )
 

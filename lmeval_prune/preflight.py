@@ -1,4 +1,4 @@
-"""Checks of a command's options that need no torch and no model, so that a slip is refused at once.
+"""Checks of a command's options that need no torch and no model: slips are refused at once.
 
 What only the model can tell is left to it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,28 +25,27 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Refuse names of pruners, models, heads and devices that are nobody's.
+    """Refuse names of pruners, models, heads, tasks, files and devices that do not exist.
 
     Args:
         options: of a command, by their names.
 
     Raises:
-        InputError: one is.
+        InputError: a name does not exist.
     """
-    for name in ("method", "ffn_method"):
-        if options.get(name) is not None:
-            check_pruner(options[name])
+    for name in _values(options, "method", "ffn_method"):
+        check_pruner(name)
     model = {**(options.get("model_args") or {}), **options}
-    names = [model.get("pretrained"), model.get("teacher"), *(options.get("names") or ())]
-    for name in filter(None, names):
-        embedded.check_name(str(name), model if name == model.get("pretrained") else {})
-    for heads in _all(options, "heads", "each"):
-        plain = not any("." in name for name in head_names(heads))  # without a stack
-        if plain and model.get("pretrained") and (known := outline(str(model["pretrained"]), model)):
-            Head.parse(heads, known)
-    for name in _all(options, "task", "tasks"):
+    pretrained = model.get("pretrained")
+    for name in filter(None, [pretrained, model.get("teacher"), *(options.get("names") or ())]):
+        embedded.check_name(str(name), model if name == pretrained else {})
+    for heads in _values(options, "heads", "each"):
+        in_stack = any("." in name for name in head_names(heads))
+        if pretrained and not in_stack and (layers := outline(str(pretrained), model)):
+            Head.parse(heads, layers)
+    for name in _values(options, "task", "tasks"):
         check_task(name)
-    for path in _all(options, "plan", "scores", "mask", "grid", "folder"):
+    for path in _values(options, "plan", "scores", "mask", "grid", "folder"):
         if not Path(path).exists():
             raise InputError(f"no such file: {path}")
     if options.get("device") is not None:
@@ -54,7 +53,7 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def check_task(name: str) -> None:
-    """Refuse a name that begins as those of our tasks do, and is none; others are left to lm-eval.
+    """Refuse an unknown task whose name begins with `prune_`; others are left to lm-eval.
 
     Raises:
         InputError: naming the task that was probably meant.
@@ -62,7 +61,8 @@ def check_task(name: str) -> None:
     if not name.startswith("prune_") or Path(name).is_file():
         return
     texts = (path.read_text(encoding="utf-8") for path in Path(tasks.__path__[0]).rglob("*.yaml"))
-    names = {found[1] for text in texts if (found := re.search(r"^(?:task|group): (prune_\w+)", text, re.MULTILINE))}
+    matches = (re.search(r"^(?:task|group): (prune_\w+)", text, re.MULTILINE) for text in texts)
+    names = {match[1] for match in matches if match}
     if name not in names:
         raise InputError(f"there is no task {name}{nearest(name, names)}; `lm_eval ls tasks` lists them")
 
@@ -81,21 +81,26 @@ def outline(name: str, options: Mapping[str, Any] = embedded.NO_OPTIONS) -> Any:
         return None
     if config.get("is_encoder_decoder") or "text_config" in config or "pruned_modules" in config:
         return None
-    layers, heads = (next((config[one] for one in names if one in config), None) for names in (LAYERS, HEADS))
+    layers, heads = _first(config, LAYERS), _first(config, HEADS)
     if type(layers) is not int or type(heads) is not int or layers < 1:
         return None
     attention = [SimpleNamespace(stack="", index=index, heads=heads) for index in range(layers)]
     return SimpleNamespace(stacks=("",), attention=attention, by_key={("", index): None for index in range(layers)})
 
 
-def _all(options: Mapping[str, Any], *names: str) -> Iterator[str]:
-    """Values of options, of which some may be given several times."""
+def _first(config: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """Return the first of some settings that a configuration has."""
+    return next((config[name] for name in names if name in config), None)
+
+
+def _values(options: Mapping[str, Any], *names: str) -> Iterator[str]:
+    """Iterate over the values of options, of which some may be given several times."""
     for value in map(options.get, names):
         yield from [value] if isinstance(value, str) else value or ()
 
 
 def _config_file(name: str, options: Mapping[str, Any]) -> Path | None:
-    """The configuration of a model, where it is on this machine."""
+    """Return the path of a model's configuration, if it is on this machine."""
     if Path(name).is_dir():
         return Path(name) / "config.json"
     if name in embedded.MODELS:

@@ -41,12 +41,12 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
         meant = nearest(unknown[0], manager.all_tasks) if len(unknown) == 1 else ""
         raise InputError(f"there is no task {', '.join(unknown) or 'to run'}{meant}; `lm_eval ls tasks` lists them")
     try:
-        found: dict[str, Any] = manager.load(list(names))["tasks"]
+        tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     except InputError:
         raise
     except Exception as error:  # whatever a data set's loader raises
         raise InputError(f"{', '.join(names)} cannot be loaded ({first_line(error)})") from error
-    return found
+    return tasks
 
 
 def load_task(manager: TaskManager, name: str) -> Any:
@@ -55,9 +55,9 @@ def load_task(manager: TaskManager, name: str) -> Any:
     Raises:
         InputError: there is none, its data cannot be loaded, or the name is a group's.
     """
-    found = load_tasks(manager, [name])
-    if name in found:
-        return found[name]
-    if len(found) == 1:  # a path
-        return next(iter(found.values()))
-    raise InputError(f"{name} is a group of tasks; name one of them: {', '.join(found)}")
+    tasks = load_tasks(manager, [name])
+    if name in tasks:
+        return tasks[name]
+    if len(tasks) == 1:  # a path
+        return next(iter(tasks.values()))
+    raise InputError(f"{name} is a group of tasks; name one of them: {', '.join(tasks)}")

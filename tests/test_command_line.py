@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lm_eval.__main__ import cli_evaluate
 
 from lmeval_prune import InputError, preflight
 from lmeval_prune.checkpoints import embedded
@@ -22,6 +23,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.athena import AthenaLM
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.plugin import registration
 from lmeval_prune.settings import device_named
 from tests.conftest import ROOT
 
@@ -31,22 +33,41 @@ def call(*command: str, python: str = sys.executable, cwd: Path, **environment: 
     return subprocess.run([python, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
 
 
+def lm_eval(*words: str, cwd: Path) -> int:
+    """Run lm-eval's command line in this process, as its script does; return the exit status."""
+    registration.register()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["lm_eval", *words])
+        patch.setattr(sys, "excepthook", sys.__excepthook__)
+        try:
+            cli_evaluate()
+        except InputError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 1
+    return 0
+
+
 def evaluate(
     folder: Path,
     cwd: Path,
     model: str = "pruned-hf",
     arguments: str = "",
-    launcher: tuple[str, ...] = ("-m", "lm_eval"),
+    launcher: tuple[str, ...] | None = None,
+    python: str = sys.executable,
     **environment: str,
 ):
-    """Run a tiny model on `prune_tiny`; return metrics and pruning section of the results file."""
+    """Run a tiny model on `prune_tiny`, in this process or by a launcher; return metrics and pruning of the results."""
     output = cwd / "out"
-    command = [*launcher, "--model", model, "--model_args", f"pretrained={folder},dtype=float64{arguments}"]
+    command = ["--model", model, "--model_args", f"pretrained={folder},dtype=float64{arguments}"]
     command += ["--tasks", "prune_tiny", "--limit", "6", "--batch_size", "4", "--device", "cpu"]
     command += ["--gen_kwargs", "max_gen_toks=8", "--output_path", str(output), "--log_samples"]
-    done = call(*command, cwd=cwd, **environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "prune_tiny_words" in done.stdout
+    if launcher is None:
+        assert lm_eval(*command, cwd=cwd) == 0
+    else:
+        done = call(*launcher, *command, python=python, cwd=cwd, **environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "prune_tiny_words" in done.stdout
     (path,) = output.rglob("results_*.json")
     results = json.loads(path.read_text())
     samples = {
@@ -62,21 +83,26 @@ def dense(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory):
     return evaluate(tiny_folder, tmp_path_factory.mktemp("hf"), model="hf")
 
 
+def script(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
 def test_built_in_models_still_work_and_agree_with_no_heads(tiny_folder: Path, tmp_path: Path, dense) -> None:
-    metrics, pruning = evaluate(tiny_folder, tmp_path)
+    """`lm_eval` as it is installed, which finds us by the bridge."""
+    metrics, pruning = evaluate(tiny_folder, tmp_path, launcher=(), python=script("lm_eval"))
     assert metrics == dense[0]
     assert dense[1] is None and pruning["heads"] == []
 
 
-def test_several_fields_of_a_method_are_given_as_json(tiny_folder: Path, tmp_path: Path) -> None:
+def test_several_fields_of_a_method_are_given_as_json(tiny_folder: Path, tmp_path: Path, caplog) -> None:
     arguments = {"pretrained": str(tiny_folder), "heads": {"heads": "L0H*", "allow_empty_layer": True}}
-    command = ["-m", "lm_eval", "--model", "pruned-hf", "--model_args", json.dumps(arguments), "--limit", "1"]
+    command = ["--model", "pruned-hf", "--model_args", json.dumps(arguments), "--limit", "1"]
     command += ["--tasks", "prune_tiny_choice", "--device", "cpu", "--output_path", str(tmp_path)]
-    done = call(*command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with caplog.at_level("INFO"):
+        assert lm_eval(*command, cwd=tmp_path) == 0
     (path,) = tmp_path.rglob("results_*.json")
     assert json.loads(path.read_text())["config"]["pruning"]["heads"] == ["L0H0", "L0H1", "L0H2", "L0H3"]
-    assert "applied: 4 of 8 heads masked: L0H0, L0H1, L0H2, L0H3" in done.stderr
+    assert "applied: 4 of 8 heads masked: L0H0, L0H1, L0H2, L0H3" in caplog.text
 
 
 def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:
@@ -107,6 +133,7 @@ def test_processes_that_accelerate_does_not_know_of_are_refused(
     assert PrunedHFLM(str(tiny_folder), device="cpu").world_size == 1
 
 
+@pytest.mark.long
 def test_tries_on_two_ranks_are_those_on_one(tiny_folder: Path, tmp_path: Path) -> None:
     """Seven documents, so that one rank is padded: each has its four tries, sampled or greedy, and the same ones."""
     found = {}
@@ -134,9 +161,13 @@ def test_run_command_works_without_the_bridge(tiny_folder: Path, tmp_path: Path,
         tiny_folder, tmp_path, arguments=",heads=L0H0", launcher=launcher, LMEVAL_PRUNE_NO_BRIDGE="1"
     )
     assert pruning["heads_pruned"] == 1
+    assert metrics != dense[0]
+
+
+@pytest.mark.long
+def test_without_the_bridge_lm_eval_does_not_know_us(tmp_path: Path) -> None:
     off = call("-m", "lm_eval", "--model", "pruned-hf", "--tasks", "piqa", cwd=tmp_path, LMEVAL_PRUNE_NO_BRIDGE="1")
     assert off.returncode != 0 and "no model for this name found" in off.stderr
-    assert metrics != dense[0]
 
 
 @pytest.mark.parametrize(
@@ -160,17 +191,15 @@ def test_run_command_works_without_the_bridge(tiny_folder: Path, tmp_path: Path,
         ),
     ],
 )
-def test_mistakes_on_the_command_line_are_one_line(tiny_folder: Path, tmp_path: Path, arguments, message) -> None:
+def test_mistakes_on_the_command_line_are_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys, arguments, message
+) -> None:
     names = {"tiny": tiny_folder, "empty": tmp_path}
-    command = ["-m", "lm_eval", "--model", "pruned-hf", "--tasks", "prune_gsm8k", "--device", "cpu"]
-    done = call(*command, *(text.format(**names) for text in arguments), cwd=tmp_path)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith(message.format(**names))
-
-
-def script(name: str) -> str:
-    return str(Path(sys.executable).parent / name)
+    command = ["--model", "pruned-hf", "--tasks", "prune_gsm8k", "--device", "cpu"]
+    assert lm_eval(*command, *(text.format(**names) for text in arguments), cwd=tmp_path) == 1
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1].startswith(message.format(**names))
 
 
 def test_slips_are_refused_before_torch_is_imported(tiny_folder: Path, tmp_path: Path) -> None:
@@ -267,21 +296,23 @@ def test_what_lm_eval_gives_already_is_no_model_arg(kind, name: str) -> None:
         kind.create_from_arg_obj({"pretrained": "x", name: 4}, {name: 1})
 
 
-def test_the_other_ways_to_start_lm_eval(tiny_folder: Path, tmp_path: Path) -> None:
-    """`lm_eval ls`, `lm-eval validate`, `lm_eval run --config` with heads as a YAML list, accelerate launch."""
-    listed = call("ls", "tasks", python=script("lm_eval"), cwd=tmp_path)
-    assert "prune_gsm8k" in listed.stdout and "hellaswag" in listed.stdout
-    valid = call("validate", "--tasks", "prune_gsm8k,prune_tiny", python=script("lm-eval"), cwd=tmp_path)
-    assert "All tasks found and valid" in valid.stdout
-
+def test_a_configuration_of_lm_eval_and_its_check_of_tasks(tiny_folder: Path, tmp_path: Path, capsys) -> None:
+    """`lm_eval validate`, and `lm_eval run --config` with heads as a YAML list."""
+    assert lm_eval("validate", "--tasks", "prune_gsm8k,prune_tiny", cwd=tmp_path) == 0
+    assert "All tasks found and valid" in capsys.readouterr().out
     config = (ROOT / "configs" / "smollm2_pruned.yaml").read_text()
     config = config.replace("smollm2-135m", str(tiny_folder)).replace("[L5H3, L15H0]", "[L0H3, L1H0]")
     (tmp_path / "run.yaml").write_text(config + "limit: 2\ndevice: cpu\noutput_path: configured\n")
-    done = call("run", "--config", "run.yaml", python=script("lm_eval"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert lm_eval("run", "--config", "run.yaml", cwd=tmp_path) == 0
     (path,) = (tmp_path / "configured").rglob("results_*.json")
     assert json.loads(path.read_text())["config"]["pruning"]["heads"] == ["L0H3", "L1H0"]
 
+
+@pytest.mark.long
+def test_the_other_ways_to_start_lm_eval(tiny_folder: Path, tmp_path: Path) -> None:
+    """The listing of all tasks, and accelerate launch."""
+    listed = call("ls", "tasks", python=script("lm_eval"), cwd=tmp_path)
+    assert "prune_gsm8k" in listed.stdout and "hellaswag" in listed.stdout
     launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "lm_eval")
     assert evaluate(tiny_folder, tmp_path, arguments=",heads=L0H1", launcher=launcher)[1]["heads"] == ["L0H1"]
 
@@ -295,33 +326,19 @@ def test_the_source_archive_can_build_the_wheel() -> None:
     assert not any(name.startswith((".venv", "out/")) for name in files)
 
 
-def test_the_folder_of_an_embedded_model_alone(tmp_path: Path) -> None:
-    done = call("-m", "lmeval_prune", "models", "smollm2-135m", cwd=tmp_path)
-    assert (Path(done.stdout.strip()) / "config.json").is_file()
-    done = call("-m", "lmeval_prune", "models", "smollm", cwd=tmp_path)
-    assert done.returncode == 2 and "there are smollm2-135m" in done.stderr
-    command = ["-m", "lmeval_prune", "mask", "--pretrained", "smollm2-135m", "--heads", "L0H0"]
-    done = call(*command, "--output", "/proc/x/mask.json", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.strip().startswith(
-        "lmeval-prune: error: /proc/x/mask.json cannot be written"
-    )
+def test_the_folder_of_an_embedded_model_alone(capsys: pytest.CaptureFixture) -> None:
+    assert main(["models", "smollm2-135m"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
+    assert main(["models", "smollm"]) == 2
+    assert "there are smollm2-135m" in capsys.readouterr().err
+    assert main(["mask", "--pretrained", "smollm2-135m", "--heads", "L0H0", "--output", "/proc/x/mask.json"]) == 2
+    assert capsys.readouterr().err.startswith("lmeval-prune: error: /proc/x/mask.json cannot be written")
 
 
-def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "mask.json"
-    done = call(
-        "-m",
-        "lmeval_prune",
-        "mask",
-        "--pretrained",
-        str(tiny_folder),
-        "--heads",
-        "L0H1-2",
-        "--output",
-        str(path),
-        cwd=tmp_path,
-    )
-    assert "2 of 8 heads of tiny-llama" in done.stdout
+def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path, model = tmp_path / "mask.json", ["--pretrained", str(tiny_folder)]
+    assert main(["mask", *model, "--heads", "L0H1-2", "--output", str(path)]) == 0
+    assert "2 of 8 heads of tiny-llama" in capsys.readouterr().out
     content = json.loads(path.read_text())
     assert content["settings"] == {"heads": ["L0H1", "L0H2"]} and content["schema"] == "lmeval-prune/head-mask"
     assert len(content["model"].pop("weights")) == 4  # as they are, and as the smaller types
@@ -331,26 +348,13 @@ def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path) -> None
         "model_type": "llama",
         "heads": {"L0": [4, 2, 8], "L1": [4, 2, 8]},
     }
-    listed = call("-m", "lmeval_prune", "heads", "--pretrained", str(tiny_folder), cwd=tmp_path)
-    assert "8 heads in 2 attention layers of tiny-llama (llama)" in listed.stdout
-    assert "L1  4 heads, 2 key-value heads, head_dim 8, 48 channels  model.layers.1.self_attn" in listed.stdout
-    wrong = call(
-        "-m",
-        "lmeval_prune",
-        "mask",
-        "--pretrained",
-        str(tmp_path),
-        "--heads",
-        "L0H1",
-        "--output",
-        "x",
-        cwd=tmp_path,
-    )
-    assert (
-        wrong.returncode == 2
-        and wrong.stderr.startswith("lmeval-prune: error: cannot read the model")
-        and wrong.stderr.count("\n") == 1
-    )
+    assert main(["heads", *model]) == 0
+    listed = capsys.readouterr().out
+    assert "8 heads in 2 attention layers of tiny-llama (llama)" in listed
+    assert "L1  4 heads, 2 key-value heads, head_dim 8, 48 channels  model.layers.1.self_attn" in listed
+    assert main(["mask", "--pretrained", str(tmp_path), "--heads", "L0H1", "--output", str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lmeval-prune: error: cannot read the model") and error.count("\n") == 1
 
 
 # --------------------------------------------------------------------------- installed from a wheel
@@ -421,7 +425,7 @@ def test_the_wheel_is_found_by_lm_eval(installed, tiny_folder: Path, tmp_path: P
         "tasks=['prune_tiny_choice'], limit=2, device='cpu')\n"
         "from lm_eval.api.registry import model_registry\n"
         "from lm_eval.tasks import TaskManager\n"
-        "found = ['vllm' in model_registry, 'prune_gsm8k' in TaskManager().all_subtasks]\n"
+        "found = ['vllm' in model_registry, 'prune_gsm8k' in TaskManager().task_index]\n"
         "print(json.dumps([lmeval_prune.__file__, beside, r['config']['pruning']['heads'], *found]))"
     )
     done = call("-c", script, python=python, cwd=tmp_path)
@@ -431,6 +435,7 @@ def test_the_wheel_is_found_by_lm_eval(installed, tiny_folder: Path, tmp_path: P
     assert beside == [] and heads == ["L0H1"] and others and task
 
 
+@pytest.mark.long
 def test_the_bridge_stands_aside_and_survives_probes(installed, tmp_path: Path) -> None:
     """A probe for the module must not use up the hook; a name that is already registered stays."""
     script = (
@@ -453,6 +458,7 @@ def test_the_bridge_stands_aside_and_survives_probes(installed, tmp_path: Path) 
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_a_failing_hook_warns_and_lets_lm_eval_go_on(installed, tmp_path: Path) -> None:
     script = (
         "import sys, types\n"

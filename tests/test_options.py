@@ -245,7 +245,7 @@ def test_recipes_fit_their_commands(path: Path) -> None:
         ("report sprint --tset x", "report sprint has no option 'tset'; did you mean 'test'?"),
         ("report sprint --test a --output b --samples c", "samples must be NAME=FILE, not 'c'"),
         ("report sprint --output b", "report sprint needs --test"),
-        ("fit --outcomes a --output b --diversity flat", "diversity must be one of ball, sphere, unbounded"),
+        ("fit --outcomes a --output b --diversity flat", "--diversity must be ball, sphere or unbounded, not 'flat'"),
         ("sweep --model_args a=1 --tasks t --output o --layers 1 --heads L0H1", "give layers or heads, not both"),
         ("demo --limit 0", "limit must be at least 1, not 0"),
         ("models --get nothing", "no embedded model nothing; there are smollm2-135m, all-minilm-l6-v2"),
@@ -313,6 +313,7 @@ def test_weights_that_are_cut_off_are_said_in_one_line(
 # --------------------------------------------------------------------------- rooms
 
 
+@pytest.mark.long
 def test_without_a_router_nothing_of_sprint_is_imported() -> None:
     done = call(
         "-c",

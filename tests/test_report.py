@@ -14,12 +14,11 @@ from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
 from lmeval_prune.reporting.statistics import mean_interval
-from lmeval_prune.sprint import curves
+from lmeval_prune.sprint import curves, policies
 from lmeval_prune.sprint import head_table as heads
-from lmeval_prune.sprint.options import FitOptions
+from lmeval_prune.sprint.options import FitOptions, ReportOptions
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question
-from lmeval_prune.sprint.policies import Best
-from lmeval_prune.sprint.report import SprintReport
+from lmeval_prune.sprint.report import write_report
 from lmeval_prune.sprint.router import Router, fit
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
@@ -91,8 +90,8 @@ def stores(tmp_path: Path) -> tuple[Outcomes, Outcomes]:
 
 def test_curves_are_what_they_say(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
     train, test = stores
-    ordered = curves.ordered("best", Best.of(train), test, 3)
-    order = Best.of(train).pool
+    ordered = curves.ordered("best", policies.best(train), test, 3)
+    order = policies.best(train).pool
     for i, row in enumerate(test.z):
         tries = [row[POOL.index(head)] for head in order]
         assert ordered.values[i].tolist() == [float(any(tries[: k + 1])) for k in range(3)]
@@ -128,7 +127,7 @@ def test_the_band_holds_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) 
 def test_names_of_others_are_shown_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SUBJECTS", ("<script>x", "=1+2"))
     write(tmp_path / "test", 0, 30)
-    SprintReport(test=str(tmp_path / "test"), output=str(tmp_path / "out"), n=2).write()
+    write_report(ReportOptions(test=str(tmp_path / "test"), output=str(tmp_path / "out"), n=2))
     report = (tmp_path / "out" / "report.md").read_text()
     assert "**&lt;script&gt;x**" in report and "<script" not in report and "pass@2" in report
     assert "\n'=1+2," in (tmp_path / "out" / "accuracy.csv").read_text()
@@ -203,11 +202,13 @@ def test_one_store_serves_for_training_and_test(tmp_path: Path) -> None:
     router = fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=3, holdout=0.5))
     router.save(tmp_path / "r")
     assert router.about["questions"] == 30 and router.about["held_out"] == 30
-    SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3).write()
+    write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3))
     text = (tmp_path / "out/report.md").read_text()
     assert "Test: 30 questions" in text and "Training: 30 questions" in text
     write(tmp_path / "other", 100, 40)  # another store for the baselines changes nothing about what is tested
-    SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), str(tmp_path / "other"), str(tmp_path / "r"), n=3).write()
+    write_report(
+        ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), str(tmp_path / "other"), str(tmp_path / "r"), n=3)
+    )
     text = (tmp_path / "out/report.md").read_text()
     assert "Test: 30 questions" in text and "Training: 40 questions" in text
 
@@ -223,7 +224,7 @@ def test_the_test_questions_can_be_asked_of_lm_eval(tmp_path: Path, capsys: pyte
     assert main([*command, "--router", str(tmp_path / "r")]) == 0
     held = json.loads(capsys.readouterr().out)["toy_pass8"]
     assert len(held) == 10
-    SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=2).write()
+    write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=2))
     assert "Test: 10 questions" in (tmp_path / "out/report.md").read_text()
     (tmp_path / "file").write_text("")
     assert main(["fit", "--outcomes", str(tmp_path / "s"), "--output", str(tmp_path / "file")]) == 2
@@ -236,7 +237,7 @@ def test_questions_that_a_router_was_fitted_on_are_no_test(tmp_path: Path) -> No
     fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=3)).save(tmp_path / "r")
     for train in (None, str(tmp_path / "elsewhere")):
         with pytest.raises(InputError, match="60 of the test store's 60 questions were used to fit"):
-            SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), train, str(tmp_path / "r"), n=3).write()
+            write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), train, str(tmp_path / "r"), n=3))
 
 
 def test_where_heads_do_not_depend_on_questions_the_router_gains_nothing(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_where_heads_do_not_depend_on_questions_the_router_gains_nothing(tmp_pat
         del cell["text"], cell["tokens"]
     store.add(cells)
     fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")
-    SprintReport(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3).write()
+    write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3))
     found = json.loads((tmp_path / "out/report.json").read_text())
     router, best = (found["pass"][name]["values"][0] for name in ("SPRINT router", "best heads of training"))
     assert 0.5 < best < 0.7 and router < best + 0.05
@@ -269,13 +270,13 @@ def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_pa
     def report(message: str, **options: object) -> None:
         given = {"test": str(tmp_path / "test"), "output": str(tmp_path / "out"), "n": 2, **options}
         with pytest.raises(InputError, match=message):
-            SprintReport(**given).write()
+            write_report(ReportOptions(**given))
 
     report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
     report("training questions too", train=str(tmp_path / "overlap"))
     report("which the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
     report("the pool has 5", n=6)
-    report("n must be at least 1", n=0)
+    report("n=0 must be", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
     report("not.jsonl is damaged or of another kind", samples=[("T", str(tmp_path / "not.jsonl"))])
     for wrong in ({"prompt": "another"}, {"length": 9}):

@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import HeadMask, InputError
 from lmeval_prune.cli import main
 from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore
-from lmeval_prune.sprint.router import FitOptions, Router, fit
+from lmeval_prune.sprint.router import Router, fit
 from lmeval_prune.sprint.sweep import Sweep
 from tests.conftest import task_manager
-from tests.test_command_line import call
+from tests.test_command_line import lm_eval
 
 TASK = "prune_tiny_words_pass4"
 
@@ -30,7 +31,9 @@ def store(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Outcomes of six questions under the unpruned model and all heads of one layer."""
     folder = tmp_path_factory.mktemp("routing") / "store"
     arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}
-    Sweep(arguments, ("prune_tiny_words",), str(folder), heads="L0H*", gen_kwargs={"max_gen_toks": 8}).run()
+    Sweep(
+        SweepOptions(arguments, ("prune_tiny_words",), str(folder), heads="L0H*", gen_kwargs={"max_gen_toks": 8})
+    ).run()
     return folder
 
 
@@ -181,45 +184,29 @@ def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, t
 
 
 @pytest.mark.real
-def test_on_the_real_model_through_the_real_commands(tmp_path: Path) -> None:
-    """Sweep, fit, routed run, report: as a user types them."""
+@pytest.mark.long
+def test_on_the_real_model_through_the_real_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweep and routed run, as a user types them."""
+    monkeypatch.chdir(tmp_path)
     arguments = "pretrained=smollm2-135m,dtype=float32"
-    common = [
-        "--model_args",
-        arguments,
-        "--tasks",
-        "prune_tiny_words",
-        "--heads",
-        "L5H0-2+L20H1",
-        "--apply_chat_template",
-    ]
-    sweep = ["-m", "lmeval_prune", "sweep", *common, "--limit", "4", "--gen_kwargs", "max_gen_toks=12"]
-    done = call(*sweep, "--output", "train", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    outcomes = OutcomeStore(tmp_path / "train").read()
+    answers = ["--apply_chat_template", "--gen_kwargs", "max_gen_toks=12"]
+    sweep = ["sweep", "--model_args", arguments, "--tasks", "prune_tiny_words", "--heads", "L5H0-2+L20H1", *answers]
+    assert main([*sweep, "--limit", "4", "--output", "train"]) == 0
+    outcomes = OutcomeStore("train").read()
     assert outcomes.z.shape == (4, 5)
     # at 12 tokens nothing is solved; outcomes that teach something stand in for a longer sweep
     z = np.eye(4, 5, dtype=np.float32)
-    fit(Outcomes(z, outcomes.pool, outcomes.questions, outcomes.model), "all-minilm-l6-v2", FitOptions(epochs=2)).save(
-        tmp_path / "router"
-    )
-    run = ["-m", "lm_eval", "--model", "pruned-hf", "--model_args", f"{arguments},router=router", "--tasks", TASK]
-    run += [
-        "--limit",
-        "2",
-        "--apply_chat_template",
-        "--gen_kwargs",
-        "max_gen_toks=12",
-        "--log_samples",
-        "--output_path",
-        "out",
-    ]
-    done = call(*run, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (path,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    order = Router.load(tmp_path / "router").order
+    taught = Outcomes(z, outcomes.pool, outcomes.questions, outcomes.model)
+    fit(taught, "all-minilm-l6-v2", FitOptions(epochs=2)).save("router")
+    run = ["--model", "pruned-hf", "--model_args", f"{arguments},router=router", "--tasks", TASK, *answers]
+    assert lm_eval(*run, "--limit", "2", "--log_samples", "--output_path", "out", cwd=tmp_path) == 0
+    (path,) = Path("out").rglob("samples_*.jsonl")
+    order = Router.load("router").order
     for line in path.read_text().splitlines():
         sample = json.loads(line)
         heads = sample["arguments"]["gen_args_0"]["arg_1"]["heads"]
         assert heads == order([sample["doc"]["question"]])[0][:4]
+
+
+def test_a_fit_without_a_store_is_refused(tmp_path: Path) -> None:
     assert main(["fit", "--outcomes", str(tmp_path / "nowhere"), "--output", str(tmp_path / "r")]) == 2

@@ -21,8 +21,9 @@ from lmeval_prune.grid.run import run as run_grid
 from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
-from lmeval_prune.sprint.router import FitOptions, fit
+from lmeval_prune.sprint.router import fit
 from lmeval_prune.sprint.sweep import Sweep
 from tests.stub_server import Stub
 from tests.test_sweep import content, few_shot
@@ -49,7 +50,9 @@ def sweep(stub: Stub, folder: Path, adapters: Path, output: Path, **options: Any
     arguments = {"pretrained": str(folder), "server": "vllm", "adapters": str(adapters), "max_retries": 3}
     given = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
     arguments |= given.pop("model_args", {})
-    return Sweep(arguments, given.pop("tasks", ("prune_tiny_words",)), str(output), server=stub.url, **given).run()
+    return Sweep(
+        SweepOptions(arguments, given.pop("tasks", ("prune_tiny_words",)), str(output), server=stub.url, **given)
+    ).run()
 
 
 def test_outcomes_are_those_of_a_local_sweep(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
@@ -102,7 +105,11 @@ def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: 
         sweep(stub, tiny_folder, adapters, tmp_path / "s", **options)
         with pytest.raises(InputError, match="give adapters=FOLDER"):
             arguments = {"pretrained": str(tiny_folder), "dtype": "float32"}
-            Sweep(arguments, ("prune_tiny_words",), str(tmp_path / "n"), server=stub.url, heads="L0H0", limit=1).run()
+            Sweep(
+                SweepOptions(
+                    arguments, ("prune_tiny_words",), str(tmp_path / "n"), server=stub.url, heads="L0H0", limit=1
+                )
+            ).run()
         with pytest.raises(InputError, match="made for servers in float32, not in dtype=bfloat16"):
             sweep(stub, tiny_folder, adapters, tmp_path / "s", model_args={"dtype": "bfloat16"}, **options)
         changed = tmp_path / "changed"
@@ -202,7 +209,7 @@ def test_a_cell_of_a_grid_knows_its_adapters(tiny_folder: Path, adapters: Path, 
         model = {"pretrained": str(tiny_folder), "base_url": "http://localhost:9", "adapters": str(folder)}
         variants = {"one": {"heads": "L0H1"}, "other": {"heads": "L0H2"}}
         asked = {"tasks": ["prune_tiny_words"], "variants": variants, "model": model, "measure": False}
-        keys.append({cell.variant: cell.key for cell in cells.cells_of(Grid.of(asked))})
+        keys.append({cell.variant.name: cell.key for cell in cells.cells_of(Grid.of(asked))})
     assert keys[0]["one"] != keys[1]["one"] and keys[0]["other"] == keys[1]["other"]
 
 

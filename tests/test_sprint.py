@@ -17,9 +17,9 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import loss as losses
 from lmeval_prune.sprint import policies
-from lmeval_prune.sprint.options import DIVERSITIES, FitOptions
+from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import DENSE, Outcomes, OutcomeStore, Question, pool_order
-from lmeval_prune.sprint.router import Router, _by_text, _split, fit, fit_embeddings
+from lmeval_prune.sprint.router import Router, fit, fit_embeddings, numbered, split
 
 POOL = [DENSE, *(f"L{layer}H{head}" for layer in (5, 10) for head in range(3))]
 
@@ -62,7 +62,7 @@ def literal_loss(q: list, v: list, z: list, weight: float) -> float:
 
 @pytest.mark.parametrize("unknown", [False, True])
 @pytest.mark.parametrize("weight", [0.0, 0.3])
-@pytest.mark.parametrize("diversity", DIVERSITIES)
+@pytest.mark.parametrize("diversity", ["ball", "sphere", "unbounded"])
 def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diversity: str) -> None:
     generator = torch.Generator().manual_seed(1)
     z = random_z(generator, 9, 5, unknown)
@@ -71,7 +71,7 @@ def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diver
     raw = torch.randn(5, 3, dtype=torch.float64, generator=generator, requires_grad=True)
 
     def ours(theta: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-        heads = losses.placed(raw, diversity, 0.8)
+        heads = losses.constrained(raw, diversity, 0.8)
         return losses.contrastive_loss(x @ theta.T, heads, z, losses.agreement(z), weight)
 
     def placed(row: list) -> list:
@@ -101,9 +101,8 @@ def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diver
 def test_a_question_that_no_head_solves_is_left_out_and_one_that_all_solve_adds_nothing() -> None:
     q, v = torch.randn(3, 2), torch.randn(4, 2)
     z = torch.tensor([[0.0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]])
-    found, ranked = losses.ranking_term(q, v, z)
-    assert ranked.tolist() == [False, True, True]
-    assert float(found[0]) == 0 and float(found[1]) > 0
+    found = losses.ranking_losses(q, v, z)
+    assert len(found) == 2 and float(found[0]) == 0 and float(found[1]) > 0
     none = losses.contrastive_loss(q[:1].requires_grad_(), v, z[:1], losses.agreement(z), 0.0)
     assert float(none) == 0 and none.requires_grad
 
@@ -112,8 +111,8 @@ def test_the_printed_loss_has_no_minimum_and_the_default_has() -> None:
     z = random_z(torch.Generator().manual_seed(2), 20, 6, False)
     s, q, start = losses.agreement(z), torch.randn(20, 4).double(), torch.randn(6, 4).double()
     found = {}
-    for diversity in DIVERSITIES:
-        heads = [losses.placed(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
+    for diversity in ("ball", "sphere", "unbounded"):
+        heads = [losses.constrained(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
         found[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
     assert found["unbounded"][3] < -1e5
     assert all(b < a for a, b in itertools.pairwise(found["unbounded"][1:]))
@@ -124,7 +123,7 @@ def test_the_printed_loss_has_no_minimum_and_the_default_has() -> None:
 
 def test_large_distances_stay_finite_in_float32() -> None:
     q, v = torch.full((1, 8), 100.0), torch.stack([torch.full((8,), -100.0), torch.full((8,), -99.0)])
-    found, _ = losses.ranking_term(q, v, torch.tensor([[1.0, 0.0]]))
+    found = losses.ranking_losses(q, v, torch.tensor([[1.0, 0.0]]))
     assert torch.isfinite(found).all() and float(found) > 1000
 
 
@@ -174,7 +173,7 @@ def test_with_shuffled_outcomes_there_is_nothing_to_learn() -> None:
 
 def test_rows_of_one_question_are_not_torn_apart() -> None:
     texts = [f"question {i // 2}" for i in range(60)]  # two tasks that ask the same
-    kept, rest = _split(_by_text(texts), 0.3, 0)
+    kept, rest = split(numbered(texts), 0.3, 0)
     assert len(kept) == 18 and sorted(kept + rest) == list(range(60))
     assert not {texts[i] for i in kept} & {texts[i] for i in rest}
 
@@ -219,21 +218,21 @@ def outcomes(z: list, texts: list[str] | None = None, pool: list[str] | None = N
 def test_policies_give_every_head_once_and_in_their_order() -> None:
     known = outcomes([[0, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1], [1, 0, 0, 1]])
     questions = known.texts
-    assert policies.Best.of(known).order(questions)[0] == ["L5H2", "L5H0", "dense", "L5H1"]
-    oracle = policies.Oracle(known)
+    assert policies.best(known).order(questions)[0] == ["L5H2", "L5H0", "dense", "L5H1"]
+    oracle = policies.oracle(known)
     assert [row[0] for row in oracle.order(questions)] == ["L5H0", "L5H0", "L5H2", "dense"]
     assert oracle.note
-    one, two = policies.Random(known.pool, 0), policies.Random(known.pool, 1)
+    one, two = policies.random_order(known.pool, 0), policies.random_order(known.pool, 1)
     assert one.order(questions) == one.order(questions) != two.order(questions)
     assert one.order(questions[2:]) == one.order(questions)[2:]  # a question's order is its own
-    for policy in (one, oracle, policies.Best.of(known)):
+    for policy in (one, oracle, policies.best(known)):
         assert all(sorted(row) == sorted(known.pool) for row in policy.order(questions))
 
 
 def test_the_shortlist_covers_greedily() -> None:
     z = np.array([[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, math.nan]])
     assert policies.greedy_cover(z, 4) == [0, 2, 1, 3]  # most; then the only one that adds; then by accuracy
-    assert policies.RandomTop.of(outcomes(z[:, :4]), 2).pool == ["dense", "L5H1"]
+    assert policies.random_top(outcomes(z[:, :4]), 2).pool == ["dense", "L5H1"]
     with pytest.raises(InputError, match="cannot be taken"):
         policies.greedy_cover(z, 5)
 
@@ -461,7 +460,9 @@ def test_a_missing_encoder_is_said_in_one_line() -> None:
     ],
 )
 def test_senseless_options_are_refused(options: dict) -> None:
-    with pytest.raises(InputError):
+    (name,) = options
+    option = {"sizes": "p", "weights": "lambda"}.get(name, name)
+    with pytest.raises(InputError, match=rf"^[^\n]*\b{option}\b[^\n]*$"):
         FitOptions(**options)
 
 

@@ -1,4 +1,4 @@
-"""Draws the house: which room imports which. `python docs/pictures/house.py` writes house.png beside this file."""
+"""Draw the folders of the package and their imports: `python docs/pictures/house.py` writes house.png beside it."""
 
 from pathlib import Path
 
@@ -19,9 +19,9 @@ FLOORS = [
         ("profiling", "parameters, FLOPs, speed"),
         ("athena · training", "the second paper's host"),
     ],
-    [("interventions", "head masks, plans, token filter, probe pruning, the attention call; kernels/")],
+    [("interventions", "head masks, plans, token filter, probe pruning, the attention call")],
     [("checkpoints", "embedded models, models without weights, cut ones")],
-    [("architectures", "the model map, names of heads, fingerprints")],
+    [("architectures", "the model map, names of heads, fingerprints"), ("kernels", "Triton, with references")],
 ]
 BESIDE = [
     ("tasks", "lm-eval's YAML and\nits Python", 2.0),
@@ -45,13 +45,13 @@ def main() -> None:
     axes.set_axis_off()
     axes.set(xlim=(-0.1, 12.2), ylim=(-1.0, 7.75))
     for number, rooms in enumerate(FLOORS):
-        y, each = 6.75 - 1.08 * number, 8.0 / len(rooms)
-        for place, (name, about) in enumerate(rooms):
+        y, width = 6.75 - 1.08 * number, 8.0 / len(rooms)
+        for column, (name, about) in enumerate(rooms):
             box(
                 axes,
-                place * each,
+                column * width,
                 y,
-                each - 0.15 * (place + 1 < len(rooms)),
+                width - 0.15 * (column + 1 < len(rooms)),
                 0.86,
                 name,
                 about,
@@ -60,8 +60,8 @@ def main() -> None:
         if number:
             arrow = {"arrowstyle": "-|>", "color": "0.35", "lw": 1.2}
             axes.annotate("", (4, y + 0.88), (4, y + 1.07), arrowprops=arrow)
-    for name, about, place in BESIDE:
-        box(axes, 8.9, 7.6 - place - 0.9, 3.2, 1.15, name, about, "#f6efdc")
+    for name, about, depth in BESIDE:
+        box(axes, 8.9, 7.6 - depth - 0.9, 3.2, 1.15, name, about, "#f6efdc")
     axes.annotate("", (10.5, 4.5), (10.5, 4.68), arrowprops={"arrowstyle": "-|>", "color": "0.35", "lw": 1.2})
     axes.text(
         8.9, 7.05, "Imports point down, never up\nand never in a circle.", fontsize=9, style="italic", va="center"

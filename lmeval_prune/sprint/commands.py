@@ -17,28 +17,28 @@ from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 @either("layers", "heads")
 def sweep(**options: Any) -> int:
     """Sweep a task: the outcomes of its questions under every head of some layers."""
-    wanted = SweepOptions(**options)
+    settings = SweepOptions(**options)
     from lmeval_prune.sprint.sweep import Sweep
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune").setLevel(logging.INFO)
     try:
-        outcomes = Sweep(**vars(wanted)).run()
+        outcomes = Sweep(settings).run()
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on in {wanted.output}")
+        print(f"interrupted; the same command goes on in {settings.output}")
         return 130
-    if outcomes is not None:
-        accuracy = outcomes.accuracy()
-        order = sorted(range(len(outcomes.pool)), key=lambda i: -accuracy[i])
-        shown = ", ".join(f"{outcomes.pool[i]} {accuracy[i]:.3f}" for i in order[:5])
-        dense = f"dense {accuracy[0]:.3f}; " if outcomes.pool[0] == "dense" else ""
-        print(f"{wanted.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
-        print(f"accuracy: {dense}highest {shown}")
-        if outcomes.lengths["mean_tokens"] is not None:
-            share, tokens = outcomes.lengths["cut_off"], outcomes.lengths["mean_tokens"]
-            print(f"answers: {tokens:.0f} tokens on average, {share:.0%} cut off by max_gen_toks")
-        if outcomes.cut_off:
-            print(f"{outcomes.cut_off}: heads are compared by what fits; sweep again with more max_gen_toks")
+    if outcomes is None:
+        return 0
+    accuracy = dict(zip(outcomes.pool, outcomes.accuracy(), strict=True))
+    highest = sorted(accuracy, key=lambda head: -accuracy[head])[:5]
+    dense = f"dense {accuracy['dense']:.3f}; " if "dense" in accuracy else ""
+    print(f"{settings.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
+    print(f"accuracy: {dense}highest {', '.join(f'{head} {accuracy[head]:.3f}' for head in highest)}")
+    if outcomes.lengths["mean_tokens"] is not None:
+        share, tokens = outcomes.lengths["cut_off"], outcomes.lengths["mean_tokens"]
+        print(f"answers: {tokens:.0f} tokens on average, {share:.0%} cut off by max_gen_toks")
+    if outcomes.cut_off:
+        print(f"{outcomes.cut_off}: heads are compared by what fits; sweep again with more max_gen_toks")
     return 0
 
 
@@ -61,14 +61,14 @@ def fit(
         lambda_: weight of diversity; of several the best on validation
         without_dense: the unpruned model is no candidate
     """
-    wanted = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
+    settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
     from lmeval_prune.sprint.outcomes import OutcomeStore
     from lmeval_prune.sprint.router import fit
 
     if Path(output).is_file():
         raise InputError(f"{output} is a file; name a folder for the router")
-    found = OutcomeStore(outcomes).read()
-    router = fit(found, encoder, wanted)
+    training = OutcomeStore(outcomes).read()
+    router = fit(training, encoder, settings)
     router.save(output)
     about = router.about
     print(f"{output}: router over {len(router.pool)} heads, p = {about['p']}, λ = {about['lambda']}")
@@ -79,8 +79,8 @@ def fit(
     useful = about["questions"] - about["questions_no_head_solves"] - about["questions_all_heads_solve"]
     if useful < 30:
         print(f"only {useful} questions tell heads apart: expect nothing of this router; sweep more questions")
-    if found.cut_off:
-        print(f"{found.cut_off}: the router learns what fits, not what heads know; sweep again with more max_gen_toks")
+    if training.cut_off:
+        print(f"{training.cut_off}: the router learns which answers fit; sweep again with more max_gen_toks")
     if about["held_out"]:
         print(f"{about['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
     if about["validation_pass"]:
@@ -93,7 +93,7 @@ def questions(outcomes: str, task: str, router: str | None = None) -> int:
 
     Args:
         outcomes: folder of the outcome store
-        task: name of the task that is to be asked, e.g. prune_asdiv_a_pass8
+        task: name of the task that is to be evaluated, e.g. prune_asdiv_a_pass8
         router: folder of a fitted router: only questions that it was not fitted on
     """
     from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -101,10 +101,9 @@ def questions(outcomes: str, task: str, router: str | None = None) -> int:
 
     seen = set(Router.load(router).about.get("seen", [])) if router else set()
     rows = [row for row in OutcomeStore(outcomes).read().questions if text_key(row["question"]) not in seen]
-    places = {(row["task"], row["split"]) for row in rows}
-    if len(places) != 1:
-        found = ", ".join(" ".join(place) for place in sorted(places)) or "none"
-        raise InputError(f"the questions must be of one task and split; these are of: {found}")
+    sources = sorted({f"{row['task']} {row['split']}" for row in rows})
+    if len(sources) != 1:
+        raise InputError(f"the questions must be of one task and split; these are of: {', '.join(sources) or 'none'}")
     print(json.dumps({task: [row["doc_id"] for row in rows]}))
     return 0
 
@@ -115,12 +114,14 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
     Args:
         samples: NAME=FILE: samples file of a pass@N task (lm_eval --log_samples); may be given several times
     """
-    pairs = [(name, path) for name, _, path in (text.partition("=") for text in samples)]
-    for text, (_, path) in zip(samples, pairs, strict=True):
+    pairs = []
+    for text in samples:
+        name, _, path = text.partition("=")
         if not path:
             raise InputError(f"samples must be NAME=FILE, not {text!r}")
-    wanted = ReportOptions(samples=pairs, **options)
-    from lmeval_prune.sprint.report import SprintReport
+        pairs.append((name, path))
+    settings = ReportOptions(samples=tuple(pairs), **options)
+    from lmeval_prune.sprint.report import write_report
 
-    print(SprintReport(**vars(wanted)).write())
+    print(write_report(settings))
     return 0

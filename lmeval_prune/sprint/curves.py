@@ -16,17 +16,10 @@ from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.policies import Policy
 
 
-class Asked(TypedDict, total=False):
-    """How a request was asked."""
-
-    arg_0: str
-    arg_1: dict[str, Any]
-
-
 class Sample(TypedDict, total=False):
-    """What is read of a sample."""
+    """Fields that are read of a sample."""
 
-    arguments: dict[str, Asked]
+    arguments: dict[str, dict[str, Any]]
     filtered_resps: list[list[Any]]
     doc: dict[str, Any]
 
@@ -39,8 +32,8 @@ class Curve:
         name: for the legend.
         kind: how pass@k is estimated: `ordered`, `exact` (the expectation over random orders), `unbiased`.
         values: shape (questions, N): chance that one of k tries is right, for k = 1 … N; NaN where not known.
-        heads: of each question the heads of its tries, where a policy chose them.
-        is_bound: whether it is an upper bound, not a method.
+        heads: heads of each question's tries, where a policy chose them.
+        is_bound: is an upper bound, not a method.
     """
 
     name: str
@@ -51,15 +44,15 @@ class Curve:
 
     @property
     def mean(self) -> np.ndarray:
-        """pass@k over all questions, shape (N,)."""
+        """Average pass@k over all questions, shape (N,)."""
         return self.values.mean(0)
 
 
 def solved_by(outcomes: Outcomes, heads: Sequence[str]) -> np.ndarray:
-    """Outcomes of all questions under these heads, as booleans.
+    """Return the outcomes of all questions under these heads, as booleans.
 
     Raises:
-        InputError: one of them is not known.
+        InputError: an outcome is unknown.
     """
     part = outcomes.columns(heads)
     unknown = np.argwhere(np.isnan(part.z))
@@ -73,30 +66,30 @@ def solved_by(outcomes: Outcomes, heads: Sequence[str]) -> np.ndarray:
 
 
 def ordered(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
-    """The i-th try is the policy's i-th head."""
-    place = {head: i for i, head in enumerate(policy.pool)}
+    """Estimate pass@k where the i-th try is the policy's i-th head."""
+    column_of = {head: i for i, head in enumerate(policy.pool)}
     solved = solved_by(outcomes, policy.pool)
     heads = [order[:n] for order in policy.order(outcomes.texts)]
-    tries = [[bool(row[place[head]]) for head in order] for row, order in zip(solved, heads, strict=True)]
+    tries = [[bool(row[column_of[head]]) for head in order] for row, order in zip(solved, heads, strict=True)]
     values = np.array([[float(pass_ordered(row, k)) for k in range(1, n + 1)] for row in tries])
     return Curve(name, "ordered", values, heads)
 
 
 def in_hindsight(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
-    """The oracle: whether any head of the pool solves the question, for any number of tries."""
+    """Tell whether any head of the pool solves each question, for any number of tries: the oracle."""
     solved = solved_by(outcomes, pool).any(axis=1, keepdims=True)
     return Curve(name, "ordered", np.repeat(solved.astype(float), n, axis=1), is_bound=True)
 
 
 def at_random(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
-    """Heads drawn from a pool without replacement: the exact expectation, 1 − C(m−c, k)/C(m, k)."""
+    """Compute pass@k of heads drawn from a pool without replacement: the expectation 1 − C(m−c, k)/C(m, k)."""
     counts = solved_by(outcomes, pool).sum(1)
     ks = [min(k, len(pool)) for k in range(1, n + 1)]
     return Curve(name, "exact", np.array([[pass_unbiased(len(pool), int(c), k) for k in ks] for c in counts]))
 
 
 def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
-    """From a samples file of `lm_eval --log_samples` on a pass@N task, for the same questions.
+    """Estimate pass@k from a samples file of `lm_eval --log_samples` on a pass@N task, for the same questions.
 
     Samples of a sampling model are exchangeable: the unbiased estimator, from how many of N were right. A routed
     run's are ordered: its `pass@k`, for the k that lm-eval reported; others are NaN.
@@ -104,36 +97,20 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     Raises:
         InputError: the file is not such a file, or lacks questions of the outcomes.
     """
-    rows: dict[str, np.ndarray] = {}
-    routed, asked = False, outcomes.question_field or "question"
     prompts = {row["question"]: row["prompt"] for row in outcomes.questions}
     lengths = {task["generation"].get("max_gen_toks") for task in outcomes.tasks.values() if "generation" in task}
-    samples = read_lines(path, Sample)
-    if not samples:
-        raise InputError(f"{path} holds no samples")
-    for sample in samples:
-        try:
-            ((prompt, settings),) = [(a["arg_0"], a["arg_1"]) for a in sample["arguments"].values()]
-            tries = len(sample["filtered_resps"][0])  # without the copies that fill up ranks
-            question, right = str(sample["doc"][asked]), round(float(sample["pass@1_unbiased"]) * tries)
-            passes = np.array([float(sample.get(f"pass@{k}", np.nan)) for k in range(1, n + 1)])
-            if not 0 <= right <= tries:
-                raise ValueError("more of the tries are right than there are")
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError):
-            raise InputError(
-                f"{path} is not a samples file of a pass@N task; run e.g. prune_gsm8k_pass8 with --log_samples"
-            ) from None
+    rows: dict[str, np.ndarray] = {}
+    settings: dict[str, Any] = {}
+    for sample in read_lines(path, Sample):
+        question, prompt, settings, passes = _passes(sample, path, outcomes.question_field or "question", n)
         if question in prompts and (digest(prompt) != prompts[question] or settings.get("max_gen_toks") not in lengths):
             raise InputError(
                 f"{path} was made with other prompts or another max_gen_toks than the test store, so the two cannot "
                 f"be compared; give both the same chat template, exemplars and gen_kwargs"
             )
-        routed = "heads" in settings
-        ks = range(1, n + 1)
-        if routed:
-            rows[question] = passes
-        else:
-            rows[question] = np.array([pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks])
+        rows[question] = passes
+    if not rows:
+        raise InputError(f"{path} holds no samples")
     missing = [text for text in outcomes.texts if text not in rows]
     if missing:
         raise InputError(
@@ -143,4 +120,24 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     values = np.array([rows[text] for text in outcomes.texts])
     if np.isnan(values.mean(0)).all():
         raise InputError(f"{path} has no pass@k of all questions for any k up to {n}; run a pass@N task to its end")
-    return Curve(name, "ordered" if routed else "unbiased", values)
+    return Curve(name, "ordered" if "heads" in settings else "unbiased", values)
+
+
+def _passes(sample: Any, path: str, question_field: str, n: int) -> tuple[str, str, dict[str, Any], np.ndarray]:
+    """Return a sample's question, prompt, settings, and pass@k for k = 1 … n."""
+    try:
+        ((prompt, settings),) = [(request["arg_0"], request["arg_1"]) for request in sample["arguments"].values()]
+        tries = len(sample["filtered_resps"][0])  # without the copies that fill up ranks
+        right = round(float(sample["pass@1_unbiased"]) * tries)
+        if not 0 <= right <= tries:
+            raise ValueError("more of the tries are right than there are")
+        ks = range(1, n + 1)
+        if "heads" in settings:
+            passes = [float(sample.get(f"pass@{k}", np.nan)) for k in ks]
+        else:
+            passes = [pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks]
+        return str(sample["doc"][question_field]), prompt, settings, np.array(passes)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError):
+        raise InputError(
+            f"{path} is not a samples file of a pass@N task; run e.g. prune_gsm8k_pass8 with --log_samples"
+        ) from None

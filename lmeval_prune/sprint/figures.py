@@ -17,10 +17,10 @@ from lmeval_prune.sprint.head_table import HeadTable
 def pass_at_n(
     curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
 ) -> None:
-    """Figure 4: pass@N of every policy; the first and its strongest rival with 95% bands over questions."""
+    """Draw pass@N of every policy, the first and its strongest rival with 95% bands over questions (Figure 4)."""
     rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
     strongest = max(rivals, key=lambda i: _last(curves[i])[1], default=0)
-    made, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
+    drawing, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
     others, ends = iter(COLOURS[2:] * len(curves)), []
     for i, (curve, (low, high)) in enumerate(zip(curves, bands, strict=True)):
         known = np.flatnonzero(~np.isnan(curve.mean))
@@ -39,20 +39,20 @@ def pass_at_n(
     axes.set_xticks(np.arange(1, tries + 1))
     axes.grid(axis="y", color="0.92")
     label_ends(axes, ends)
-    save(made, stem)
+    save(drawing, stem)
 
 
 def _last(curve: Curve) -> tuple[float, float]:
-    """The last N whose pass@N is known, and it."""
+    """Return the last N whose pass@N is known, and its pass@N."""
     last = int(np.flatnonzero(~np.isnan(curve.mean))[-1])
     return last + 1, float(curve.mean[last])
 
 
 def violins(measured: dict[str, list[float]], lucky: dict[str, list[float]], stem: Path) -> None:
-    """Figure 2: what the best head of a layer gains, by layer, beside what it gains when heads do not matter."""
+    """Draw the gain of the best head by layer, beside its gain when heads do not matter (Figure 2)."""
     layers = list(measured)
     title = "Best head of a layer, by group of questions (line: median)"
-    made, axes = figure(max(5.5, 1.1 * len(layers) + 2), 4.4, title)
+    drawing, axes = figure(max(5.5, 1.1 * len(layers) + 2), 4.4, title)
     for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, lucky, COLOURS[6])):
         for i, layer in enumerate(layers):
             points = np.asarray(values[layer])
@@ -68,21 +68,21 @@ def violins(measured: dict[str, list[float]], lucky: dict[str, list[float]], ste
     axes.set_xticks(range(len(layers)), layers)
     axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
     names = ("measured", "outcomes shuffled among heads: luck alone")
-    made.legend(  # beside the axes: wherever it lay on them, a violin could be
+    drawing.legend(  # beside the axes: wherever it lay on them, a violin could be
         handles=[Patch(color=c, alpha=0.5, label=n) for c, n in zip((COLOURS[0], COLOURS[6]), names, strict=True)],
         loc="outside lower center",
         ncols=2,
         frameon=False,
         fontsize=9,
     )
-    save(made, stem)
+    save(drawing, stem)
 
 
 def head_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
-    """Figure 5: each head's change in accuracy, sorted, with two standard errors."""
+    """Draw each head's change in accuracy, sorted, with two standard errors (Figure 5)."""
     ordered = sorted(changes.items(), key=lambda item: item[1][0])
     title = "Accuracy with one head pruned − unpruned (lines: two standard errors)"
-    made, axes = figure(max(6.0, 0.19 * len(ordered) + 1.5), 4.2, title)
+    drawing, axes = figure(max(6.0, 0.19 * len(ordered) + 1.5), 4.2, title)
     values = np.array([change for _, (change, _) in ordered])
     errors = np.array([2 * error for _, (_, error) in ordered])
     colours = [COLOURS[0] if value >= 0 else COLOURS[1] for value in values]
@@ -91,11 +91,11 @@ def head_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
     axes.set_xticks(range(len(ordered)), [name for name, _ in ordered], rotation=90, fontsize=7)
     axes.margins(x=0.01)
     axes.set(ylabel="change in accuracy")
-    save(made, stem)
+    save(drawing, stem)
 
 
 def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Path) -> None:
-    """Layer × head: the change in accuracy."""
+    """Draw the change in accuracy by layer and head."""
     layers = list(table.layers)
     count = 1 + max(head for numbers in table.layers.values() for head in numbers)
     grid = np.full((len(layers), count), np.nan)  # in points, as all that is drawn
@@ -103,7 +103,7 @@ def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Pa
         head = Head.named(column)
         grid[layers.index(head.layer_label), head.head] = 100 * change
     title = "Change in accuracy with one head pruned"
-    made, axes = figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4), title)
+    drawing, axes = figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4), title)
     limit = max(float(np.nanmax(np.abs(grid))), 1e-9)
     image = axes.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
     axes.spines[:].set_visible(False)
@@ -115,5 +115,5 @@ def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Pa
             if not np.isnan(value):
                 shade = "white" if abs(value) > 0.6 * limit else "0.15"
                 axes.text(j, i, f"{value:+.1f}", ha="center", va="center", fontsize=7, color=shade)
-    made.colorbar(image, ax=axes, label="change in accuracy, points")
-    save(made, stem)
+    drawing.colorbar(image, ax=axes, label="change in accuracy, points")
+    save(drawing, stem)

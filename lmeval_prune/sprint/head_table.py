@@ -1,4 +1,4 @@
-"""What pruning each head does to accuracy, by group and layer: the paper's Tables 1–4 and Figures 2 and 5."""
+"""Changes in accuracy by pruning each head, by group and layer: the paper's Tables 1–4 and Figures 2 and 5."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPINGS = ("subject", "complexity", "grade", "solution_type", "level", "type",
 
 
 def groups(outcomes: Outcomes, by: str | None = None) -> dict[str, list[int]]:
-    """Rows of each group of questions, by one of their attributes; all in one where there is none.
+    """Return the rows of each group of questions by an attribute; all in one group where there is none.
 
     Args:
         outcomes: whose questions.
@@ -29,21 +29,14 @@ def groups(outcomes: Outcomes, by: str | None = None) -> dict[str, list[int]]:
     Raises:
         InputError: the questions do not have it.
     """
-
-    def value(row: dict, name: str) -> str | None:
-        found = row["task"] if name == "task" else row["attributes"].get(name)
-        return None if found is None else str(found)
-
+    attributes = pd.DataFrame([{**row["attributes"], "task": row["task"]} for row in outcomes.questions], dtype=object)
     for name in [by] if by else GROUPINGS:
-        values = [value(row, name) for row in outcomes.questions]
-        if None not in values and (by or len(set(values)) > 1):
-            found: dict[str, list[int]] = defaultdict(list)
-            for i, group in enumerate(values):
-                found[str(group)].append(i)
-            return dict(sorted(found.items()))
+        if name in attributes and attributes[name].notna().all() and (by or attributes[name].nunique() > 1):
+            rows = attributes.groupby(attributes[name].map(str)).indices
+            return {group: indices.tolist() for group, indices in sorted(rows.items())}
     if by:
-        has = sorted({name for row in outcomes.questions for name in row["attributes"]})
-        raise InputError(f"not all questions have {by!r}; they have {', '.join(has) or 'no attributes'}")
+        names = sorted({name for row in outcomes.questions for name in row["attributes"]})
+        raise InputError(f"not all questions have {by!r}; they have {', '.join(names) or 'no attributes'}")
     return {"all": list(range(len(outcomes.questions)))}
 
 
@@ -77,30 +70,30 @@ class HeadTable:
                 layers[head.layer_label][head.head] = column
         if not layers:
             raise InputError("the store holds the unpruned model only; sweep some heads")
-        found = groups(outcomes, by)
+        rows_of = groups(outcomes, by)
         accuracy = {
             (group, column): float(value)
-            for group, rows in found.items()
+            for group, rows in rows_of.items()
             for column, value in zip(outcomes.pool, outcomes.rows(rows).accuracy(), strict=True)
         }
-        return cls(accuracy, found, dict(layers))
+        return cls(accuracy, rows_of, dict(layers))
 
     def markdown(self) -> dict[str, str]:
-        """Of each group a table: rows heads, columns layers, last the unpruned model; the best of a column bold."""
+        """Write a table for each group: heads by layers, last the unpruned model; the best of a column bold."""
         heads = sorted({head for numbers in self.layers.values() for head in numbers})
-        found: dict[str, str] = {}
+        tables: dict[str, str] = {}
         for group in self.groups:
-            shown: dict[str, list[Any]] = {"pruned head": [*map(str, heads), "none"]}
+            columns: dict[str, list[Any]] = {"pruned head": [*map(str, heads), "none"]}
             for layer, numbers in self.layers.items():
                 values = {head: self.accuracy[group, column] for head, column in numbers.items()}
                 best = max(values.values())
                 cells = [bold(f"{values[h]:.3f}", values[h] == best) if h in values else "" for h in heads]
-                shown[layer] = [*cells, f"{self.accuracy[group, DENSE]:.3f}"]
-            found[group] = markdown(pd.DataFrame(shown), ["pruned head"])
-        return found
+                columns[layer] = [*cells, f"{self.accuracy[group, DENSE]:.3f}"]
+            tables[group] = markdown(pd.DataFrame(columns), ["pruned head"])
+        return tables
 
     def long(self) -> pd.DataFrame:
-        """A row for each group, layer and head."""
+        """Return a row for each group, layer and head."""
         rows = [
             (group, len(rows), layer, head, self.accuracy[group, column], self.accuracy[group, DENSE])
             for group, rows in self.groups.items()
@@ -111,7 +104,7 @@ class HeadTable:
 
 
 def gains(table: HeadTable) -> dict[str, list[float]]:
-    """Figure 2: of each layer, for every group, the best head's accuracy minus the unpruned model's."""
+    """Return by layer, for every group, the best head's accuracy minus the unpruned model's (Figure 2)."""
 
     def gain(group: str, columns: Iterable[str]) -> float:
         best = np.nanmax([table.accuracy[group, column] for column in columns])
@@ -121,12 +114,12 @@ def gains(table: HeadTable) -> dict[str, list[float]]:
 
 
 def gains_by_luck(outcomes: Outcomes, table: HeadTable, draws: int = 200, seed: int = 0) -> dict[str, list[float]]:
-    """The same with each question's outcomes shuffled among the unpruned model and a layer's heads.
+    """Return the gains with each question's outcomes shuffled among the unpruned model and a layer's heads.
 
     Then no head is better than another, and what 'the best head' gains is the luck of a maximum.
     """
     generator = np.random.default_rng(seed)
-    found = {}
+    gains_of = {}
     for layer, numbers in table.layers.items():
         part = outcomes.columns([DENSE, *numbers.values()])
         values = []
@@ -135,18 +128,19 @@ def gains_by_luck(outcomes: Outcomes, table: HeadTable, draws: int = 200, seed: 
             for _ in range(draws):
                 shuffled = np.nanmean(generator.permuted(z, axis=1), axis=0)
                 values.append(float(shuffled[1:].max() - shuffled[0]))
-        found[layer] = values
-    return found
+        gains_of[layer] = values
+    return gains_of
 
 
 def changes(outcomes: Outcomes) -> dict[str, tuple[float, float]]:
-    """Figure 5: of each head, its change in accuracy and the standard error of that paired difference."""
+    """Return by head its change in accuracy and the standard error of that paired difference (Figure 5)."""
     dense = outcomes.z[:, outcomes.pool.index(DENSE)]
-    found = {}
+    change_of = {}
     for i, column in enumerate(outcomes.pool):
         if column != DENSE:
             difference = outcomes.z[:, i] - dense
             difference = difference[~np.isnan(difference)]
-            count = max(len(difference), 1)
-            found[column] = (float(difference.mean()), float(difference.std(ddof=1) / count**0.5) if count > 1 else 0.0)
-    return found
+            count = len(difference)
+            error = float(difference.std(ddof=1) / count**0.5) if count > 1 else 0.0
+            change_of[column] = (float(difference.mean()), error)
+    return change_of

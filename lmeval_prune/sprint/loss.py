@@ -13,30 +13,27 @@ from torch import Tensor
 
 
 def squared_distances(q: Tensor, v: Tensor) -> Tensor:
-    """‖q_i − v_j‖², shape (questions, heads), from q (questions, p) and v (heads, p)."""
+    """Return ‖q_i − v_j‖², shape (questions, heads), from q (questions, p) and v (heads, p)."""
     return (q[:, None, :] - v[None, :, :]).square().sum(-1)
 
 
-def ranking_term(q: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The first term, a question at a time.
+def ranking_losses(q: Tensor, v: Tensor, z: Tensor) -> Tensor:
+    """Return the first term for each question that some head solves.
 
     Args:
         q: question embeddings (questions, p).
         v: head embeddings (heads, p).
         z: outcomes (questions, heads): 1, 0, NaN unknown.
-
-    Returns:
-        The losses of the questions that some head solves, and which questions those are.
     """
     ranked = (z == 1).any(1)
     logits = -squared_distances(q[ranked], v)
     known, solved = ~z[ranked].isnan(), z[ranked] == 1
-    every = logits.masked_fill(~known, -torch.inf).logsumexp(1)
-    return every - logits.masked_fill(~solved, -torch.inf).logsumexp(1), ranked
+    total = logits.masked_fill(~known, -torch.inf).logsumexp(1)
+    return total - logits.masked_fill(~solved, -torch.inf).logsumexp(1)
 
 
 def agreement(z: Tensor) -> Tensor:
-    """s_jk: the share of questions for which heads j and k have the same outcome, shape (heads, heads).
+    """Return s_jk, the share of questions for which heads j and k have the same outcome, shape (heads, heads).
 
     Over the questions where both are known; 0 where there is none.
     """
@@ -48,12 +45,12 @@ def agreement(z: Tensor) -> Tensor:
 
 
 def diversity_term(v: Tensor, s: Tensor) -> Tensor:
-    """Σ_{j<k} s_jk ‖v_j − v_k‖², a number."""
+    """Return Σ_{j<k} s_jk ‖v_j − v_k‖², a number."""
     return (s * squared_distances(v, v)).triu(1).sum()
 
 
-def placed(v: Tensor, diversity: str, radius: float) -> Tensor:
-    """Head embeddings as the loss sees them: inside a ball, on a sphere, or as they are.
+def constrained(v: Tensor, diversity: str, radius: float) -> Tensor:
+    """Project head embeddings into a ball or onto a sphere, or leave them.
 
     The printed loss has no minimum for λ > 0: its second term grows without bound as heads move apart. Within a
     ball, or on a sphere, it does the same job and stays bounded.
@@ -66,7 +63,7 @@ def placed(v: Tensor, diversity: str, radius: float) -> Tensor:
 
 
 def contrastive_loss(q: Tensor, v: Tensor, z: Tensor, s: Tensor, weight: float) -> Tensor:
-    """Eq. 1 with λ = `weight`; the first term is 0 if no head solves any of the questions."""
-    losses, _ = ranking_term(q, v, z)
+    """Return eq. 1 with λ = `weight`; its first term is 0 if no head solves any of the questions."""
+    losses = ranking_losses(q, v, z)
     ranking = losses.mean() if len(losses) else q.sum() * 0
     return ranking - weight * diversity_term(v, s)

@@ -1,4 +1,4 @@
-"""The outcome matrix Z: which question is solved with which head pruned (SPRINT §3.1).
+"""The outcome matrix Z: questions solved by pruned head (SPRINT §3.1).
 
 Rows are questions, columns the pool: the unpruned model (`dense`) and one column for each pruned head. A cell is
 1 (solved), 0, or unknown until it was run. The store on disk also keeps the model's identity and every setting that
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -46,26 +47,31 @@ class Contents(TypedDict):
 
 
 class Question(NamedTuple):
-    """Where a question is: task, split, and its number in that split."""
+    """Key of a question: task, split, and the document's number in that split."""
 
     task: str
     split: str
     doc_id: int
 
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Question:
+        """Return the key of a row of the store's tables."""
+        return cls(row["task"], row["split"], row["doc_id"])
+
 
 def pool_order(columns: Iterable[str]) -> list[str]:
-    """Columns in the order of the pool: dense first, then by layer and head; each once."""
+    """Sort columns in the order of the pool: dense first, then by layer and head; each once."""
     return sorted(set(columns), key=lambda column: Head("", -1, -1) if column == DENSE else Head.named(column))
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Z and what its rows and columns are.
+    """The matrix Z with its rows and columns.
 
     Attributes:
         z: shape (questions, pool), 1 solved, 0 not, NaN unknown.
         pool: names of the columns.
-        questions: of each row, its place, and `question`, `prompt` (a digest) and `attributes`.
+        questions: row by row the key, and `question`, `prompt` (a digest) and `attributes`.
         model: identity of the model.
         tasks: settings of each task.
         lengths: of all answers of the store; see `models/lengths.py`.
@@ -80,38 +86,37 @@ class Outcomes:
 
     @property
     def cut_off(self) -> str:
-        """How many answers were cut off, if they are many; else empty."""
+        """Sentence on answers that were cut off, if they are many; else empty."""
         return cut_off(self.lengths) if self.lengths else ""
 
     @property
     def known(self) -> np.ndarray:
-        """Which cells are known; shape as `z`."""
+        """Mask of the known cells; shape as `z`."""
         return ~np.isnan(self.z)
 
     @property
     def texts(self) -> list[str]:
-        """The questions' texts."""
+        """Texts of the questions."""
         return [row["question"] for row in self.questions]
 
-    def rows(self, chosen: Sequence[int] | np.ndarray) -> Outcomes:
-        """Only these questions."""
-        questions = [self.questions[i] for i in chosen] if self.questions else []
-        return replace(self, z=self.z[np.asarray(chosen)], questions=questions)
+    def rows(self, indices: Sequence[int] | np.ndarray) -> Outcomes:
+        """Select questions."""
+        questions = [self.questions[i] for i in indices] if self.questions else []
+        return replace(self, z=self.z[np.asarray(indices)], questions=questions)
 
-    def columns(self, chosen: Sequence[str]) -> Outcomes:
-        """Only these columns, in this order.
+    def columns(self, names: Sequence[str]) -> Outcomes:
+        """Select columns, in this order.
 
         Raises:
             InputError: one is not in the pool.
         """
-        missing = [name for name in chosen if name not in self.pool]
+        missing = [name for name in names if name not in self.pool]
         if missing:
             raise InputError(f"the outcome store has no column {missing[0]}; it has {', '.join(self.pool)}")
-        places = [self.pool.index(name) for name in chosen]
-        return replace(self, z=self.z[:, places], pool=list(chosen))
+        return replace(self, z=self.z[:, [self.pool.index(name) for name in names]], pool=list(names))
 
     def accuracy(self) -> np.ndarray:
-        """Share of solved questions among the known ones, for each column; NaN where none is known."""
+        """Return the share of solved questions among the known ones, by column; NaN where none is known."""
         known = self.known.sum(0)
         return np.where(known > 0, np.nansum(self.z, 0) / np.maximum(known, 1), np.nan)
 
@@ -120,12 +125,12 @@ class Outcomes:
         """Row of each question's text.
 
         Raises:
-            InputError: several rows ask the same.
+            InputError: several rows have the same text.
         """
-        found = {text: i for i, text in enumerate(self.texts)}
-        if len(found) < len(self.texts):
+        rows = {text: i for i, text in enumerate(self.texts)}
+        if len(rows) < len(self.texts):
             raise InputError("several rows of the outcome store have the same question: which is meant is not clear")
-        return found
+        return rows
 
     @property
     def question_field(self) -> str | None:
@@ -134,35 +139,15 @@ class Outcomes:
 
 
 def question_field(tasks: dict[str, Any]) -> str | None:
-    """As `Outcomes.question_field`, of the settings of tasks."""
+    """Return the field that holds the question by the settings of tasks, if it is the same in all of them."""
     names = {task["question_field"] for task in tasks.values() if "question_field" in task}
     return str(next(iter(names))) if len(names) == 1 else None
 
 
-_QUESTIONS = pa.schema(
-    [
-        ("task", pa.string()),
-        ("split", pa.string()),
-        ("doc_id", pa.int32()),
-        ("question", pa.string()),
-        ("prompt", pa.string()),
-        ("attributes", pa.string()),
-    ]
-)
-_CELLS = pa.schema(
-    [
-        ("task", pa.string()),
-        ("split", pa.string()),
-        ("doc_id", pa.int32()),
-        ("head", pa.string()),
-        ("outcome", pa.bool_()),
-        ("extracted", pa.string()),
-        ("answer", pa.string()),
-        ("length", pa.int32()),
-        ("cut_off", pa.bool_()),
-    ]
-)
-Cell = dict[str, Any]
+_KEY = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}
+_QUESTIONS = pa.schema({**_KEY, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
+_ANSWER = {"extracted": pa.string(), "answer": pa.string(), "length": pa.int32(), "cut_off": pa.bool_()}
+_CELLS = pa.schema({**_KEY, "head": pa.string(), "outcome": pa.bool_(), **_ANSWER})
 
 
 class OutcomeStore:
@@ -179,7 +164,7 @@ class OutcomeStore:
     # ------------------------------------------------------------------ reading
 
     def read(self) -> Outcomes:
-        """The outcomes. Those of a run that has not ended are left out.
+        """Read the outcomes. Those of a run that has not ended are left out.
 
         Raises:
             InputError: the folder is not a store, or it is empty or broken.
@@ -188,42 +173,36 @@ class OutcomeStore:
         if not (self.folder / "cells.parquet").is_file():
             raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
         questions = self._table("questions", _QUESTIONS).to_pylist()
-        cells = self._table("cells", _CELLS, [*Question._fields, "head", "outcome", "length", "cut_off"])
-        if not questions or not cells.num_rows:
+        cells = self._table("cells", _CELLS, [*_KEY, "head", "outcome", "length", "cut_off"]).to_pylist()
+        if not questions or not cells:
             raise InputError(f"the outcome store {self.folder} is empty; run `lmeval-prune sweep` into it first")
         try:
-            return self._outcomes(about, questions, cells)
+            pool = about["pool"]
+            for row in questions:
+                row["attributes"] = from_json(row["attributes"], "questions.parquet")
+            z = np.full((len(questions), len(pool)), np.nan, np.float32)
+            row_of = {Question.of(row): i for i, row in enumerate(questions)}
+            column_of = {name: i for i, name in enumerate(pool)}
+            rows = [row_of[Question.of(cell)] for cell in cells]
+            columns = [column_of[cell["head"]] for cell in cells]
+            z[rows, columns] = np.array([cell["outcome"] for cell in cells], np.float32)  # None becomes NaN
+            return Outcomes(z, pool, questions, about["model"], about["tasks"], _lengths(cells, about["tasks"]))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self.folder} is damaged: its files do not fit together ({first_line(error)}); give a new folder"
             ) from None
 
-    def _outcomes(self, about: dict[str, Any], questions: list[dict[str, Any]], cells: pa.Table) -> Outcomes:
-        """The store's files as one matrix."""
-        for row in questions:
-            row["attributes"] = from_json(row["attributes"], "questions.parquet")
-        pool = about["pool"]
-        z = np.full((len(questions), len(pool)), np.nan, np.float32)
-        row_of, column_of = (
-            {_where(row): i for i, row in enumerate(questions)},
-            {name: i for i, name in enumerate(pool)},
-        )
-        rows = [row_of[where] for where in _places(cells)]
-        columns = [column_of[head] for head in cells["head"].to_pylist()]
-        z[rows, columns] = np.array(cells["outcome"].to_pylist(), np.float32)  # None becomes NaN
-        return Outcomes(z, pool, questions, about["model"], about["tasks"], _lengths(cells, about["tasks"]))
-
-    def cells(self) -> list[Cell]:
-        """All cells, each with the `text` and `tokens` of its answer."""
+    def cells(self) -> list[dict[str, Any]]:
+        """Read all cells, each with the `text` and `tokens` of its answer."""
         answers = {record["key"]: record for record in read_answers(self.folder)}
-        cells = self._table("cells", _CELLS).to_pylist()
+        cells: list[dict[str, Any]] = self._table("cells", _CELLS).to_pylist()
         for cell in cells:
-            found = answers.get(cell["answer"], {})
-            cell |= {"text": found.get("response"), "tokens": found.get("tokens")}
+            answer = answers.get(cell["answer"], {})
+            cell |= {"text": answer.get("response"), "tokens": answer.get("tokens")}
         return cells
 
     def check(self) -> dict[str, Any]:
-        """What `store.json` says.
+        """Read `store.json`.
 
         Raises:
             InputError: the folder is not a store.
@@ -255,64 +234,51 @@ class OutcomeStore:
             InputError: the store is of another model or was made with other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
-        known: list[dict[str, Any]] = []
+        foreign = [path.name for path in self.folder.iterdir() if not path.name.startswith((".", *FILES))]
+        rows: dict[Question, dict[str, Any]] = {}
         if self.about.exists():
             about = self.check()
-            model = _same_model(self.folder, about["model"], model)
+            model = _merge_models(self.folder, about["model"], model)
             for task in about["tasks"].keys() & tasks.keys():
                 _refuse_difference(self.folder, f"task {task}", about["tasks"][task], tasks[task])
             tasks, pool = {**about["tasks"], **tasks}, [*about["pool"], *pool]
-            known = self._table("questions", _QUESTIONS).to_pylist()
+            rows = {Question.of(row): row for row in self._table("questions", _QUESTIONS).to_pylist()}
         elif foreign:
             raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
-        numbered = {_where(row): row for row in known}
         for row in questions:
-            old = numbered.get(_where(row))
-            if old and old["prompt"] != row["prompt"]:
-                raise InputError(f"{self.folder}: the prompt of {_name(row)} is another one now; give a new folder")
-            numbered[_where(row)] = {**row, "attributes": _json(row["attributes"])}
+            key = Question.of(row)
+            if key in rows and rows[key]["prompt"] != row["prompt"]:
+                raise InputError(
+                    f"{self.folder}: the prompt of document {key.doc_id} of {key.task} ({key.split}) is another one "
+                    f"now; give a new folder"
+                )
+            attributes = json.dumps(row["attributes"], sort_keys=True, ensure_ascii=False)
+            rows[key] = {**row, "attributes": attributes}
         content = {"model": model, "tasks": dict(sorted(tasks.items())), "pool": pool_order(pool)}
         write_artefact(self.about, SCHEMA, SCHEMA_VERSION, content)
-        rows = [numbered[key] for key in sorted(numbered)]
-        write_table(self.folder / "questions.parquet", pa.Table.from_pylist(rows, _QUESTIONS))
+        table = pa.Table.from_pylist([rows[key] for key in sorted(rows)], _QUESTIONS)
+        write_table(self.folder / "questions.parquet", table)
 
-    def add(self, cells: Iterable[Cell]) -> None:
-        """Write outcomes: new ones, or other ones in the place of old ones. Only one process of a run calls this."""
-        known = {(_where(cell), cell["head"]): cell for cell in self._table("cells", _CELLS).to_pylist()}
-        known |= {(_where(cell), cell["head"]): cell for cell in cells}
-        order = {name: i for i, name in enumerate(pool_order(head for _, head in known))}
-        rows = sorted(known.values(), key=lambda cell: (_where(cell), order[cell["head"]]))
-        write_table(self.folder / "cells.parquet", pa.Table.from_pylist(rows, _CELLS))
-
-
-def _lengths(cells: pa.Table, tasks: dict[str, Any]) -> dict[str, Any]:
-    """How long the answers of cells are, and how many were cut off."""
-    found: dict[str, list[Ending | None]] = {}
-    for task, *ending in zip(*(cells[name].to_pylist() for name in ("task", "length", "cut_off")), strict=True):
-        found.setdefault(task, []).append(None if None in ending else Ending(*ending))
-    limits = {name: ((tasks.get(name) or {}).get("generation") or {}).get("max_gen_toks") for name in found}
-    return merged([lengths(own, limits[name]) for name, own in found.items()])
+    def add(self, cells: Iterable[dict[str, Any]]) -> None:
+        """Write outcomes; new ones replace old ones of the same cell. Only one process of a run calls this."""
+        rows = {(Question.of(row), row["head"]): row for row in [*self._table("cells", _CELLS).to_pylist(), *cells]}
+        rank = {head: i for i, head in enumerate(pool_order(head for _, head in rows))}
+        ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0], rank[key[1]]))]
+        write_table(self.folder / "cells.parquet", pa.Table.from_pylist(ordered, _CELLS))
 
 
-def _places(cells: pa.Table) -> list[Question]:
-    return [Question(*place) for place in zip(*(cells[name].to_pylist() for name in Question._fields), strict=True)]
+def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, Any]:
+    """Summarise how long the answers of cells are, and how many were cut off."""
+    endings: dict[str, list[Ending | None]] = defaultdict(list)
+    for cell in cells:
+        known = None not in (cell["length"], cell["cut_off"])
+        endings[cell["task"]].append(Ending(cell["length"], cell["cut_off"]) if known else None)
+    limits = {name: ((tasks.get(name) or {}).get("generation") or {}).get("max_gen_toks") for name in endings}
+    return merged([lengths(endings_of_task, limits[name]) for name, endings_of_task in endings.items()])
 
 
-def _where(row: dict[str, Any]) -> Question:
-    return Question(row["task"], row["split"], row["doc_id"])
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"document {row['doc_id']} of {row['task']} ({row['split']})"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _same_model(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a model that a store has, with adapters that are new.
+def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity of a store's model, with adapters that are new.
 
     Raises:
         InputError: the model is another one, or is computed elsewhere or in another type.
@@ -323,13 +289,13 @@ def _same_model(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> di
     if before.get("versions") != now.get("versions"):
         reason = differing(before.get("versions"), now.get("versions") or {})
         raise InputError(f"{folder} has outcomes that {reason}: give a new folder")
-    theirs, ours = before.get("adapters", {}), now.get("adapters", {})
-    shared = theirs.keys() & ours.keys()
-    _refuse_difference(folder, "adapter", *({name: each[name] for name in shared} for each in (theirs, ours)))
+    old, new = before.get("adapters", {}), now.get("adapters", {})
+    shared = old.keys() & new.keys()
+    _refuse_difference(folder, "adapter", *({name: adapters[name] for name in shared} for adapters in (old, new)))
     # a folder may be renamed; the weights determine their roundings
     plain = {"name": "", "rounded": [], "adapters": {}}
-    _refuse_difference(folder, "model", *({**each, **plain} for each in (before, now)))
-    return {**now, **before, **({"adapters": dict(sorted({**theirs, **ours}.items()))} if ours else {})}
+    _refuse_difference(folder, "model", {**before, **plain}, {**now, **plain})
+    return {**now, **before, **({"adapters": dict(sorted({**old, **new}.items()))} if new else {})}
 
 
 def _refuse_difference(folder: Path, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:

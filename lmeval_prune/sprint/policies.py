@@ -1,15 +1,13 @@
-"""Which heads to prune for a question, in order: SPRINT's router and what it is compared with.
+"""Orders of a pool of heads for each question: SPRINT's router and the baselines it is compared with.
 
-All candidates of a question differ; every policy orders the whole pool (or, `RandomTop`, its shortlist), so that
-the i-th try takes the i-th head.
+A policy orders the whole pool (`random_top`: its shortlist), so the i-th try takes the i-th head and all tries differ.
 """
 
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,145 +18,74 @@ from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.router import Router
 
 
-class Policy(ABC):
-    """Orders a pool for each question.
+@dataclass(frozen=True)
+class Policy:
+    """An order of a pool for each question.
 
     Attributes:
-        pool: what it chooses from.
-        note: what a reader of its results must know; empty for a method.
+        pool: names of heads.
+        identity: JSON value that determines the order.
+        order: the order for each of some questions, the first choice first.
+        note: warning for readers of its results.
     """
 
     pool: list[str]
+    identity: dict[str, Any]
+    order: Callable[[Sequence[str]], list[list[str]]]
     note: str = ""
 
-    @abstractmethod
-    def order(self, questions: Sequence[str]) -> list[list[str]]:
-        """For each question, columns of the pool, each once, the first choice first."""
 
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """JSON value that determines the order."""
+def nearest(router: Router) -> Policy:
+    """Order by the distance to the question's embedding: SPRINT."""
+    identity = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
+    return Policy(router.pool, identity, router.order)
 
 
-@dataclass(frozen=True)
-class Nearest(Policy):
-    """SPRINT: the heads nearest to the question's place."""
+def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:
+    """Order at random, by seed and question: a question's order does not depend on the others."""
 
-    router: Router
+    def order(questions: Sequence[str]) -> list[list[str]]:
+        return [random.Random(digest([seed, question])).sample(pool, len(pool)) for question in questions]
 
-    @property
-    def pool(self) -> list[str]:  # type: ignore[override]
-        """The router's."""
-        return self.router.pool
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The router's file."""
-        return {"policy": "router", "router_sha256": self.router.sha256, "encoder": self.router.encoder}
-
-    def order(self, questions: Sequence[str]) -> list[list[str]]:
-        """By squared distance, ties by pool order."""
-        return self.router.order(questions)
+    return Policy(pool, {"policy": name, "pool": pool, "seed": seed}, order)
 
 
-@dataclass(frozen=True)
-class Random(Policy):
-    """A plainly random order, by seed and question."""
-
-    pool: list[str]
-    seed: int = 0
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Pool and seed."""
-        return {"policy": "random", "pool": self.pool, "seed": self.seed}
-
-    def order(self, questions: Sequence[str]) -> list[list[str]]:
-        """A question's order does not depend on the others."""
-        generators = (random.Random(digest([self.seed, question])) for question in questions)
-        return [generator.sample(self.pool, len(self.pool)) for generator in generators]
+def random_top(outcomes: Outcomes, size: int, seed: int = 0) -> Policy:
+    """Order at random the heads that together solve most training questions: the paper's random baseline."""
+    return random_order([outcomes.pool[j] for j in greedy_cover(outcomes.z, size)], seed, "random_top")
 
 
-@dataclass(frozen=True)
-class RandomTop(Random):
-    """The paper's random baseline: a random order of the heads that together solve most training questions."""
-
-    @classmethod
-    def of(cls, outcomes: Outcomes, size: int, seed: int = 0) -> RandomTop:
-        """Choose `size` heads greedily."""
-        return cls([outcomes.pool[j] for j in greedy_cover(outcomes.z, size)], seed)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Shortlist and seed."""
-        return {**super().identity, "policy": "random_top"}
+def best(outcomes: Outcomes) -> Policy:
+    """Order by training accuracy, over known outcomes and the same for all questions; ties by pool order."""
+    accuracy = np.nan_to_num(outcomes.accuracy(), nan=-1.0)
+    pool = [outcomes.pool[j] for j in np.argsort(-accuracy, kind="stable")]
+    return Policy(pool, {"policy": "best", "pool": pool}, lambda questions: [pool for _ in questions])
 
 
-@dataclass(frozen=True)
-class Best(Policy):
-    """For every question the heads of highest training accuracy."""
+def oracle(outcomes: Outcomes) -> Policy:
+    """Order in hindsight, heads that solve the question first: an upper bound, not a method."""
 
-    pool: list[str]
+    def order(questions: Sequence[str]) -> list[list[str]]:
+        unknown = [question for question in questions if question not in outcomes.row_of]
+        if unknown:
+            raise InputError(f"the oracle's outcome store does not hold the question {unknown[0][:60]!r}")
+        z = np.nan_to_num(outcomes.z[[outcomes.row_of[question] for question in questions]], nan=0.0)
+        return [[outcomes.pool[j] for j in row] for row in np.argsort(-z, axis=1, kind="stable")]
 
-    @classmethod
-    def of(cls, outcomes: Outcomes) -> Best:
-        """Order by accuracy over the known outcomes; ties by pool order."""
-        accuracy = np.nan_to_num(outcomes.accuracy(), nan=-1.0)
-        return cls([outcomes.pool[j] for j in np.argsort(-accuracy, kind="stable")])
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The order."""
-        return {"policy": "best", "pool": self.pool}
-
-    def order(self, questions: Sequence[str]) -> list[list[str]]:
-        """The same for all."""
-        return [self.pool for _ in questions]
-
-
-@dataclass(frozen=True)
-class Oracle(Policy):
-    """In hindsight: heads that solve the question first. An upper bound, not a method."""
-
-    outcomes: Outcomes
-    note: str = field(default="not a method: it looks at the outcomes of the very questions it answers")
-
-    @property
-    def pool(self) -> list[str]:  # type: ignore[override]
-        """The store's."""
-        return self.outcomes.pool
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What it looked at."""
-        return {"policy": "oracle", "outcomes": digest(np.nan_to_num(self.outcomes.z, nan=-1).tolist())}
-
-    def order(self, questions: Sequence[str]) -> list[list[str]]:
-        """Solving heads first, then the others, both by pool order.
-
-        Raises:
-            InputError: a question has no outcomes.
-        """
-        found = []
-        for question in questions:
-            row = self.outcomes.row_of.get(question)
-            if row is None:
-                raise InputError(f"the oracle's outcome store does not hold the question {question[:60]!r}")
-            z = np.nan_to_num(self.outcomes.z[row], nan=0.0)
-            found.append([self.pool[j] for j in np.argsort(-z, kind="stable")])
-        return found
+    identity = {"policy": "oracle", "outcomes": digest(np.nan_to_num(outcomes.z, nan=-1).tolist())}
+    note = "not a method: it looks at the outcomes of the very questions it answers"
+    return Policy(outcomes.pool, identity, order, note)
 
 
 def greedy_cover(z: np.ndarray, size: int) -> list[int]:
-    """Columns that together solve most questions, chosen one by one.
+    """Choose columns that together solve most questions, one by one.
 
     Each step takes the column that solves most of the questions not solved yet; ties by accuracy, then by
     order. Once nothing new can be solved, accuracy decides.
 
     Args:
         z: shape (questions, pool); NaN counts as not solved.
-        size: how many.
+        size: number of columns.
 
     Raises:
         InputError: the pool is smaller.
@@ -166,10 +93,10 @@ def greedy_cover(z: np.ndarray, size: int) -> list[int]:
     if not 1 <= size <= z.shape[1]:
         raise InputError(f"a shortlist of {size} cannot be taken from a pool of {z.shape[1]}")
     solved = z == 1
-    open_, chosen = np.ones(len(z), bool), []
+    unsolved, chosen = np.ones(len(z), bool), []
     for _ in range(size):
         rest = [j for j in range(z.shape[1]) if j not in chosen]
-        best = max(rest, key=lambda j: (solved[open_, j].sum(), solved[:, j].sum(), -j))
-        chosen.append(best)
-        open_ &= ~solved[:, best]
+        column = max(rest, key=lambda j: (solved[unsolved, j].sum(), solved[:, j].sum(), -j))
+        chosen.append(column)
+        unsolved &= ~solved[:, column]
     return chosen

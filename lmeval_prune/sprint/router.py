@@ -1,7 +1,7 @@
-"""The router: which head to prune for a question (SPRINT §4).
+"""The router: the head to prune for a question (SPRINT §4).
 
-A question x is placed at q = θ φ(x), φ a frozen sentence encoder, θ one linear map; every head has a learned
-place v_j. The N candidates are the N heads nearest to q.
+A question x is embedded as q = θ φ(x), φ a frozen sentence encoder, θ one linear map; every head has a learned
+embedding v_j. The N candidates are the N heads nearest to q.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -26,13 +26,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models.tries import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import encoder as encoders
-from lmeval_prune.sprint.loss import (
-    agreement,
-    contrastive_loss,
-    placed,
-    ranking_term,
-    squared_distances,
-)
+from lmeval_prune.sprint.loss import agreement, constrained, contrastive_loss, ranking_losses, squared_distances
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes
 
@@ -41,7 +35,7 @@ SCHEMA_VERSION = 1
 
 
 class Contents(TypedDict):
-    """Fields of a router's artefact; all but the first three are what `Router.about` has."""
+    """Fields of a router's artefact; all but the first three are `Router.about`."""
 
     pool: list[str]
     encoder: str
@@ -60,7 +54,7 @@ class Router:
 
     Attributes:
         theta: θ, shape (p, width of the encoder).
-        heads: the places v_j, shape (pool, p).
+        heads: head embeddings v_j, shape (pool, p).
         pool: names of the heads, in the order in which ties are broken.
         encoder: name of the sentence encoder.
         about: what it was fitted on and how: model, tasks, options, counts, training curve.
@@ -75,24 +69,24 @@ class Router:
 
     @cached_property
     def _encoder(self) -> Any:
-        made = encoders.load_encoder(self.encoder)
+        encoder = encoders.load_encoder(self.encoder)
         expected = self.about.get("encoder_fingerprint")
-        if expected and encoders.fingerprint(made) != expected:
+        if expected and encoders.fingerprint(encoder) != expected:
             raise InputError(f"the sentence encoder {self.encoder} is not the one that the router was fitted with")
-        return made
+        return encoder
 
     def distances(self, embeddings: Tensor) -> Tensor:
-        """‖θ φ(x) − v_j‖², shape (questions, pool), from φ(x) of shape (questions, width)."""
+        """Return ‖θ φ(x) − v_j‖², shape (questions, pool), from φ(x) of shape (questions, width)."""
         return squared_distances(embeddings @ self.theta.T, self.heads)
 
     def order(self, texts: Sequence[str]) -> list[list[str]]:
-        """For each question the whole pool, the nearest head first; ties by pool order."""
+        """Order the whole pool for each question, the nearest head first; ties by pool order."""
         return [[self.pool[j] for j in row] for row in self.ranking(encoders.embed(self._encoder, texts))]
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
-        """As `order`, of given embeddings, as numbers of the pool."""
-        found: list[list[int]] = self.distances(embeddings).argsort(dim=1, stable=True).tolist()
-        return found
+        """Order the pool as `order` does, from φ(x) of shape (questions, width), as indices of the pool."""
+        ranking: list[list[int]] = self.distances(embeddings).argsort(dim=1, stable=True).tolist()
+        return ranking
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `router.json` and the tensors beside it, atomically: JSON names the tensors' hash."""
@@ -118,19 +112,16 @@ class Router:
             tensors = read_tensors(Path(folder) / "router.safetensors", expected)
         except InputError as error:
             raise InputError(f"the router in {folder} cannot be used: {error}; fit it again") from None
-        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items() if tensor.is_floating_point()}
         theta, heads = tensors.get("theta"), tensors.get("heads")
         if (
-            len(shapes) != 2
-            or theta is None
+            theta is None
             or heads is None
-            or shapes
-            != {
-                "theta": (heads.shape[-1], theta.shape[-1]),
-                "heads": (len(set(pool)), heads.shape[-1]),
-            }
+            or [theta.dtype.is_floating_point, heads.dtype.is_floating_point, len(tensors)] != [True, True, 2]
+            or theta.ndim != 2
+            or heads.shape != (len(pool), len(theta))
             or len(set(pool)) < len(pool)
         ):
+            shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
             raise InputError(
                 f"the router in {folder} has a pool of {len(pool)} and tensors of shapes {shapes}; fit it again"
             )
@@ -153,55 +144,53 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     Raises:
         InputError: there is nothing to learn from the outcomes, or too little for a validation split.
     """
+    options = options or FitOptions()
+    cut_off = outcomes.cut_off
     try:
-        return _fitted(outcomes, encoder, options or FitOptions())
+        if not options.dense:
+            outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
+        groups = numbered(outcomes.texts)
+        _, used = split(groups, options.holdout, [options.seed, 1])
+        outcomes = outcomes.rows(used)
+        _check(outcomes)
+        model = encoders.load_encoder(encoder)
+        z = torch.from_numpy(outcomes.z)
+        about = {
+            "encoder_fingerprint": encoders.fingerprint(model),
+            "model": outcomes.model,
+            "tasks": outcomes.tasks,
+            "questions": len(z),
+            "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
+            "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
+            "answers": outcomes.lengths,
+            "unknown_cells": int(z.isnan().sum()),
+            "held_out": len(groups) - len(used),
+            "seen": sorted({text_key(text) for text in outcomes.texts}),
+        }
+        embeddings = encoders.embed(model, outcomes.texts)
+        return fit_embeddings(embeddings, z, outcomes.pool, encoder, options, about, numbered(outcomes.texts))
     except InputError as error:
-        if not outcomes.cut_off:
+        if not cut_off:
             raise
-        raise InputError(f"{outcomes.cut_off}, sweep again with more max_gen_toks: {error}") from None
-
-
-def _fitted(outcomes: Outcomes, encoder: str, options: FitOptions) -> Router:
-    """The router of `fit`."""
-    if not options.dense:
-        outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
-    groups = _by_text(outcomes.texts)
-    _, used = _split(groups, options.holdout, [options.seed, 1])
-    outcomes = outcomes.rows(used)
-    _check(outcomes)
-    made = encoders.load_encoder(encoder)
-    x, z = encoders.embed(made, outcomes.texts), torch.from_numpy(outcomes.z)
-    about = {
-        "encoder_fingerprint": encoders.fingerprint(made),
-        "model": outcomes.model,
-        "tasks": outcomes.tasks,
-        "questions": len(z),
-        "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
-        "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
-        "answers": outcomes.lengths,
-        "unknown_cells": int(z.isnan().sum()),
-        "held_out": len(groups) - len(used),
-        "seen": sorted({text_key(text) for text in outcomes.texts}),
-    }
-    return fit_embeddings(x, z, outcomes.pool, encoder, options, about, _by_text(outcomes.texts))
+        raise InputError(f"{cut_off}, sweep again with more max_gen_toks: {error}") from None
 
 
 def text_key(text: str) -> str:
-    """Of a question, by which a report knows it again."""
+    """Return the key of a question, by which a report recognises it."""
     return digest(text)
 
 
-def _by_text(texts: Sequence[str]) -> list[int]:
-    """Of each row, the number of its question: rows of two tasks may ask the same one."""
+def numbered(texts: Sequence[str]) -> list[int]:
+    """Number the questions: rows of two tasks with the same text have the same number."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(text, len(numbers)) for text in texts]
 
 
-def _split(groups: Sequence[int], share: float, seed: Any) -> tuple[list[int], list[int]]:
-    """Rows of a random share of the groups, and the others; both in order."""
+def split(groups: Sequence[int], share: float, seed: Any) -> tuple[list[int], list[int]]:
+    """Return the rows of a random share of the groups, and the others; both in order."""
     shuffled = np.random.default_rng(seed).permutation(max(groups) + 1)
-    taken = set(shuffled[: round(share * len(shuffled))].tolist())
-    return [i for i, g in enumerate(groups) if g in taken], [i for i, g in enumerate(groups) if g not in taken]
+    chosen = set(shuffled[: round(share * len(shuffled))].tolist())
+    return [i for i, g in enumerate(groups) if g in chosen], [i for i, g in enumerate(groups) if g not in chosen]
 
 
 def fit_embeddings(
@@ -213,36 +202,41 @@ def fit_embeddings(
     about: dict[str, Any] | None = None,
     groups: Sequence[int] | None = None,
 ) -> Router:
-    """As `fit`, from φ(x) of shape (questions, width) and Z of shape (questions, pool).
+    """Fit a router as `fit` does, from φ(x) of shape (questions, width) and Z of shape (questions, pool).
 
-    Rows of one of the `groups` (default: every row its own) are not torn apart by the validation split.
+    Rows of one of the `groups` (default: every row its own) stay on one side of the validation split.
     """
-    kept, rest = _split(groups or range(len(z)), options.validation, options.seed)
-    parts = torch.tensor(rest, dtype=torch.long), torch.tensor(kept, dtype=torch.long)
-    if options.validation and not (z[parts[1]] == 1).any():
+    validation, training = split(groups or range(len(z)), options.validation, options.seed)
+    if options.validation and not (z[validation] == 1).any():
         raise InputError("no validation question is solved by any head; sweep more questions, or set validation to 0")
-    if not (z[parts[0]] == 1).any():
+    if not (z[training] == 1).any():
         raise InputError("no training question is solved by any head; sweep more or easier questions")
-    tried = []
+    candidates = []
     for size, weight in product(options.sizes, options.weights):
-        theta, heads, curve = _descend(x, z, *parts, size, weight, options)
+        theta, heads, curve = _descend(x, z, training, validation, size, weight, options)
         router = Router(theta, heads, pool, encoder)
-        passes = _passes(router.ranking(x[parts[1]]), z[parts[1]]) if kept else {}
-        tried.append((sum(passes.values()), -min(c["validation"] for c in curve), router, size, weight, curve, passes))
-    chosen = max(tried, key=lambda found: found[:2])
-    _, _, router, size, weight, curve, passes = chosen
-    found = {
+        candidate = {
+            "p": size,
+            "lambda": weight,
+            "validation_loss": min(epoch["validation"] for epoch in curve),
+            "validation_pass": _passes(router.ranking(x[validation]), z[validation]) if validation else {},
+        }
+        candidates.append((candidate, router, curve))
+    chosen, router, curve = max(
+        candidates, key=lambda item: (sum(item[0]["validation_pass"].values()), -item[0]["validation_loss"])
+    )
+    fitted = {
         **(about or {}),
-        "p": size,
-        "lambda": weight,
+        "p": chosen["p"],
+        "lambda": chosen["lambda"],
         "options": asdict(options),
-        "training_questions": len(parts[0]),
-        "validation_questions": len(kept),
-        "validation_pass": passes,
-        "tried": [{"p": t[3], "lambda": t[4], "validation_loss": -t[1], "validation_pass": t[6]} for t in tried],
+        "training_questions": len(training),
+        "validation_questions": len(validation),
+        "validation_pass": chosen["validation_pass"],
+        "tried": [candidate for candidate, *_ in candidates],
         "curve": curve,
     }
-    return Router(router.theta, router.heads, pool, encoder, found)
+    return replace(router, about=fitted)
 
 
 def _check(outcomes: Outcomes) -> None:
@@ -262,40 +256,41 @@ def _check(outcomes: Outcomes) -> None:
 
 
 def _descend(
-    x: Tensor, z: Tensor, train: Tensor, held: Tensor, size: int, weight: float, options: FitOptions
+    x: Tensor, z: Tensor, training: list[int], validation: list[int], size: int, weight: float, options: FitOptions
 ) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
-    """θ and V at the lowest validation loss (training loss without validation), and the curve."""
+    """Return θ and V at the lowest validation loss (training loss without validation), and the curve."""
     generator = torch.Generator().manual_seed(options.seed)
     theta = torch.randn(size, x.shape[1], generator=generator) / x.shape[1] ** 0.5
     raw = torch.randn(z.shape[1], size, generator=generator) * options.radius / (2 * size**0.5)
     theta.requires_grad_(), raw.requires_grad_()
-    s = agreement(z[train])  # of training questions only
+    s = agreement(z[training])  # of training questions only
     groups = [{"params": [theta], "weight_decay": options.decay}, {"params": [raw], "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=options.learning_rate)
-    best, lowest, since = (theta.detach().clone(), raw.detach().clone()), float("inf"), 0
+    best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), float("inf"), 0
     curve: list[dict[str, float]] = []
+    rows = torch.tensor(training, dtype=torch.long)
     for epoch in range(options.epochs):
-        for batch in train[torch.randperm(len(train), generator=generator)].split(options.batch):
+        for batch in rows[torch.randperm(len(rows), generator=generator)].split(options.batch):
             optimiser.zero_grad()
-            heads = placed(raw, options.diversity, options.radius)
+            heads = constrained(raw, options.diversity, options.radius)
             contrastive_loss(x[batch] @ theta.T, heads, z[batch], s, weight).backward()
             optimiser.step()
         with torch.no_grad():
-            heads = placed(raw, options.diversity, options.radius)
-            full = float(contrastive_loss(x[train] @ theta.T, heads, z[train], s, weight))
-            losses, _ = ranking_term(x[held] @ theta.T, heads, z[held])
-            validation = float(losses.mean()) if len(losses) else full
-        curve.append({"epoch": epoch, "training": full, "validation": validation})
-        since += 1
-        if validation < lowest:
-            best, lowest, since = (theta.detach().clone(), raw.detach().clone()), validation, 0
-        if since >= options.patience or not np.isfinite(full):
+            heads = constrained(raw, options.diversity, options.radius)
+            full = float(contrastive_loss(x[training] @ theta.T, heads, z[training], s, weight))
+            losses = ranking_losses(x[validation] @ theta.T, heads, z[validation])
+            held = float(losses.mean()) if len(losses) else full
+        curve.append({"epoch": epoch, "training": full, "validation": held})
+        epochs_since += 1
+        if held < lowest:
+            best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), held, 0
+        if epochs_since >= options.patience or not np.isfinite(full):
             break
-    return best[0], placed(best[1], options.diversity, options.radius).detach(), curve
+    return best[0], constrained(best[1], options.diversity, options.radius).detach(), curve
 
 
 def _passes(rankings: list[list[int]], z: Tensor, up_to: int = 8) -> dict[str, float]:
-    """pass@k for k = 1 … 8 over questions; an unknown outcome counts as not solved."""
+    """Return pass@k for k = 1 … 8 over questions; an unknown outcome counts as not solved."""
     solved = (z == 1).tolist()
     ordered = [[row[j] for j in ranking] for row, ranking in zip(solved, rankings, strict=True)]
     ks = range(1, min(up_to, z.shape[1]) + 1)

@@ -1,4 +1,4 @@
-"""Which head each try of a question is answered with, for `pruned-hf` (`router=`)."""
+"""Routing: the head that each try of a question is answered with, for `pruned-hf` (`router=`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.tries import DENSE, POLICIES, Tries
+from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
-from lmeval_prune.sprint.policies import Best, Nearest, Oracle, Policy, Random, RandomTop
+from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 
 
 class Routing(Tries):
-    """Orders a pool of heads for each question; the i-th try of a question takes the i-th.
+    """An order of a pool of heads for each question; the i-th try of a question takes the i-th.
 
     Args:
         arguments: the router, and what it needs.
@@ -31,65 +32,77 @@ class Routing(Tries):
         self.any_model, self.source = bool(arguments.allow_other_model), str(arguments.router)
         self.orders: dict[str, list[str]] = {}
         self.model: dict[str, Any] = {}
-        self._random: tuple[str, int] | None = None
-        self.policy, made_with = self._policy(arguments)
-        self.question_field = arguments.question_field or made_with or "question"
+        self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
+        self._policy: Policy | None = None
+        default_field: str | None = None
+        if self.source not in POLICIES:
+            default_field = self._load_router(arguments)
+        elif arguments.router_pool:  # until the model's heads are known
+            if self.source != "random":
+                raise InputError(
+                    f"router_pool is for router=random; router={self.source} takes its pool from router_store"
+                )
+            head_names([name for name in arguments.router_pool.split("+") if name != DENSE] or ["L0H0"])  # refuse typos
+        else:
+            default_field = self._load_store(arguments)
+        self.question_field = arguments.question_field or default_field or "question"
 
-    def _policy(self, arguments: Arguments) -> tuple[Policy | None, str | None]:
-        """The policy, and the field that its questions came from."""
-        router, store, pool = self.source, arguments.router_store, arguments.router_pool
-        seed, size = arguments.router_seed, arguments.router_size
-        if router not in POLICIES:
-            if not Path(router).is_dir():
-                raise InputError(f"router={router} is not a folder; name a fitted router or {', '.join(POLICIES)}")
-            if store or pool:
-                raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
-            found = Router.load(router)
-            self.model = found.about.get("model", {})
-            return Nearest(found), question_field(found.about.get("tasks", {}))
-        if pool and router != "random":
-            raise InputError(f"router_pool is for router=random; router={router} takes its pool from router_store")
-        if pool:
-            self._random = (pool, seed)
-            head_names([part for part in pool.split("+") if part != DENSE] or ["L0H0"])  # refuses nonsense now
-            return None, None  # until the model's heads are known
-        if not store:
-            extra = ", or router_pool=HEADS" if router == "random" else ""
-            raise InputError(f"router={router} needs router_store=FOLDER, an outcome store{extra}")
-        outcomes = OutcomeStore(store).read()
+    def _load_router(self, arguments: Arguments) -> str | None:
+        """Take the policy of a fitted router; return the field that its questions came from."""
+        if not Path(self.source).is_dir():
+            raise InputError(f"router={self.source} is not a folder; name a fitted router or {', '.join(POLICIES)}")
+        if arguments.router_store or arguments.router_pool:
+            raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
+        router = Router.load(self.source)
+        self.model = router.about.get("model", {})
+        self._policy = policies.nearest(router)
+        return question_field(router.about.get("tasks", {}))
+
+    def _load_store(self, arguments: Arguments) -> str | None:
+        """Take a policy from an outcome store; return the field that its questions came from."""
+        if not arguments.router_store:
+            extra = ", or router_pool=HEADS" if self.source == "random" else ""
+            raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store{extra}")
+        outcomes = OutcomeStore(arguments.router_store).read()
         self.model = outcomes.model
-        made: dict[str, Any] = {
-            "random": lambda: Random(outcomes.pool, seed),
-            "random_top": lambda: RandomTop.of(outcomes, min(size, len(outcomes.pool)), seed),
-            "best": lambda: Best.of(outcomes),
-            "oracle": lambda: Oracle(outcomes),
-        }
-        return made[router](), outcomes.question_field
+        if self.source == "random":
+            self._policy = policies.random_order(outcomes.pool, self._seed)
+        elif self.source == "random_top":
+            size = min(arguments.router_size, len(outcomes.pool))
+            self._policy = policies.random_top(outcomes, size, self._seed)
+        else:
+            self._policy = (policies.best if self.source == "best" else policies.oracle)(outcomes)
+        return outcomes.question_field
+
+    @property
+    def policy(self) -> Policy:
+        """The policy; with `router_pool` there is one once the model is known."""
+        assert self._policy is not None
+        return self._policy
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         """Check that this is the model that the router or the outcomes are of; see the base class."""
         if self.model and not self.any_model:
-            made = f"router={self.source} was made for"
+            subject = f"router={self.source} was made for"
             fix = "fit one for this model, or give allow_other_model=true if it fits"
             name = str(self.model.get("name", ""))
             known = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
-            check_weights(list(filter(None, known)), name, "", model_map, made, fix)
+            check_weights(list(filter(None, known)), name, "", model_map, subject, fix)
             before = self.model.get("interventions", [])
             if before != interventions:
                 raise InputError(
-                    f"{made} {name or 'a model'} under {_named(before)}, not {_named(interventions)}; {fix}"
+                    f"{subject} {name or 'a model'} under {_named(before)}, not {_named(interventions)}; {fix}"
                 )
-        if self._random:
-            text, seed = self._random
-            parts = text.split("+")
-            heads = Head.parse([part for part in parts if part != DENSE], model_map)
-            self.policy = Random(pool_order([*map(str, heads), *([DENSE] if DENSE in parts else [])]), seed)
+        if self._random_pool:
+            names = self._random_pool.split("+")
+            heads = Head.parse([name for name in names if name != DENSE], model_map)
+            pool = pool_order([*map(str, heads), *([DENSE] if DENSE in names else [])])
+            self._policy = policies.random_order(pool, self._seed)
         super().fit_to(model_map, weights, interventions)
 
     @property
     def pool(self) -> Sequence[str]:
-        """The policy's."""
-        assert self.policy is not None
+        """The policy's pool."""
         return self.policy.pool
 
     def prepare(self, requests: Sequence[Any]) -> None:
@@ -98,7 +111,6 @@ class Routing(Tries):
         Raises:
             InputError: a task has no such field, or more tries than the pool has heads.
         """
-        assert self.policy is not None
         questions: dict[str, None] = {}
         for request in requests:
             questions[self._question(request)] = None
@@ -113,7 +125,7 @@ class Routing(Tries):
             self.orders |= dict(zip(new, self.policy.order(new), strict=True))
 
     def order(self, request: Any) -> Sequence[str]:
-        """That of the request's question."""
+        """Return the head order for the request's question."""
         return self.orders[self._question(request)]
 
     def _question(self, request: Any) -> str:
@@ -127,20 +139,19 @@ class Routing(Tries):
 
     @property
     def info(self) -> dict[str, Any]:
-        """For the results file."""
-        assert self.policy is not None
+        """Entry of the results file."""
         note = {"note": self.policy.note} if self.policy.note else {}
-        made = {**self.policy.identity, "question_field": self.question_field}
-        return {"source": self.source, "decoding": "greedy", "pool": list(self.pool), **made, **note}
+        identity = {**self.policy.identity, "question_field": self.question_field}
+        return {"source": self.source, "decoding": "greedy", "pool": list(self.pool), **identity, **note}
 
 
 def _named(interventions: list[Any]) -> str:
-    """Identities of interventions, and of the layers that they name, in words."""
+    """Describe interventions by their identities, and those of the layers that they name."""
     words = []
-    for one in interventions:
-        if isinstance(one, dict):
-            fields = ", ".join(f"{name}={value}" for name, value in one.items() if name not in ("method", "version"))
-            words.append(f"{one.get('method')} ({fields[:60]})")
+    for identity in interventions:
+        if isinstance(identity, dict):
+            fields = [f"{name}={value}" for name, value in identity.items() if name not in ("method", "version")]
+            words.append(f"{identity.get('method')} ({', '.join(fields)[:60]})")
         else:
-            words.append(f"layers {one[:8]}")
+            words.append(f"layers {identity[:8]}")
     return " and ".join(words) or "no other pruning"

@@ -1,28 +1,28 @@
-"""A task of lm-eval's, asked M times, each try scored by itself."""
+"""Tasks of lm-eval that are asked M times, each try scored by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.defaults import DEFAULT_OTHER_SEED
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 
 
 class SweptTask(ConfigurableTask):
-    """Mixed into a task's own class by `swept`.
+    """A task whose documents are asked `repeats` times; `swept` mixes it into the task's own class.
 
-    Its document is asked `repeats` times; its own filter and metric are applied to each of the responses alone, so
-    that their outcomes are those of the task asked once.
+    Its filter and metric are applied to each response alone, so the outcomes are those of the task asked once.
 
     Attributes:
-        metric: which decides the outcome; 0 or 1.
+        metric: decides the outcome; 0 or 1.
         filter: name of the filter whose results count.
-        prompts: of each document that is asked on any process, by its number, the digest of its prompt.
+        prompts: digest of the prompt of each document that is asked on any process, by the document's number.
     """
 
     metric: str
@@ -33,22 +33,24 @@ class SweptTask(ConfigurableTask):
     def build_all_requests(
         self, *, samples: list[int] | None = None, rank: int = 0, world_size: int = 1, **options: Any
     ) -> None:
-        """As lm-eval's, with the prompts that a run over all documents on one process would have.
+        """Build the requests once, with the prompts that a run over all documents on one process would have.
 
         Exemplars are drawn document by document: with few-shot, all prompts are made, and those of the documents that
         are asked are kept.
         """
-        asked = samples or list(range(len(self.eval_docs)))
+        if self.prompts:
+            return
+        doc_ids = samples or list(range(len(self.eval_docs)))
         few_shot = bool(self.get_config("num_fewshot"))
-        super().build_all_requests(samples=None if few_shot else asked, **options)
-        place_of = {number: place for place, number in enumerate(asked)}
-        self.prompts, instances = {}, []
+        super().build_all_requests(samples=None if few_shot else doc_ids, **options)
+        index_of = {doc_id: index for index, doc_id in enumerate(doc_ids)}
+        instances = []
         for instance in self._instances or []:
-            place = place_of.get(instance.doc_id) if few_shot else instance.doc_id
-            if place is not None:
-                self.prompts[asked[place]] = digest(instance.args[0])
-                if place % world_size == rank:
-                    instances.append(replace(instance, metadata=(instance.task_name, place, instance.repeats)))
+            index = index_of.get(instance.doc_id) if few_shot else instance.doc_id
+            if index is not None:
+                self.prompts[doc_ids[index]] = digest(instance.args[0])
+                if index % world_size == rank:
+                    instances.append(replace(instance, metadata=(instance.task_name, index, instance.repeats)))
         self._instances = instances
 
     def apply_filters(self) -> list[Instance] | None:
@@ -57,14 +59,14 @@ class SweptTask(ConfigurableTask):
         for instance in self.instances:
             tries = instance.resps[: instance.repeats]  # without the copies that fill up ranks
             singles += [replace(instance, resps=[text], filtered_resps={}) for text in tries]
-        found = iter(self._filtered(singles))
+        filtered = iter(self._filtered(singles))
         for instance in self.instances:
             tries = instance.resps[: instance.repeats]
-            instance.filtered_resps = {self.filter: [next(found) for _ in tries]}
+            instance.filtered_resps = {self.filter: [next(filtered) for _ in tries]}
         return None
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-        """Of each try, whether it is right, and what was extracted from it (empty if the task does not say).
+        """Score each try: whether it is right, and what was extracted from it (empty if the task does not say).
 
         Raises:
             InputError: the metric is not there, or is not 0 or 1.
@@ -73,30 +75,25 @@ class SweptTask(ConfigurableTask):
         for response in results[0]:
             scores = super().process_results(doc, [response])
             if self.metric not in scores or float(scores[self.metric]) not in (0.0, 1.0):
-                has = ", ".join(f"{k}={v}" for k, v in scores.items() if isinstance(v, int | float))
+                numbers = ", ".join(f"{k}={v}" for k, v in scores.items() if isinstance(v, int | float))
                 raise InputError(
-                    f"task {self.task_name}: {self.metric} is not a metric that is 0 or 1; it has {has}: use --metric"
+                    f"task {self.task_name}: {self.metric} is not a metric that is 0 or 1; it has {numbers}: "
+                    f"use --metric"
                 )
             outcomes.append(bool(scores[self.metric]))
             extracted.append(str(scores.get("extracted", "")))
         return {"outcomes": outcomes, "extracted": extracted}
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
-        """The share of right tries; of extracted answers the number."""
+        """Average right tries, and count extracted answers."""
         return {"outcomes": lambda rows: sum(map(sum, rows)) / sum(map(len, rows)), "extracted": len}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """Right tries are better."""
+        """Return that right tries are better."""
         return {"outcomes": True, "extracted": True}
 
-    def check(self) -> None:
-        """Score an empty answer, so that a wrong metric is found before anything is generated."""
-        doc = self.eval_docs[0]
-        instance = Instance("generate_until", doc, ("", {}), 0, metadata=(self.task_name, 0, 1), resps=[""])
-        self.process_results(doc, [self._filtered([instance])])
-
     def _filtered(self, singles: list[Instance]) -> list[Any]:
-        """What the filter makes of instances with one response each."""
+        """Filter instances with one response each."""
         for ensemble in self._filters:
             if ensemble.name == self.filter:
                 ensemble.apply(singles)
@@ -104,7 +101,7 @@ class SweptTask(ConfigurableTask):
 
 
 def swept(task: ConfigurableTask, metric: str | None) -> SweptTask:
-    """A loaded task as one that can be swept.
+    """Turn a loaded task into one that can be swept.
 
     Args:
         task: generative; it is changed.
@@ -114,15 +111,29 @@ def swept(task: ConfigurableTask, metric: str | None) -> SweptTask:
         InputError: the task has no such filter or metric.
     """
     filters = [ensemble.name for ensemble in task._filters]
-    names = [found["metric"] for found in task.get_config("metric_list") or []]
-    wanted, _, chosen = (metric or "").partition(",")
-    if chosen and chosen not in filters:
-        raise InputError(f"task {task.task_name} has no filter {chosen!r}; it has {', '.join(filters)}")
+    names = [entry["metric"] for entry in task.get_config("metric_list") or []]
+    name, _, filter_name = (metric or "").partition(",")
+    if filter_name and filter_name not in filters:
+        raise InputError(f"task {task.task_name} has no filter {filter_name!r}; it has {', '.join(filters)}")
     kind = type(task)
-    found: Any = task
-    found.__class__ = type(f"Swept{kind.__name__}", (SweptTask, kind), {})
-    found.metric = wanted or ("exact_match" if "exact_match" in names or not names else names[0])
-    found.filter = chosen or filters[0]
-    found.check()
-    checked: SweptTask = found
-    return checked
+    result: Any = task
+    result.__class__ = type(f"Swept{kind.__name__}", (SweptTask, kind), {})
+    result.metric = name or ("exact_match" if "exact_match" in names or not names else names[0])
+    result.filter = filter_name or filters[0]
+    result.prompts = {}
+    # an empty answer is scored, so that a wrong metric is refused before anything is generated
+    doc = result.eval_docs[0]
+    empty = Instance("generate_until", doc, ("", {}), 0, metadata=(result.task_name, 0, 1), resps=[""])
+    result.process_results(doc, [result._filtered([empty])])
+    return result  # type: ignore[no-any-return]
+
+
+def configure(task: SweptTask, repeats: int, num_fewshot: int | None, gen_kwargs: Mapping[str, Any]) -> None:
+    """Set what lm-eval's evaluation sets later, so that the requests can be built before it."""
+    task.set_config("repeats", repeats)
+    if gen_kwargs:
+        task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
+    declared = task.get_config("num_fewshot")
+    if declared != 0:  # a task that says 0 takes none
+        task.set_config("num_fewshot", (declared or 0) if num_fewshot is None else num_fewshot)
+    task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)

@@ -9,7 +9,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Interval
 
@@ -25,26 +25,19 @@ NonNegative = Annotated[float, Interval(ge=0, lt=math.inf)]
 Seed = Annotated[int, Interval(ge=0, lt=2**31)]
 
 
-class FrozenMapping(Mapping[str, Any]):
+class FrozenMapping(dict[str, Any]):
     """A dictionary that does not change and can be hashed."""
 
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items = dict(items)
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
+    def __reduce__(self) -> Any:
+        return FrozenMapping, (dict(self),)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("settings do not change; make new ones")
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._items)
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
 
 
 def frozen(name: str, value: Any) -> Any:
@@ -187,7 +180,12 @@ class Settings:
     """Base of frozen dataclasses whose values users write: each field is read by its type and bounds, or refused.
 
     A subclass with a `__post_init__` of its own (for what several fields say together) calls this one.
+
+    Attributes:
+        hashable: (of the class) fields that are compared become `frozen`, so that settings can be keys.
     """
+
+    hashable: ClassVar[bool] = False
 
     @classmethod
     def label(cls, name: str) -> str:
@@ -200,6 +198,7 @@ class Settings:
         for field in fields(self):
             try:
                 value = typed(field.name, getattr(self, field.name), annotations[field.name])
+                value = frozen(field.name, value) if self.hashable and field.compare else value
             except InputError as error:
                 raise InputError(self.label(str(error))) from None
             object.__setattr__(self, field.name, value)

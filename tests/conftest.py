@@ -1,5 +1,6 @@
 """Tests run on one thread, offline, and keep everything they write in temporary folders."""
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -14,12 +15,15 @@ os.environ.pop("LMEVAL_PRUNE_DATA", None)
 import hypothesis
 import pytest
 import torch
+import torch.utils.collect_env
 
 # The same examples for the same code, so that a run can be repeated; HYPOTHESIS_PROFILE=default draws new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 torch.set_num_threads(1)
+# lm-eval describes the machine after each evaluation, by programs that take seconds
+torch.utils.collect_env.get_pretty_env_info = functools.cache(torch.utils.collect_env.get_pretty_env_info)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():  # kernels run in the interpreter; before triton is imported

@@ -1,8 +1,8 @@
-"""The one idea: an intervention changes how a stock model computes while it is applied, and nothing stays behind.
+"""Interventions: each changes how a stock model computes while it is applied, and nothing stays behind.
 
 To add a method, write a dataclass in a file of its own, with `attach` and, where something can fail to fit, `resolve`.
-Its fields are its model_args. What must never be forgotten follows from the fields: its identity in every store of
-answers, its place in the results file, its artefact.
+Its fields are its model_args. Its identity in every store of answers, its entry in the results file and its artefact
+follow from the fields, so that none can be forgotten.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lmeval_prune.artefacts import checked, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
-from lmeval_prune.settings import Settings, as_json, frozen
+from lmeval_prune.settings import Settings, as_json
 
 logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
 
 
 class OfModel(TypedDict):
-    """What an artefact says of the model that it was made for."""
+    """The model that an artefact was made for."""
 
     name: str
     revision: str
@@ -54,7 +54,7 @@ class Origin:
     """The artefact that an intervention was read from, and the model that it was made for.
 
     Attributes:
-        path, sha256: the file, and the hash of what was read.
+        path, sha256: the file, and the hash of its content.
         model: `name`, `revision`, `model_type`, `heads` (shapes by layer) and `weights` (fingerprints of the weights,
             as they are and rounded to smaller types).
         any_model: accept another model, if the intervention fits it.
@@ -66,9 +66,7 @@ class Origin:
     any_model: bool = False
 
     def check(self, model_map: ModelMap) -> None:
-        """Refuse another model.
-
-        Weights decide, offloaded ones too; of quantised weights, and for old artefacts, name and revision.
+        """Refuse another model: by its weights, offloaded ones too; by its name, where weights cannot tell.
 
         Raises:
             InputError: naming what differs.
@@ -96,8 +94,8 @@ def check_weights(known: list[str], name: str, revision: str, model_map: ModelMa
     Raises:
         InputError: naming what differs.
     """
-    if known and all(x.is_meta for x in model_map.model.parameters()) and not is_dispatched(model_map.model):
-        return  # not loaded yet
+    if known and _is_bare(model_map.model):
+        return
     if known and not getattr(model_map.model, "is_quantized", False):
         if model_map.weights is None:
             raise InputError(f"{made} certain weights ({name}), and some of this model's cannot be read; {fix}")
@@ -106,10 +104,19 @@ def check_weights(known: list[str], name: str, revision: str, model_map: ModelMa
         return
     if not known and model_map.weights:
         logger.warning("%s %s, and does not say for which weights: its name decides", made, name)
-    if name and model_map.name and name.lower() != model_map.name.lower():
+    if _differ(name.lower(), model_map.name.lower()):
         raise InputError(f"{made} {name}, this model is {model_map.name}; {fix}")
-    if revision and model_map.revision and revision != model_map.revision:
+    if _differ(revision, model_map.revision):
         raise InputError(f"{made} revision {revision[:12]}, this one is {model_map.revision[:12]}; {fix}")
+
+
+def _is_bare(model: nn.Module) -> bool:
+    """Return whether a model's weights are not loaded yet."""
+    return all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model)
+
+
+def _differ(known: str, other: str) -> bool:
+    return bool(known and other) and known != other
 
 
 @dataclass(frozen=True)
@@ -128,12 +135,13 @@ class Intervention(Settings, ABC):
         tokenwise: (of the class, or set by what the fields say) what it does to a token depends on that token alone.
             Then rows of different requests can stand in one packed batch, and the decoding engine runs it.
         by_sequence: (of the class) what it does to a token depends on those before it in the same sequence. Of packed
-            tokens it finds out whose they are, and keeps what it remembers of each sequence, in the store that is
-            behind it (`AttentionCall.store`). The engine runs it, too, but takes no token back. What says neither is
-            left to `generate`.
+            tokens it tells whose they are, and keeps what it remembers of each sequence in the store behind it
+            (`AttentionCall.store`). The engine runs it, too, but takes no token back. A method that is neither is left
+            to `generate`.
         origin: the artefact that it was loaded from.
     """
 
+    hashable: ClassVar[bool] = True
     contents: ClassVar[Any] = Contents
     version: ClassVar[int] = 1
     tokenwise: ClassVar[bool] = False
@@ -144,15 +152,6 @@ class Intervention(Settings, ABC):
     def label(cls, name: str) -> str:
         """Name a field in messages: `METHOD.field`."""
         return f"{method_name(cls)}.{name}"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            for item in fields(self):
-                if item.compare:
-                    object.__setattr__(self, item.name, frozen(item.name, getattr(self, item.name)))
-        except InputError as error:
-            raise InputError(self.label(str(error))) from None
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Fill in what the fields leave open for this model (ranges, defaults), and refuse what does not fit it.
@@ -179,29 +178,29 @@ class Intervention(Settings, ABC):
         return False
 
     def slot_bytes(self, model_map: ModelMap, length: int) -> int:
-        """Memory that it takes beside the keys and values of a sequence of so many tokens, in the engine's store."""
+        """Return the memory it takes beside keys and values in the engine's store, for a sequence of so many tokens."""
         return 0
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """A block whose forward passes are trials: what is measured does not count them. By default nothing is."""
+        """Open a block whose forward passes are trials, which do not count in what is measured."""
         return nullcontext()
 
     def compared(self) -> AbstractContextManager[None]:
-        """`uncounted`, for passes whose results are compared: what a rounding could turn is made certain in them."""
+        """Open an `uncounted` block whose results are compared: what a rounding could turn is made certain in it."""
         return self.uncounted()
 
     def joined(self, other: Intervention) -> Self | None:
-        """This and another one as a single intervention; None if they only nest."""
+        """Return this and another one as a single intervention; None if they only nest."""
         return None
 
     def converted(self, kind: type[Intervention]) -> Intervention | None:
-        """This as an intervention of another kind; None if it is none."""
+        """Return this as an intervention of another kind; None if it is none."""
         return self if isinstance(self, kind) else None
 
     # ------------------------------------------------------------------ what follows from the fields
 
     def fit_to(self, model_map: ModelMap) -> Self:
-        """`resolve`, after checking that the model is the one that an artefact was made for."""
+        """Resolve it, after checking that the model is the one that an artefact was made for."""
         if self.origin:
             self.origin.check(model_map)
         return self.resolve(model_map)
@@ -214,7 +213,7 @@ class Intervention(Settings, ABC):
 
         Whatever runs the model inside the block, in any thread, runs it under the intervention, eagerly where it was
         compiled. Copying or pickling the model, calling it when a module that is changed has been replaced, and
-        applying more in another thread are refused there.
+        applying more in another thread are refused.
 
         Args:
             model: a stock transformers model.
@@ -230,35 +229,34 @@ class Intervention(Settings, ABC):
         """
         model_map = model_map or map_model(model)
         resolved = self.fit_to(model_map)
-        for one in combined([*interventions_on(model), resolved]):
-            one.fit_to(model_map)
+        for each in combined([*interventions_on(model), resolved]):
+            each.fit_to(model_map)
         with attached(resolved, model_map, any_thread):
             yield model_map
 
     def settings(self) -> dict[str, Any]:
-        """The fields that make up its identity, as JSON values."""
-        return {one.name: as_json(one.name, getattr(self, one.name)) for one in fields(self) if one.compare}
+        """Return the fields that make up its identity, as JSON values."""
+        return {item.name: as_json(item.name, getattr(self, item.name)) for item in fields(self) if item.compare}
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
-        """JSON value that determines what it does to this model."""
+        """Return a JSON value that determines what it does to this model."""
         return {"method": method_name(type(self)), "version": self.version, **self.fit_to(model_map).settings()}
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """What the results file says of it, by default `{METHOD: its fields}`."""
-        resolved = self.fit_to(model_map)
-        found: dict[str, Any] = {method_name(type(self)): resolved.settings()}
-        if self.origin:
-            found |= {"file": self.origin.path, "file_sha256": self.origin.sha256}
-        return found
+        """Return its entry in the results file, by default `{METHOD: its fields}`."""
+        report: dict[str, Any] = {method_name(type(self)): self.fit_to(model_map).settings()}
+        return report | ({"file": self.origin.path, "file_sha256": self.origin.sha256} if self.origin else {})
 
     def summary(self, model_map: ModelMap) -> str:
-        """One short line for a log, by default its name and fields."""
-        fields_ = self.fit_to(model_map).settings().items()
-        return f"{method_name(type(self))}: {', '.join(f'{name}={value}' for name, value in fields_)}"
+        """Return one short line for a log, by default its name and fields."""
+        settings = self.fit_to(model_map).settings().items()
+        return f"{method_name(type(self))}: {', '.join(f'{name}={value}' for name, value in settings)}"
+
+    # ------------------------------------------------------------------ the artefact
 
     @classmethod
     def schema(cls) -> str:
-        """Name of its artefact's schema."""
+        """Return the name of its artefact's schema."""
         return "lmeval-prune/" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
     def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
@@ -272,9 +270,8 @@ class Intervention(Settings, ABC):
     def _write(self, path: str | os.PathLike[str], model_map: ModelMap, more: dict[str, Any]) -> None:
         settings = self.fit_to(model_map).settings()
         weights = loadable_fingerprints(model_map.model, model_map.weights)
-        about = {"name": model_map.name, "revision": model_map.revision, "weights": weights}
-        content = {"settings": settings, "model": {**about, **model_map.signature()}, **more}
-        write_artefact(path, self.schema(), SCHEMA_VERSION, content)
+        model = {"name": model_map.name, "revision": model_map.revision, "weights": weights, **model_map.signature()}
+        write_artefact(path, self.schema(), SCHEMA_VERSION, {"settings": settings, "model": model, **more})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], allow_other_model: bool = False) -> Self:
@@ -287,28 +284,28 @@ class Intervention(Settings, ABC):
 
     @classmethod
     def _of(cls, path: str | os.PathLike[str], content: dict[str, Any], sha256: str, allow_other_model: bool) -> Self:
-        """What an artefact's content says; fields that it lacks have their defaults."""
-        own = {one.name: one for one in fields(cls) if one.compare}
+        """Make it of an artefact's content; fields that are missing there have their defaults."""
         checked(content, cls.contents, path)
-        settings, model = content.get("settings"), content["model"]
+        known = {item.name: item for item in fields(cls) if item.compare}
+        settings = content.get("settings")
         if content["schema_version"] < 3:  # they stood beside the envelope
-            settings = {name: content[name] for name in own if name in content}
-        required = [key for key, one in own.items() if one.default is MISSING and one.default_factory is MISSING]
-        if settings is None or any(key not in settings for key in required):
+            settings = {name: content[name] for name in known if name in content}
+        required = {name for name, item in known.items() if item.default is item.default_factory is MISSING}
+        if settings is None or not required <= settings.keys():
             raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact")
-        if unknown := [key for key in settings if key not in own]:
+        if unknown := [name for name in settings if name not in known]:
             raise InputError(
                 f"{path} has settings that this lmeval-prune does not know: {', '.join(unknown)}; upgrade it"
             )
+        origin = Origin(str(path), sha256, content["model"], allow_other_model)
         try:
-            more = cls._attached(Path(path), content)
-            return cls(**settings, **more, origin=Origin(str(path), sha256, model, allow_other_model))
+            return cls(**settings, **cls._attached(Path(path), content), origin=origin)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
     @classmethod
     def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """Fields that are no settings, from what an artefact has beside them. By default it has none."""
+        """Return fields that are no settings, from what an artefact has beside them; by default there are none."""
         return {}
 
 
@@ -325,30 +322,30 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
 
 
 def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
-    """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
+    """Return what is applied to a model, or to what it wraps, in the order in which it was applied."""
     return tuple(applied_on(model))
 
 
 @contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
-    """A block whose forward passes are trials for all that is applied to a model."""
+    """Open a block whose forward passes are trials for all that is applied to a model."""
     with ExitStack() as stack:
-        for one in interventions_on(model):
-            stack.enter_context(one.uncounted())
+        for intervention in interventions_on(model):
+            stack.enter_context(intervention.uncounted())
         yield
 
 
 def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
-    """Interventions in order, those of one kind as one where they can be (head masks: their union)."""
-    found: list[Intervention] = []
-    for one in interventions:
-        for place, before in enumerate(found):
-            if (both := before.joined(one) or one.joined(before)) is not None:
-                found[place] = both
+    """Return interventions in order, those of one kind as one where they can be (head masks: their union)."""
+    result: list[Intervention] = []
+    for later in interventions:
+        for position, earlier in enumerate(result):
+            if (union := earlier.joined(later) or later.joined(earlier)) is not None:
+                result[position] = union
                 break
         else:
-            found.append(one)
-    return tuple(found)
+            result.append(later)
+    return tuple(result)
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:

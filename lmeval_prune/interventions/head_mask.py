@@ -14,8 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from lmeval_prune.architectures import AttentionLayer, Head, ModelMap, head_names
-from lmeval_prune.architectures.blocks import Block
+from lmeval_prune.architectures import AttentionLayer, FeedForward, Head, ModelMap, head_names
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.interventions.base import Intervention, change_input
@@ -128,7 +127,7 @@ class HeadMask(Intervention):
         return digest({"heads": lost, "model": model_map.signature()})
 
 
-def dropped_columns(block: Block, numbers: Iterable[int]) -> torch.Tensor:
+def dropped_columns(block: AttentionLayer | FeedForward, numbers: Iterable[int]) -> torch.Tensor:
     """Return which inputs of a block's output or down projection belong to removed heads or channels.
 
     Args:
@@ -138,12 +137,10 @@ def dropped_columns(block: Block, numbers: Iterable[int]) -> torch.Tensor:
     Returns:
         Booleans, (inputs,).
     """
-    layer: Any = block
-    width = layer.heads * layer.head_dim if isinstance(block, AttentionLayer) else layer.channels
-    drop = torch.zeros(width, dtype=torch.bool)
-    for number in numbers:
-        drop[layer.columns(number)] = True
-    return drop
+    units = (block.heads, block.head_dim) if isinstance(block, AttentionLayer) else (block.channels, 1)
+    drop = torch.zeros(units, dtype=torch.bool)
+    drop[list(numbers)] = True
+    return drop.flatten()
 
 
 class Drop:

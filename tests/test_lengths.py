@@ -24,7 +24,7 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from tests.conftest import task_manager
-from tests.test_grid import _release_model, described  # noqa: F401 - a fixture
+from tests.test_grid import described
 from tests.test_pruned_hf import PROMPTS, model, request
 from tests.test_sweep import sweep
 from tests.tiny_models import tiny, tokens

@@ -19,14 +19,14 @@ class CustomaryTask(ConfigurableTask):
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def process_results(self, doc: dict[str, Any], results: Any) -> dict[str, Any]:
-        """lm-eval's own results and `score`."""
+        """Return lm-eval's own results and `score`."""
         scores = super().process_results(doc, results)
         return {**scores, "score": scores.get("acc_norm", scores.get("acc"))}
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
-        """lm-eval's own and a mean."""
+        """Return lm-eval's own and a mean."""
         return {**super().aggregation(), "score": mean}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """lm-eval's own; higher scores are better."""
+        """Return lm-eval's own; higher scores are better."""
         return {**super().higher_is_better(), "score": True}

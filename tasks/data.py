@@ -1,8 +1,8 @@
-"""One loader for the data sets, used by tasks, sweeps and distillation.
+"""Data sets, loaded for tasks, sweeps and distillation.
 
 Rows come from the hub, or from a local folder named by `data_dir` (lm-eval: `--metadata data_dir=…`) or
 by the environment variable `LMEVAL_PRUNE_DATA`. Every row has two fields beside its own: `question`, the
-text that is asked and that a router embeds, and `target`, the final answer as text.
+prompt's text, which a router embeds, and `target`, the final answer as text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ASDIV_URL = (
 
 @dataclass(frozen=True)
 class DataSet:
-    """Where a data set's splits are and how a row becomes a document.
+    """A data set: the sources of its splits, and how a row becomes a document.
 
     Attributes:
         files: local file of each split that has a file.
@@ -58,7 +58,7 @@ class DataSet:
 
     @property
     def splits(self) -> list[str]:
-        """Names of all splits."""
+        """Return the names of all splits."""
         return [*self.files, *self.parts]
 
 
@@ -70,7 +70,7 @@ def _hub(path: str, name: str | None = None, **splits: str) -> Callable[[str], I
 
 
 def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
-    """ASDiv from its authors' repository: one XML file, and the five folds of ASDiv-A as lists of ids."""
+    """Yield ASDiv from its authors' repository: one XML file, and the five folds of ASDiv-A as lists of ids."""
     import xml.etree.ElementTree as ElementTree
 
     download = datasets.DownloadManager().download
@@ -127,7 +127,7 @@ _CONSTANTS = {"x1": "1", "x2": "2", "x3_1416": "157/50"}  # as Math23k's equatio
 
 
 def _math23k(row: Row) -> Row:
-    """Adds `names` (values of n0, n1, … and of the constants, as exact fractions) and the complexity."""
+    """Add `names` (values of n0, n1, … and of the constants, as exact fractions) and the complexity."""
     names = dict(_CONSTANTS) | {
         f"n{i}": str(readings(number)[-1]) for i, number in enumerate(row["numbers"]) if readings(number)
     }
@@ -146,21 +146,21 @@ def _folds(rows: list[Row], number: int) -> list[Row]:
 
 
 def stratified(rows: list[Row], part: str, ratios: tuple[int, int, int], by: str, seed: int = 0) -> list[Row]:
-    """Train, validation or test part of a random split that keeps the distribution of `by`.
+    """Return the train, validation or test part of a random split that keeps the distribution of `by`.
 
     Each stratum is shuffled by a generator of its own (from `seed` and the stratum) and cut by the ratios,
     rounded down for validation and test; rows keep their order.
     """
     strata: dict[Any, list[int]] = {}
-    for place, row in enumerate(rows):
-        strata.setdefault(row[by], []).append(place)
+    for i, row in enumerate(rows):
+        strata.setdefault(row[by], []).append(i)
     chosen: list[int] = []
-    for stratum, places in strata.items():
-        random.Random(f"{seed}:{stratum}").shuffle(places)
-        validation, test = (len(places) * ratio // sum(ratios) for ratio in ratios[1:])
-        cuts = {"test": places[:test], "validation": places[test : test + validation]}
-        chosen += cuts.get(part, places[test + validation :])
-    return [rows[place] for place in sorted(chosen)]
+    for stratum, indices in strata.items():
+        random.Random(f"{seed}:{stratum}").shuffle(indices)
+        validation, test = (len(indices) * ratio // sum(ratios) for ratio in ratios[1:])
+        cuts = {"test": indices[:test], "validation": indices[test : test + validation]}
+        chosen += cuts.get(part, indices[test + validation :])
+    return [rows[i] for i in sorted(chosen)]
 
 
 def _parts(ratios: tuple[int, int, int], by: str) -> dict[str, Callable[[list[Row]], list[Row]]]:
@@ -237,27 +237,32 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
         raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.splits)}")
     source = split if split in data.files else "all"
     documents: list[Row] = []
-    number = 0  # of the row that is looked at
-    rows = _rows(name, data, source, data_dir or os.environ.get("LMEVAL_PRUNE_DATA"))
+    position = "a row"
     try:
-        for row in rows:
-            number += 1
-            _check([row], data.fields)
-            document = data.document(row)
-            if document is not None and not _is_text(document.get("target", "-")):
-                raise ValueError(f"its answer is {document['target']!r}")
-            documents += [document] if document is not None else []
-        number = 0
+        for number, row in enumerate(_rows(name, data, source, data_dir or os.environ.get("LMEVAL_PRUNE_DATA")), 1):
+            position = f"row {number}"
+            documents += _documents(data, row)
+        position = "a row"
         documents = data.parts[split](documents) if split in data.parts else documents
         table = datasets.Dataset.from_list(documents)
+    except InputError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, pyarrow.ArrowException) as error:
-        if isinstance(error, InputError):
-            raise
-        row_of = f"row {number} of {data.files[source]}" if number else f"a row of {data.files[source]}"
-        raise InputError(f"{name}: {row_of} is not as expected ({first_line(error)})") from error
+        problem = f"{position} of {data.files[source]} is not as expected ({first_line(error)})"
+        raise InputError(f"{name}: {problem}") from error
     if not documents:
         raise InputError(f"{name}: {data.files[source]} has no rows for split {split}")
     return table
+
+
+def _documents(data: DataSet, row: Row) -> list[Row]:
+    """Return the document of a row, if it has one."""
+    _check([row], data.fields)
+    document = data.document(row)
+    target = (document or {}).get("target", "-")
+    if not isinstance(target, str) or target.strip().lower() in ("", "nan", "inf", "-inf"):
+        raise ValueError(f"its answer is {target!r}")
+    return [document] if document is not None else []
 
 
 def _check(rows: list[Row], fields: Mapping[str, tuple[type, ...]]) -> None:
@@ -272,25 +277,20 @@ def _check(rows: list[Row], fields: Mapping[str, tuple[type, ...]]) -> None:
                 raise ValueError(f"{name} is {row[name]!r}, not {' or '.join(t.__name__ for t in types)}")
 
 
-def _is_text(target: Any) -> bool:
-    """Whether a gold answer is text that can be compared."""
-    return isinstance(target, str) and target.strip().lower() not in ("", "nan", "inf", "-inf")
-
-
 def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] | None) -> Iterator[Row]:
     if data.packaged:
         yield from _read(HERE / data.files[split])
     elif folder:
         if not Path(folder).is_dir():
             raise InputError(f"data folder {folder} does not exist; correct data_dir or LMEVAL_PRUNE_DATA")
-        plain = Path(folder) / data.files[split]
+        path = Path(folder) / data.files[split]
         try:
-            found = [path for path in (plain, plain.with_name(plain.name + ".gz")) if path.is_file()]
+            files = [file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()]
         except OSError as error:
             raise InputError(f"data folder {folder} cannot be read ({first_line(error)})") from error
-        if not found:
-            raise InputError(f"data folder {folder} has no {plain.name} (or {plain.name}.gz), which {name} needs")
-        yield from _read(found[0])
+        if not files:
+            raise InputError(f"data folder {folder} has no {path.name} (or {path.name}.gz), which {name} needs")
+        yield from _read(files[0])
     elif data.hub is None:
         raise InputError(
             f"{name} has no source on the hub; name a folder with {data.files[split]} in LMEVAL_PRUNE_DATA or data_dir"
@@ -330,17 +330,17 @@ def custom_dataset(
     data_split: str | None = None,
     **others: Any,
 ) -> dict[str, datasets.Dataset]:
-    """lm-eval's `custom_dataset`: the rows that a task asks, as its split `test`, and exemplars as `train`.
+    """Return what lm-eval asks a task's `custom_dataset` for: its questions as split `test`, exemplars as `train`.
 
     Args:
         prune_data: a key of `DATA`.
-        prune_test, prune_train: splits to take the two from.
+        prune_test, prune_train: splits of the questions and of the exemplars.
         data_dir, data_split: from `--metadata`: local folder; another split to ask.
         others: other metadata (lm-eval hands on the model_args, too) is passed over.
 
     Raises:
         InputError: see `load`; or math-verify is needed and missing, `data_dir` or `data_split` is misspelt, or the
-            exemplars come from the split that is asked.
+            exemplars come from the split of the questions.
     """
     for name in others:
         if meant := difflib.get_close_matches(name, ("data_dir", "data_split"), n=1, cutoff=0.8):

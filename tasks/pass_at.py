@@ -25,7 +25,7 @@ class PassAtTask(ScoredTask):
     Metrics, for k = 1, 2, 4, … up to N: `pass@k` (any of the *first* k is right: for candidates in an
     order, a router's) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k): for exchangeable candidates, samples);
     `maj@N`; `distinct`, the number of different answers. For each part of the documents (`level_1`, `algebra`, …)
-    `pass@N_PART`: both estimators are one there.
+    `pass@N_PART`, for which both estimators are the same.
 
     Raises:
         InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
@@ -50,17 +50,17 @@ class PassAtTask(ScoredTask):
 
     @property
     def ks(self) -> list[int]:
-        """The k that are reported."""
+        """Return the k that are reported."""
         return attempts(self.attempts)
 
     @property
     def means(self) -> list[str]:
-        """Metrics that are plain means over the documents."""
+        """Return the metrics that are plain means over the documents."""
         passes = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
         return [*passes, f"maj@{self.attempts}", "distinct", *self._failures]
 
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
-        """Metrics of N responses, which are scored one by one and then together."""
+        """Return the metrics of N responses, which are scored one by one and then together."""
         scored = [self.score(doc, [text]) for text in list(response)[: self.attempts]]
         right = [bool(score["exact_match"]) for score in scored]
         answers = [score["extracted"] for score in scored]

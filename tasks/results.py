@@ -1,8 +1,8 @@
 """lm-eval's `process_results` for our tasks: a document and its response become metric values.
 
-Every item reports, beside the scores, `extracted` (the answer that was found, and is judged) and `how`. `exact_match`
-takes the end of the response where nothing marks an answer; `strict_match` needs a mark (a box, `####`, or
-'the answer is'). `SAME` names, for each of these functions, when two extracted answers are the same one.
+Every item reports, beside the scores, `extracted` (the answer that is judged) and `how`. `exact_match` takes the end
+of the response where nothing marks an answer; `strict_match` needs a mark (a box, `####`, or 'the answer is').
+`SAME` holds, for each of these functions, the equality of two extracted answers.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from lmeval_prune.scoring.readers import text_reader
 Scores = dict[str, Any]
 
 
-def _scores(correct: bool, answer: Extraction) -> Scores:
-    marked = answer.how in MARKED
+def _scores(correct: bool, extraction: Extraction) -> Scores:
+    strict = float(correct and extraction.how in MARKED)
     return {
         "exact_match": float(correct),
-        "strict_match": float(correct and marked),
-        "extracted": answer.answer,
-        "how": answer.how,
+        "strict_match": strict,
+        "extracted": extraction.answer,
+        "how": extraction.how,
     }
 
 
 def number(doc: dict[str, Any], results: Sequence[str]) -> Scores:
-    """Scores of a final answer that is one number."""
-    found = extract(results[0], NumberReader())
-    return _scores(numbers_equal(found.answer, doc["target"]), found)
+    """Score a final answer that is one number."""
+    extraction = extract(results[0], NumberReader())
+    return _scores(numbers_equal(extraction.answer, doc["target"]), extraction)
 
 
 def text_or_number(doc: dict[str, Any], results: Sequence[str]) -> Scores:
-    """Scores of a final answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
-    found = extract(results[0], text_reader(doc["target"]))
-    return _scores(same_text(found.answer, doc["target"]), found)
+    """Score a final answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
+    extraction = extract(results[0], text_reader(doc["target"]))
+    return _scores(same_text(extraction.answer, doc["target"]), extraction)
 
 
 def mathematics(doc: dict[str, Any], results: Sequence[str]) -> Scores:
-    """Scores of a MATH answer: the same as the gold one in form and, part by part, as a number or by math-verify."""
-    found = extract(results[0], MathematicsReader(doc["target"]))
-    verdict = verdicts([(found.answer, doc["target"])])[0]
-    return _scores(verdict == "equal", found) | {"timeouts": float(verdict in ("timeout", "crash"))}
+    """Score a MATH answer: the same as the gold one in form and, part by part, as a number or by math-verify."""
+    extraction = extract(results[0], MathematicsReader(doc["target"]))
+    verdict = verdicts([(extraction.answer, doc["target"])])[0]
+    return _scores(verdict == "equal", extraction) | {"timeouts": float(verdict in ("timeout", "crash"))}
 
 
 @register_filter("prune_verdicts")
 class Verdicts(Filter):
-    """Compares the answers of a whole task at once, before `mathematics` scores them one by one; changes nothing.
+    """Compares a whole task's answers at once, before `mathematics` scores them one by one; changes nothing.
 
     With several responses to a question, also with each other, for `maj@N` and `distinct`.
     """
@@ -77,18 +77,18 @@ class Verdicts(Filter):
         for texts, doc in zip(resps, docs, strict=True):
             reader = MathematicsReader(doc["target"])
             answers = [extract(text, reader).answer for text in ([texts] if isinstance(texts, str) else texts)]
-            one_each = dict.fromkeys(answer for answer in answers if answer)
-            pairs += [(answer, gold) for gold, answer in itertools.combinations([doc["target"], *one_each], 2)]
+            distinct = dict.fromkeys(filter(None, answers))
+            pairs += [(answer, gold) for gold, answer in itertools.combinations([doc["target"], *distinct], 2)]
         verdicts(pairs)
         return resps
 
 
 def equation(doc: dict[str, Any], results: Sequence[str]) -> Scores:
-    """Scores of an expression over the problem's numbers; see `expression_is_right`."""
-    found = extract(results[0], ExpressionReader())
+    """Score an expression over the problem's numbers; see `expression_is_right`."""
+    extraction = extract(results[0], ExpressionReader())
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     gold = doc.get("formula") or doc.get("equation") or ""
-    return _scores(expression_is_right(found.answer, doc["target"], gold, names), found)
+    return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
 
 
 SAME: dict[Callable[..., Scores], Callable[[str, str], bool]] = {

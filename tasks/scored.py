@@ -61,7 +61,7 @@ class ScoredTask(ConfigurableTask):
 
     @property
     def means(self) -> list[str]:
-        """Metrics that are plain means over the documents."""
+        """Return the metrics that are plain means over the documents."""
         return [self.main, "strict_match", *self._failures]
 
     @property
@@ -69,7 +69,7 @@ class ScoredTask(ConfigurableTask):
         return ["timeouts"] if self.times_out else []
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> Scores:
-        """What `scores` returns, and the main metric as that of the document's parts; None as that of others."""
+        """Return what `scores` returns, and the main metric as that of the document's parts; None as that of others."""
         if not callable(self.config.process_results):  # lm_eval --predict_only
             return dict(super().process_results(doc, results))
         scores = self.scores(doc, results[0])
@@ -81,51 +81,51 @@ class ScoredTask(ConfigurableTask):
         return {**scores, **parts}
 
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
-        """Metrics of a response."""
+        """Return the metrics of a response."""
         return self.score(doc, [response])
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
-        """Means; of `extracted` and `how`, the shares of responses with an answer and with a marked one."""
-        answers = {"extracted": found, "how": marked}
+        """Return means; of `extracted` and `how`, the shares of responses with an answer and with a marked one."""
+        answers = {"extracted": answered, "how": marked}
         means: dict[str, Callable[..., Any]] = dict.fromkeys(self.means, mean)
         for part in self.parts:
             means |= part_figures(part)
         return {**super().aggregation(), **means, **answers}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """True for all but `timeouts`."""
+        """Return True for all but `timeouts`."""
         return {name: name != "timeouts" for name in self.aggregation()}
 
 
 def part_figures(name: str) -> dict[str, Callable[..., Any]]:
-    """Metrics of a part: accuracy, its standard error (under the name that lm-eval gives it), and the items."""
+    """Return the metrics of a part: accuracy, its standard error (by lm-eval's name for it), and the items."""
     return {name: share, f"{name}_stderr": error_of_share, f"{name}_n": count}
 
 
 def error_of_share(values: Iterable[float | None]) -> float | str:
-    """Standard error of `share`; `"N/A"` for fewer than two values."""
+    """Return the standard error of `share`; `"N/A"` for fewer than two values."""
     known = [value for value in values if value is not None]
     return mean_stderr(known) if len(known) > 1 else "N/A"
 
 
 def count(values: Iterable[float | None]) -> int:
-    """How many values there are."""
+    """Return how many values there are."""
     return sum(value is not None for value in values)
 
 
 def share(values: Iterable[float | None]) -> float | str:
-    """Mean of the values that are not None; `"N/A"` (JSON has no NaN) if there are none."""
+    """Return the mean of the values that are not None; `"N/A"` (JSON has no NaN) if there are none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else "N/A"
 
 
-def found(values: Iterable[str | list[str]]) -> float:
-    """Share of responses in which an answer was found."""
+def answered(values: Iterable[str | list[str]]) -> float:
+    """Return the share of responses with an answer."""
     return mean([bool(text) for text in _flat(values)])
 
 
 def marked(values: Iterable[str | list[str]]) -> float:
-    """Share of responses whose answer was marked by the model (boxed, `####`, 'the answer is')."""
+    """Return the share of responses whose answer the model marked (boxed, `####`, 'the answer is')."""
     return mean([how in MARKED for how in _flat(values)])
 
 

@@ -47,17 +47,17 @@ class Clause(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Its first token."""
+        """Return its first token."""
         return self.sides[0][0]
 
     @property
     def stop(self) -> int:
-        """The token after its last one."""
+        """Return the end of its last side."""
         return self.sides[-1][1]
 
 
 class Prose:
-    """The tokens, numbers and clauses of a text."""
+    """A text's tokens, numbers and clauses."""
 
     def __init__(self, text: str) -> None:
         self.text = text

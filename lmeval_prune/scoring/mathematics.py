@@ -62,11 +62,11 @@ def _same_ratios(answer: Form, gold: Form, leaf: Leaf) -> bool:
 
 def _same_equations(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
     """Compare the values of assignments, unless their names say different things: x = 5 is not y = 5."""
-    pairs = [assigned(form) if form.kind == "equation" else ("", form) for form in (answer, gold)]
-    if pairs[0] is None or pairs[1] is None:
+    pair, gold_pair = (assigned(form) if form.kind == "equation" else ("", form) for form in (answer, gold))
+    if pair is None or gold_pair is None:
         equations = ("=".join(map(str, form.parts)) for form in (answer, gold))
         return leaf(*equations) if answer.kind == gold.kind else False
-    (name, value), (gold_name, gold_value) = pairs
+    (name, value), (gold_name, gold_value) = pair, gold_pair
     if _kind_of_name(name) == _kind_of_name(gold_name) and _bare(name) != _bare(gold_name):
         return False
     return compare(value, gold_value, leaf)
@@ -140,18 +140,18 @@ def _text_of(form: Form) -> str:
 
 def _same_words(answer: Form, gold: Form, leaf: Leaf) -> bool:
     """Compare but for words that say nothing; of a choice, its letter: (C) 12."""
-    said, golds = _separated(answer), _separated(gold)
+    words_of_answer, golds = _separated(answer), _separated(gold)
     if len(golds) == 1 and _CHOICE.fullmatch(golds[0]):
-        return _is_choice(said, golds[0])
-    meaning = [word for word in said if word in golds or word not in _NEUTRAL]
+        return _is_choice(words_of_answer, golds[0])
+    meaning = [word for word in words_of_answer if word in golds or word not in _NEUTRAL]
     return bool(golds) and "".join(meaning) == "".join(golds) and set(meaning) <= set(golds)
 
 
-def _is_choice(said: list[str], letter: str) -> bool:
+def _is_choice(answer: list[str], letter: str) -> bool:
     """Return whether words choose a letter, and no other."""
-    others = [word for word in said if _CHOICE.fullmatch(word) and word not in ("a", letter)]
-    meaning = [word for word in said if word not in _NEUTRAL or word == letter]
-    return not others and meaning[:1] == [letter] and len(said) <= MAX_CHOICE_WORDS
+    others = [word for word in answer if _CHOICE.fullmatch(word) and word not in ("a", letter)]
+    meaning = [word for word in answer if word not in _NEUTRAL or word == letter]
+    return not others and meaning[:1] == [letter] and len(answer) <= MAX_CHOICE_WORDS
 
 
 def _separated(form: Form) -> list[str]:

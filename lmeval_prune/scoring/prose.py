@@ -1,4 +1,4 @@
-r"""The one number that a piece of prose gives.
+r"""Finding the one number that a piece of prose gives.
 
 Of a clause with sides the first counts if it is nothing but a number, else the last. Of a clause without sides the first number
 counts that nothing governs (of `18 clips in 2 days` the 18), and that is no part of something else.
@@ -45,7 +45,7 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
         return None
     prose = Prose(text)
     number = _last_number(prose) if last else _first_number(prose)
-    return number and (_as_written(prose, number), number)
+    return None if number is None else (_as_written(prose, number), number)
 
 
 def _first_number(prose: Prose) -> Number | None:

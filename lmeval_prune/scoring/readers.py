@@ -1,4 +1,4 @@
-r"""What a statement says, by what kind of answer is asked: one number, mathematics, an expression, or text."""
+r"""Reading what a statement says, by what kind of answer is expected: one number, mathematics, an expression, or text."""
 
 from __future__ import annotations
 
@@ -170,10 +170,10 @@ class FormulaReader:
         formulas = [f for f in _FORMULA.finditer(content) if (not self.words or f.start() == 0) and f.start() < until]
         if formulas:
             return None if _NEGATES.search(content[: formulas[0].start()]) else self._joined(content, formulas)
-        said = _SAYING.sub("", _REASON.split(content, maxsplit=1)[0]).strip(" $*_").rstrip(" .$!。")
-        if self.words or _MATHEMATICAL.search(said):
-            return said if self.words else _UNITS.sub("", said)
-        return said if len(_PROSE.findall(said)) <= MAX_WORDS else None
+        words = _SAYING.sub("", _REASON.split(content, maxsplit=1)[0]).strip(" $*_").rstrip(" .$!。")
+        if not self.words and _MATHEMATICAL.search(words):
+            return _UNITS.sub("", words)
+        return words if self.words or len(_PROSE.findall(words)) <= MAX_WORDS else None
 
     def _joined(self, content: str, formulas: list[re.Match[str]]) -> str:
         """Return the first formula, and those that 'and' or a comma joins to it."""

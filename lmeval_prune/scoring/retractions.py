@@ -1,4 +1,4 @@
-"""Whether what follows a statement of an answer takes it back: says that it is wrong, or turns and gives another one."""
+"""Retractions: what follows a statement of an answer takes it back if it says that it is wrong, or turns and gives another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""The final answer of a response: its statements, and which of them counts.
+r"""Finding the final answer of a response: its statements, and which of them counts.
 
 A *statement* is a box, a line after `####`, a phrase ('the answer is', 'Answer:', 答案是), or a tag. The last one counts that is not
 empty, not a placeholder, not a question or an assumption, and not taken back ('wait', 'that is wrong', …). 'Answer:', `####`
@@ -86,12 +86,12 @@ _DISPLAY = re.compile(r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]|\$\s
 def statements(text: str) -> list[Statement]:
     """Return all statements of a cleaned response, in order."""
     pairs = _pairs(text)
-    found: list[Statement] = []
+    result: list[Statement] = []
     for mark in _MARK.finditer(text):
-        in_a_box = found and mark.start() < found[-1].end and found[-1].how == "boxed"
+        in_a_box = result and mark.start() < result[-1].end and result[-1].how == "boxed"
         statement = None if in_a_box else _statement(text, mark, pairs)
-        found += [statement] if statement else []
-    return found
+        result += [statement] if statement else []
+    return result
 
 
 def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Statement | None:
@@ -195,17 +195,17 @@ def extract(response: str, reader: Reader) -> Extraction:
 
 
 def _extract(text: str, reader: Reader) -> Extraction:
-    found = [s for s in statements(text)[-2 * MAX_STATEMENTS :] if not _REMARK.fullmatch(_sentence(s.content))]
-    found = found[-MAX_STATEMENTS:]
+    stated = [s for s in statements(text)[-2 * MAX_STATEMENTS :] if not _REMARK.fullmatch(_sentence(s.content))]
     rest = text  # in which the end of the response is looked for
-    for statement, until in zip(reversed(found), [len(text), *(s.start for s in reversed(found))], strict=False):
+    ends = [statement.start for statement in stated[1:]] + [len(text)]
+    for statement, until in reversed(list(zip(stated, ends, strict=False))[-MAX_STATEMENTS:]):
         if assumption := _assumption(text, statement):
             rest = _blanked(rest, *assumption)
             continue
-        content, following = _said(statement, reader)
+        content, following = _stated(statement, reader)
         following += text[statement.end : until]
-        ends = statement.end == len(text) and not text.rstrip(" *_$").endswith((".", "!", "。"))
-        if _says_nothing(content, ends, reader):
+        at_end = statement.end == len(text) and not text.rstrip(" *_$").endswith((".", "!", "。"))
+        if _says_nothing(content, at_end, reader):
             continue
         if back := taken_back(following, content):
             later = reader.read_end(following[back.end() :])
@@ -260,16 +260,16 @@ def _begins_a_solution(statement: Statement, following: str, reader: Reader) -> 
     return bool(re.search(r"\d", following))
 
 
-def _said(statement: Statement, reader: Reader) -> tuple[str, str]:
+def _stated(statement: Statement, reader: Reader) -> tuple[str, str]:
     """Return what a statement says, up to the end of its sentence or to where it is taken back; and the rest of it."""
     content = statement.content
     if statement.how == "boxed":
         return content, ""
     content = CONSENT.sub("", _NOT_BUT.sub("", content, count=1) if _NOT_BUT.match(content) else content)
-    said = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
-    first = said[: end_of_first(said) or 0].rstrip(" ,，;；—–-….(")
-    said = first if first and reader.is_bare(first) else said
-    return said, content[len(said) :]
+    stated = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
+    first = stated[: end_of_first(stated) or 0].rstrip(" ,，;；—–-….(")
+    stated = first if first and reader.is_bare(first) else stated
+    return stated, content[len(stated) :]
 
 
 def _sentence(content: str) -> str:

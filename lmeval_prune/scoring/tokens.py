@@ -48,7 +48,7 @@ class Token(NamedTuple):
 
 
 class Tokens(list[Token]):
-    """The tokens of a text. Beside its ends there are none: `kind`, `text` and `word` are empty there."""
+    """A text's tokens. Beside its ends there are none: `kind`, `text` and `word` are empty there."""
 
     def __init__(self, text: str) -> None:
         before = 0

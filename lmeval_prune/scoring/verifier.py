@@ -51,17 +51,16 @@ class Verifier:
         self._pool: ProcessPool | None = None
 
     def verify(self, gold: str, answer: str) -> Verdict:
-        """Whether `answer` is mathematically equal to `gold`; both LaTeX without dollar signs."""
+        """Compare an answer with the gold one; both LaTeX without dollar signs."""
         return self.verify_many([(gold, answer)])[0]
 
     def verify_many(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """`verify` for many (gold, answer) pairs, on all workers at once, in order."""
+        """Compare many (gold, answer) pairs on all workers at once; verdicts are in their order."""
         verdicts = self._verify_many(pairs)
-        crashed = [place for place, verdict in enumerate(verdicts) if verdict == "crash"]
+        crashed = [i for i, verdict in enumerate(verdicts) if verdict == "crash"]
         if crashed:  # the worker may have been killed for another's sake
-            again = self._verify_many([pairs[place] for place in crashed])
-            for place, verdict in zip(crashed, again, strict=True):
-                verdicts[place] = verdict
+            for i, verdict in zip(crashed, self._verify_many([pairs[i] for i in crashed]), strict=True):
+                verdicts[i] = verdict
         return verdicts
 
     def _verify_many(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
@@ -86,7 +85,7 @@ class Verifier:
         return verdicts
 
     def _ask(self, pairs: Sequence[tuple[str, str]]) -> Iterator[Verdict]:
-        """Verdicts, until the pool breaks."""
+        """Yield verdicts, until the pool breaks."""
         from loky.backend.context import LokyContext
         from pebble import ProcessExpired, ProcessPool
 
@@ -132,7 +131,7 @@ def begin() -> None:
 
 
 def _equal(gold: str, answer: str, seconds: float) -> bool:
-    """In a worker: the comparison. Should the parent be killed, which keeps the time, SIGALRM ends us later."""
+    """Compare, in a worker. Should the parent be killed, which keeps the time, SIGALRM ends the worker later."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     alarm = getattr(signal, "alarm", lambda seconds: None)  # not on Windows
@@ -150,21 +149,21 @@ def _equal(gold: str, answer: str, seconds: float) -> bool:
         alarm(0)
 
 
-def _same_value(one: object, other: object) -> bool:
-    """Whether two expressions have one value to 20 digits, with i the imaginary unit and positive numbers for names."""
+def _same_value(gold: object, answer: object) -> bool:
+    """Return whether two expressions have one value to 20 digits, with i the imaginary unit and positive numbers for names."""
     import sympy
 
-    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)) or one.has(sympy.Abs) != other.has(
+    if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)) or gold.has(sympy.Abs) != answer.has(
         sympy.Abs
     ):
         return False
-    names = [sorted({str(symbol) for symbol in side.free_symbols} - {"i", "e", "pi"}) for side in (one, other)]
+    constants = {"i": sympy.I, "e": sympy.E, "pi": sympy.pi}
+    names = [sorted({str(symbol) for symbol in side.free_symbols} - constants.keys()) for side in (gold, answer)]
     if names[0] != names[1]:
         return False
-    constants = {"i": sympy.I, "e": sympy.E, "pi": sympy.pi}
     for shift in (sympy.Rational(13, 7), sympy.Rational(5, 11)):
-        values = {name: shift + sympy.Rational(place, 3) for place, name in enumerate(names[0])} | constants
-        sides = [side.subs({s: values[str(s)] for s in side.free_symbols}).evalf(30) for side in (one, other)]
+        values = {name: shift + sympy.Rational(i, 3) for i, name in enumerate(names[0])} | constants
+        sides = [side.subs({s: values[str(s)] for s in side.free_symbols}).evalf(30) for side in (gold, answer)]
         if not all(side.is_number and side.is_finite for side in sides):
             return False
         if abs(sides[0] - sides[1]) > 1e-20 * max(1, abs(sides[1])):
@@ -173,11 +172,7 @@ def _same_value(one: object, other: object) -> bool:
 
 
 def require_math_verify() -> None:
-    """Refuse to go on without math-verify and what its processes need.
-
-    Raises:
-        InputError: saying how to install it.
-    """
+    """Refuse to go on without math-verify and what its processes need."""
     if not all(map(importlib.util.find_spec, ("math_verify", "pebble", "loky"))):
         raise InputError(
             "MATH answers are compared by math-verify, which is not installed: pip install lmeval-prune[math]"
@@ -186,7 +181,7 @@ def require_math_verify() -> None:
 
 @lru_cache(maxsize=1)
 def shared() -> Verifier:
-    """The pool that tasks use, a worker for each CPU up to `MAX_WORKERS`; it ends with the program."""
+    """Return the pool that tasks use, a worker for each CPU up to `MAX_WORKERS`; it ends with the program."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     verifier = Verifier(min(cpus, MAX_WORKERS))
     atexit.register(verifier.close)

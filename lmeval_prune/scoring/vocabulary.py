@@ -1,4 +1,4 @@
-"""The words that answers are read by: lists in `words/LANGUAGE.yaml`, the same lists in each language; `latex` is one.
+"""Words that answers are read by: lists in `words/LANGUAGE.yaml`, the same lists in each language; `latex` is one.
 
 An entry is a word, or a regular expression of words; `{{name}}` in it stands for any entry of another list.
 """

@@ -127,7 +127,9 @@ class ModelIdentity:
         Raises:
             InputError: its configuration, tokenizer or type is another one.
         """
-        loaded = {"config": config_fingerprint(lm.config), "tokenizer": lm.tokenizer_on_disk}
+        loaded = {"config": config_fingerprint(lm.config)}
+        if not {"add_bos_token", "use_fast_tokenizer"} & self.arguments.keys():  # with which `hf` loads another one
+            loaded["tokenizer"] = lm.tokenizer_on_disk
         if self.dtype != "auto" and not getattr(lm.config, "quantization_config", None):
             loaded["dtype"] = str(lm.model.dtype).removeprefix("torch.")
         if other := [name for name, value in loaded.items() if value != getattr(self, name)]:

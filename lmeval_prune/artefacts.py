@@ -19,7 +19,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -538,6 +538,40 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read ({first_line(error)}); it belongs to the artefact beside it") from None
     check_finite(tensors, path)
     return tensors
+
+
+def read_table(
+    path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None, optional: Iterable[str] = ()
+) -> Any:
+    """Read a parquet file as an Arrow table, and check it whole.
+
+    Args:
+        path: of the file.
+        remedy: what to do about a damaged file, for the message.
+        columns: those that are needed; default all, or those of the schema.
+        schema: types that they are cast to.
+        optional: columns of the schema that are null where the file lacks them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        InputError: it is damaged.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path, columns=None if schema else columns)
+        table.validate(full=True)  # texts that are no UTF-8, too
+        if schema is None:
+            return table
+        columns = columns or schema.names
+        for name in set(optional).intersection(columns).difference(table.column_names):
+            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
+        return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
+    except FileNotFoundError:
+        raise
+    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
 
 
 def check_finite(tensors: Mapping[str, Any], name: object, remedy: str = "make it again") -> None:

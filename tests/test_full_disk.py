@@ -17,12 +17,11 @@ from lmeval_prune.errors import DiskError, disk_error, writing
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.work import Loaded
 from lmeval_prune.models import answer_store
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from lmeval_prune.sprint.router import Router
-from tests.test_grid import _release_model, described, outcomes  # noqa: F401 - a fixture
+from tests.test_grid import described, outcomes
 from tests.test_pruned_hf import model, requests
 from tests.test_sprint import MODEL, TASKS, row
 from tests.test_sweep import sweep
@@ -157,7 +156,6 @@ def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path,
     whole = run(Grid.of(given), str(tmp_path / "whole"))
     command = ["grid", "run", str(path), "--output", str(tmp_path / "g")]
     for after in (1, 3, 8):
-        Loaded.release()
         with pytest.MonkeyPatch.context() as patch:
             fill(patch, after=after)
             assert main(command) == 2

@@ -16,7 +16,7 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.grid.run import run
-from tests.test_grid import _release_model, described  # noqa: F401 - a fixture of every test here
+from tests.test_grid import described
 from tests.tiny_models import tiny
 
 
@@ -80,7 +80,7 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
             variants = {"v": {"prepare": {"prune": prune}}}
             given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
             (cells[name, chat],) = cells_of(Grid.of({**given, "apply_chat_template": chat}))
-    read = {key: cell.prepare["prune"].get("apply_chat_template", False) for key, cell in cells.items()}
+    read = {key: cell.variant.prepare["prune"].get("apply_chat_template", False) for key, cell in cells.items()}
     assert read == {(name, chat): chat if name == "open" else name == "chat" for name, chat in cells}
     made = {key: cell.prepared for key, cell in cells.items()}
     assert made["open", True] == made["chat", True] != made["plain", True] == made["open", False]
@@ -94,9 +94,9 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
         ({"method": "flap", "ratio": 1.2}, "at least 0 and below 1"),
         ({"method": "flap"}, "prune needs ratio"),
         ({"method": "flap", "ratio": 0.2, "options": {"metrc": "ifv"}}, "'metrc'"),
-        ({"method": "flap", "ratio": 0.2, "more": {"units": "head"}}, "prune.more has no 'units'"),
-        ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "prune.more.steps='many' must be a whole number"),
-        ({"method": "flap", "ratio": 0.2, "more": "unit"}, "is no dictionary of settings"),
+        ({"method": "flap", "ratio": 0.2, "more": {"units": "head"}}, "prune.more has no setting 'units'"),
+        ({"method": "flap", "ratio": 0.2, "more": {"steps": "many"}}, "steps='many'"),
+        ({"method": "flap", "ratio": 0.2, "more": "unit"}, "more='unit'"),
         ({"method": "flap", "ratio": 0.2, "task": "a", "text": "b"}, "not both"),
     ],
 )

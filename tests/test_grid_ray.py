@@ -13,9 +13,8 @@ import pytest
 
 from lmeval_prune import InputError
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.ray_runner import OnRay
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.work import Loaded
+from lmeval_prune.grid.runners import OnRay
 from tests.conftest import ROOT
 from tests.test_grid import described, outcomes
 
@@ -38,14 +37,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     finally:
         ray.shutdown()
         found.shutdown()
-        Loaded.release()
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grids") / "alone"
     assert run(Grid.of(described(tiny_folder)), str(folder)).failed == []
-    Loaded.release()
     return folder
 
 

@@ -24,7 +24,7 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from tests.conftest import task_manager
-from tests.test_grid import _release_model, described  # noqa: F401 - a fixture
+from tests.test_grid import described
 from tests.test_pruned_hf import PROMPTS, model, request
 from tests.test_sweep import sweep
 from tests.tiny_models import tiny, tokens
@@ -156,6 +156,7 @@ def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path, capsys: 
     assert "answers: 3 tokens on average, 100% cut off by max_gen_toks" in out and "sweep again" in out
 
 
+@pytest.mark.long
 def test_a_grid_says_it(tiny_folder: Path, tmp_path: Path) -> None:
     tasks = [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 4}}, "prune_tiny_choice"]
     given = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=tasks)

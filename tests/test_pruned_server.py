@@ -28,8 +28,8 @@ from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
 from lmeval_prune.models.served import DENSE, KINDS, Served
-from lmeval_prune.models.served_answering import seed_of
-from lmeval_prune.models.server_probe import Connection, Probe
+from lmeval_prune.models.server_jobs import seed_of
+from lmeval_prune.models.server_probe import Probe, tokens_of
 from tests.conftest import task_manager
 from tests.kills import killing_after
 from tests.stub_server import MISBEHAVIOURS, Stub
@@ -80,7 +80,7 @@ def test_what_is_always_pruned_joins_the_head_of_a_try(tiny_folder: Path) -> Non
             assert evaluate(served(tiny_folder, stub, **arguments)) == expected
 
 
-@pytest.mark.parametrize("heads", [None, "L0H1+L1H2"])
+@pytest.mark.parametrize("heads", [pytest.param(None, marks=pytest.mark.long), "L0H1+L1H2"])
 def test_given_texts_are_scored_as_pruned_hf_scores_them(tiny_folder: Path, tmp_path: Path, heads: str | None) -> None:
     hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads=heads)
     with Stub(tiny_folder, ("L0H1+L1H2",)) as stub:
@@ -336,20 +336,20 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
         ({"heads": "L1H1"}, "404: it has no adapter L1H1"),
         ({"heads": "L9H1"}, "no attention in layer 9"),
         ({"model": "llama"}, "serves tiny, not llama; another base model"),
-        ({"server": "vlm"}, "did you mean 'vllm'"),
+        ({"server": "vlm"}, "server='vlm' must be vllm, sglang or llamacpp"),
         ({"server": "llamacpp"}, r"answers 404; is it the server that `server=` says"),
         ({"token_filter": 0.2}, "TokenFilter cannot be served"),
         ({"engine": "batched"}, "engine= is for pruned-hf"),
         ({"basel_url": "x"}, "unknown model_arg 'basel_url'; did you mean 'base_url'"),
-        ({"num_concurrent": 0}, "at least 1"),
+        ({"num_concurrent": 0}, "num_concurrent=0 must be"),
         ({"pretrained": "nobody/nothing"}, "cannot read the model nobody/nothing here"),
         ({"responses": "{tmp}", "dtype": None}, "name the type in which the servers compute"),
         ({"adapters": "{tmp}/none"}, "there is no folder"),
-        ({"max_length": "abc"}, "max_length='abc' is not a whole number"),
-        ({"max_length": -5}, "max_length must be a whole number above 0"),
-        ({"max_gen_toks": "abc"}, "max_gen_toks='abc' is not a whole number"),
+        ({"max_length": "abc"}, "max_length='abc' must be"),
+        ({"max_length": -5}, "max_length=-5 must be"),
+        ({"max_gen_toks": "abc"}, "max_gen_toks='abc' must be"),
         ({"header": "abc"}, "header='abc' is no dictionary"),
-        ({"verify_certificate": "maybe"}, "neither true nor false"),
+        ({"verify_certificate": "maybe"}, "verify_certificate='maybe' must be"),
         ({"ca_cert_path": "/nowhere/ca.pem"}, "there is no such file"),
         ({"think_end_token": 5}, "think_end_token=5 is |think_end_token"),
         ({"think_end_token": "5"}, "is a number; give its text"),
@@ -502,7 +502,7 @@ def test_lengths_and_numbers_that_are_none_are_refused(tiny_folder: Path, value:
                 served(tiny_folder, stub)
     with Stub(tiny_folder) as stub:
         stub.tokenizer = type("Odd", (), {"encode": lambda self, *_, **__: [value]})()
-        tokens = Connection({}, True, 5.0).tokens(KINDS["vllm"], stub.url, "tiny", "a")
+        tokens = tokens_of(http_client.Connection({}, True, 5.0), KINDS["vllm"], stub.url, "tiny", "a")
         assert tokens == ([0] if value == 0 else None)
 
 
@@ -603,10 +603,10 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
         def __init__(self) -> None:
             pass
 
-        def _tokenizer(self, server: Any) -> None:
+        def _check_tokenizer(self, server: Any) -> None:
             pass
 
-        def _asked(self, server: Any, asked: Any, concurrent: int) -> Any:
+        def _signatures(self, server: Any, asked: Any, concurrent: int) -> Any:
             leaks = wrong and concurrent > 1
             shown = [effect[variants[-1] if leaks and one == DENSE else one] for one in asked]
             sigma = 0.05 if concurrent > 1 else 0.0
@@ -614,7 +614,7 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
 
     for _ in range(5):
         with pytest.raises(InputError, match="unpruned model's requests under L31H0") if wrong else nullcontext():
-            Noisy()._one(SimpleNamespace(url="http://server"), variants)  # type: ignore[arg-type]
+            Noisy()._check(SimpleNamespace(url="http://server"), variants)  # type: ignore[arg-type]
 
 
 def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -744,12 +744,12 @@ def test_prompts_are_made_when_they_are_sent(tiny_folder: Path, monkeypatch: pyt
         encode, count = lm.tokenizer.encode, []
         monkeypatch.setattr(lm.tokenizer, "encode", lambda *a, **k: count.append(1) or encode(*a, **k))
         with pytest.raises(KeyError):
-            lm.generated([text("some text")] * 4, range(4), lambda *_: None, False)
+            lm.jobs.generate([text("some text")] * 4, range(4), lambda *_: None, False)
         assert len(made) == 4 and not count
         assert len({json.dumps(job.payload()["prompt"]) for job in made}) == 1 and len(count) == 1
 
 
-def test_own_certificates_reach_both_clients(tiny_folder: Path, tmp_path: Path) -> None:
+def test_own_certificates_reach_the_client(tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "ca.pem"
     path.write_text("nothing")
     with Stub(tiny_folder) as stub:
@@ -760,4 +760,4 @@ def test_own_certificates_reach_both_clients(tiny_folder: Path, tmp_path: Path) 
         )
         if path.read_text():
             lm = served(tiny_folder, stub, probe=False, ca_cert_path=str(path))
-            assert isinstance(lm.dispatcher.verify, ssl.SSLContext) and lm.connection.verify is lm.dispatcher.verify
+            assert isinstance(lm.dispatcher.connection.verify, ssl.SSLContext)

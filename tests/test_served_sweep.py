@@ -162,6 +162,7 @@ def test_the_command(tiny_folder: Path, adapters: Path, tmp_path: Path, capsys: 
     assert "no server answers at" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +210,7 @@ def test_a_cell_of_a_grid_knows_its_adapters(tiny_folder: Path, adapters: Path, 
         model = {"pretrained": str(tiny_folder), "base_url": "http://localhost:9", "adapters": str(folder)}
         variants = {"one": {"heads": "L0H1"}, "other": {"heads": "L0H2"}}
         asked = {"tasks": ["prune_tiny_words"], "variants": variants, "model": model, "measure": False}
-        keys.append({cell.variant: cell.key for cell in cells.cells_of(Grid.of(asked))})
+        keys.append({cell.variant.name: cell.key for cell in cells.cells_of(Grid.of(asked))})
     assert keys[0]["one"] != keys[1]["one"] and keys[0]["other"] == keys[1]["other"]
 
 

@@ -11,7 +11,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
-from lmeval_prune.grid.sources import code_digest
+from lmeval_prune.grid.task_identity import code_digest
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, named, results, scored
 from lmeval_prune.tasks.named import load_task, load_tasks

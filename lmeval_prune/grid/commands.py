@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.options import first
@@ -11,21 +11,19 @@ from lmeval_prune.options import first
 if TYPE_CHECKING:
     from lmeval_prune.grid.configuration import Grid
 
-RUNNERS = ("here", "ray")
-
 
 @first("grid")
 def run(
     grid: str,
     output: str,
-    runner: str = "here",
+    runner: Literal["here", "ray"] = "here",
     retry_failed: bool = False,
     ray_address: str | None = None,
     cpus: float = 1,
     gpus: float = 0,
     memory: float | None = None,
 ) -> int:
-    """Evaluate every variant of a grid on every task; an interrupted grid goes on.
+    """Evaluate every variant of a grid on every task; the same command resumes an interrupted grid.
 
     Args:
         grid: YAML file of the grid; `--grid` may be left out
@@ -37,31 +35,29 @@ def run(
         gpus: of a job on Ray
         memory: bytes of a job on Ray
     """
+    options = {"ray_address": ray_address, "cpus": cpus != 1, "gpus": gpus, "memory": memory}
+    if runner == "here" and (idle := [f"--{name}" for name, value in options.items() if value]):
+        raise InputError(f"{', '.join(idle)}: only Ray heeds it; add --runner ray, or leave it out")
     from lmeval_prune.grid.configuration import Grid
 
-    if runner not in RUNNERS:
-        raise InputError(f"there is no runner {runner!r}; there are {', '.join(RUNNERS)}")
-    asked = {"ray_address": ray_address, "cpus": cpus != 1, "gpus": gpus, "memory": memory}
-    if runner == "here" and (idle := [f"--{name}" for name, value in asked.items() if value]):
-        raise InputError(f"{', '.join(idle)}: only Ray heeds it; add --runner ray, or leave it out")
-    read = Grid.read(grid)
-    _check_selected(read)
-    from lmeval_prune.grid.ray_runner import OnRay
+    parsed = Grid.read(grid)
+    _check_selected(parsed)
     from lmeval_prune.grid.run import run as run_grid
-    from lmeval_prune.grid.runners import Here
+    from lmeval_prune.grid.runners import Here, OnRay
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune.grid").setLevel(logging.INFO)
-    chosen = Here() if runner == "here" else OnRay(ray_address, cpus, gpus, memory)
     try:
-        summary = run_grid(read, output, chosen, retry_failed)
+        summary = run_grid(
+            parsed, output, Here() if runner == "here" else OnRay(ray_address, cpus, gpus, memory), retry_failed
+        )
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on in {output}")
         return 130
     for variant, task, reason in summary.failed:
         print(f"failed: {variant} on {task}: {reason}")
-    there = summary.cells - len(summary.failed)
-    print(f"{output}: {there} of {summary.cells} cells are there, {summary.new} of them new")
+    done = summary.cells - len(summary.failed)
+    print(f"{output}: {done} of {summary.cells} cells are there, {summary.new} of them new")
     if summary.failed:
         print("--retry-failed tries the others again")
         return 1
@@ -71,8 +67,8 @@ def run(
 
 def _check_selected(grid: Grid) -> None:
     """Refuse a task in `selected_on` that is neither the grid's nor lm-eval's."""
-    names = {name for asked in grid.tasks for name in (asked.name, asked.task)}
-    others = [(one.name, name) for one in grid.variants for name in one.selected_on if name not in names]
+    names = {name for task in grid.tasks for name in (task.name, task.task)}
+    others = [(variant.name, name) for variant in grid.variants for name in variant.selected_on if name not in names]
     if not others:
         return
     from lmeval_prune.tasks.named import task_manager
@@ -80,8 +76,8 @@ def _check_selected(grid: Grid) -> None:
     known = task_manager()
     for variant, name in others:
         if name not in known.task_index:
-            nearest_name = nearest(name, {*names, *known.all_tasks})
-            raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{nearest_name}")
+            hint = nearest(name, {*names, *known.all_tasks})
+            raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{hint}")
         print(f"note: {variant} was selected on {name}, which this grid does not ask; its questions stay unknown")
 
 

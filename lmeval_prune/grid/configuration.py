@@ -1,4 +1,4 @@
-"""What a grid's YAML says: variants (with axes), tasks, and how they are asked.
+"""A grid's YAML: variants (with axes), tasks, and how they are evaluated.
 
 ```yaml
 model: {pretrained: smollm2-135m, dtype: float32}
@@ -11,9 +11,8 @@ tasks:
   - {task: prune_gsm8k, limit: 200}
 ```
 
-A variant's settings are model_args of `pruned-hf` (with `base_url`: of `pruned-server`) that come to those of `model`,
-and `prepare`, `seed`, `selected_on`.
-`each:` spans an axis, wherever it stands; several axes are multiplied.
+A variant's settings are model_args of `pruned-hf` (with `base_url`: of `pruned-server`), which are joined to those of
+`model`, and `prepare`, `seed`, `selected_on`. `each:` anywhere in them spans an axis; axes are multiplied.
 """
 
 from __future__ import annotations
@@ -24,31 +23,35 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
+from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.errors import InputError, nearest, yaml_fault
-from lmeval_prune.models.served import API_OPTIONS, SERVERS_OWN
-from lmeval_prune.settings import typed, types_of
+from lmeval_prune.grid.folder import check_name
+from lmeval_prune.models.arguments import argument_names
+from lmeval_prune.models.served import API_OPTIONS, SERVER_ARGUMENTS
+from lmeval_prune.settings import Count, Natural, Positive, Settings
 
 SEED = 1234
 MOST_VARIANTS = 10_000  # of one entry of `variants:`
-_OWN = ("prepare", "seed", "selected_on")  # settings of a variant that are no model_args
-_LOADING = {"attn_implementation", "variant", "use_safetensors"}  # model_args that only `from_pretrained` knows
+VARIANT_SETTINGS = ("prepare", "seed", "selected_on")  # that are no model_args
+FROM_PRETRAINED_ARGUMENTS = {"attn_implementation", "variant", "use_safetensors"}  # that `hf` passes on
+RUN_ARGUMENTS = {"responses": "leave it out", "batch_size": "set `batch_size:` once", "device": "set `device:` once"}
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One model as it is evaluated.
+class Variant(Settings):
+    """A model as it is evaluated.
 
     Attributes:
-        name: by which tables and pages call it.
-        model_args: of `pruned-hf`.
-        prepare: what is made first: `{NAME: fields}`, a line of `PREPARATIONS`.
+        name: in tables and on pages.
+        model_args: of `pruned-hf` or `pruned-server`.
+        prepare: result to make first: `{NAME: fields}` of one of `PREPARATIONS`, or empty.
         seed: of everything that is drawn; lm-eval's four seeds.
         selected_on: tasks whose questions the variant was chosen on.
     """
@@ -59,272 +62,241 @@ class Variant:
     seed: int = SEED
     selected_on: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.model_args.get("pretrained"), str):
+            raise InputError("it names no model; give `model: {pretrained: NAME}`")
+        if self.served and self.prepare:
+            raise InputError("it is served and cannot be prepared here; give its heads or its mask")
+        if not self.served and (stray := sorted(SERVER_ARGUMENTS & self.model_args.keys())):
+            raise InputError(f"{stray[0]} is a server's; name the server, base_url: http://HOST:PORT")
+        for name, remedy in RUN_ARGUMENTS.items():
+            if name in self.model_args:
+                raise InputError(f"{name} is no axis; {remedy}")
+
+    @property
+    def served(self) -> bool:
+        """Return whether a server answers."""
+        return "base_url" in self.model_args
+
 
 @dataclass(frozen=True)
-class Asked:
-    """One column of the grid: a task or group of lm-eval's, and how it is asked.
+class GridTask(Settings):
+    """One column of the grid: a task or group of lm-eval's, and how it is evaluated.
 
     Attributes:
         task: its name, or a YAML file.
-        name: by which the grid calls it; default the task.
-        limit: as for lm_eval: so many questions, or a share below 1.
+        name: in the grid; default the task.
+        limit: as for lm_eval: number of questions, or a share below 1.
         num_fewshot, gen_kwargs: as for lm_eval.
         metric: `METRIC` or `METRIC,FILTER` that is compared; default `exact_match`, `acc`, `pass@N`, else the first.
     """
 
     task: str
     name: str = ""
-    limit: float | None = None
-    num_fewshot: int | None = None
+    limit: Positive | None = None
+    num_fewshot: Natural | None = None
     gen_kwargs: dict[str, Any] = field(default_factory=dict)
     metric: str | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stem = Path(self.task).stem if self.task.endswith((".yaml", ".yml")) else self.task
+        object.__setattr__(self, "name", self.name or stem)
+
+
+SHARED_TASK_SETTINGS = ("limit", "num_fewshot", "gen_kwargs", "metric")  # that a grid may set for all tasks
+
 
 @dataclass(frozen=True)
-class Grid:
-    """A grid as its YAML says it.
+class Grid(Settings):
+    """A parsed grid: its cells are every variant on every task.
 
     Attributes:
-        variants, tasks: the two axes of cells.
+        variants, tasks: the two axes.
         title: of the page.
         apply_chat_template, system_instruction, metadata: as for lm_eval.
         batch_size, device: as for lm_eval; in half types their rounding can change an answer.
-        together: at most so many variants that are only masks share one pass of the decoding engine.
+        together: most variants that are only masks and share one pass of the decoding engine.
         measure: measure parameters, FLOPs, speed and memory of each variant.
-        baseline: name of the variant that the others are compared with, unless `compare` is told another.
+        baseline: name of the variant that the others are compared with, unless `compare` names another.
     """
 
     variants: tuple[Variant, ...]
-    tasks: tuple[Asked, ...]
+    tasks: tuple[GridTask, ...]
     title: str = "Grid"
     apply_chat_template: bool | str = False
     system_instruction: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     batch_size: int | str = 8
     device: str | None = None
-    together: int = 16
+    together: Count = 16
     measure: bool = True
     baseline: str | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kind in ("variants", "tasks"):
+            names = Counter(member.name for member in getattr(self, kind))
+            if twice := next((name for name, count in names.items() if count > 1), None):
+                raise InputError(f"two {kind} are called {twice!r}; give each a name of its own")
+        if self.baseline is not None:
+            check_name("baseline", self.baseline, [variant.name for variant in self.variants])
+        if isinstance(self.batch_size, bool) or not re.fullmatch(r"[1-9]\d*|auto(:\d+)?", str(self.batch_size)):
+            raise InputError(f"batch_size is a whole number from 1, or auto, not {self.batch_size}")
+
     @classmethod
-    def read(cls, path: str) -> Grid:
+    def read(cls, path: str) -> Self:
         """Read a grid's YAML.
 
         Raises:
-            InputError: it cannot be read, or says something that is not known.
+            InputError: it cannot be read, or has unknown or unsuitable settings.
         """
         if not Path(path).is_file():
             raise InputError(f"no such file: {path}")
         try:
-            content = yaml.load(Path(path).read_text(encoding="utf-8"), _Once)
-            return cls.of(content)
+            return cls.of(yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise InputError(f"{path} is not valid YAML: {yaml_fault(error)}") from None
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
     @classmethod
-    def of(cls, content: Any) -> Grid:
-        """A grid of what its YAML holds.
+    def of(cls, content: Any) -> Self:
+        """Parse the content of a grid's YAML.
 
         Raises:
-            InputError: as of `read`.
+            InputError: it has unknown or unsuitable settings.
         """
-        shared = {one.name for one in fields(Asked)} - {"task", "name"}
-        known = [one.name for one in fields(cls)] + ["model", "seed", *sorted(shared)]
         if not isinstance(content, dict) or not content.get("variants") or not content.get("tasks"):
             raise InputError("a grid has `variants:` and `tasks:`")
-        for name in content:
-            if name not in known:
-                raise InputError(f"a grid has no setting {name!r}{nearest(str(name), known)}")
-        model, seed = content.get("model") or {}, content.get("seed", SEED)
-        if not isinstance(content["variants"], dict):
-            raise InputError("`variants:` holds NAME: VALUE pairs")
-        for name in ("model", "metadata", "gen_kwargs"):
-            _check_pairs(name, content.get(name))
-        variants = [one for name, block in content["variants"].items() for one in _variants(name, block, model, seed)]
-        defaults = {name: content[name] for name in shared if name in content}
-        listed = content["tasks"] if isinstance(content["tasks"], list) else [content["tasks"]]
-        tasks = [_asked(one, defaults) for one in listed]
-        for what, names in (("variants", [one.name for one in variants]), ("tasks", [one.name for one in tasks])):
-            twice = next((name for name, count in Counter(names).items() if count > 1), None)
-            if twice:
-                raise InputError(f"two {what} are called {twice!r}; give each a name of its own")
-        own = {one.name for one in fields(cls)} - {"variants", "tasks"}
-        settings = {name: _typed(cls, name, content[name]) for name in own if name in content}
-        grid = cls(tuple(variants), tuple(tasks), **settings)
-        if grid.baseline is not None:
-            grid.check_baseline(grid.baseline)
-        if grid.together < 1:
-            raise InputError(f"together must be at least 1, not {grid.together}")
-        size = str(grid.batch_size)
-        if isinstance(grid.batch_size, bool) or not re.fullmatch(r"[1-9]\d*|auto(:\d+)?", size):
-            raise InputError(f"batch_size is a whole number from 1, or auto, not {size}")
-        return grid
-
-    def check_baseline(self, name: str) -> None:
-        """Refuse a baseline that is not there."""
-        check_name("baseline", name, [one.name for one in self.variants])
+        settings = dict(content)
+        for name in ("variants", "model", "metadata", "gen_kwargs"):
+            _check_pairs(name, settings.get(name))
+        model, seed = settings.pop("model", None) or {}, settings.pop("seed", SEED)
+        blocks, tasks = settings["variants"].items(), settings["tasks"]
+        defaults = {name: settings.pop(name) for name in SHARED_TASK_SETTINGS if name in settings}
+        settings["variants"] = tuple(
+            variant for name, block in blocks for variant in _variants(str(name), block, {**model, "seed": seed})
+        )
+        settings["tasks"] = tuple(_task(task, defaults) for task in (tasks if isinstance(tasks, list) else [tasks]))
+        return cls.from_dict(settings, "a grid")
 
 
-class _Once(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML would keep the last."""
+def _check_pairs(name: str, value: Any) -> None:
+    """Refuse what is not written as pairs, such as lm-eval's own `NAME=VALUE`."""
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"`{name}:` holds {{NAME: VALUE}} pairs, not {value!r}")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A loader that refuses a key that is repeated; YAML itself would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The pairs; see the base class."""
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
-        if twice is not None:
+        """Return the pairs."""
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+        if twice := next((key for key, count in keys.items() if count > 1), None):
             raise InputError(f"{twice!r} stands twice in one place (line {node.start_mark.line + 1}); leave one out")
         return super().construct_mapping(node, deep)
 
 
-def check_name(what: str, name: str, known: list[str]) -> None:
-    """Refuse a name that a grid does not have.
-
-    Raises:
-        InputError: naming those that it has.
-    """
-    if name not in known:
-        shown = ", ".join(known[:8]) + (", …" if len(known) > 8 else "")
-        raise InputError(f"there is no {what} {name!r} in the grid{nearest(name, known) or f'; it has {shown}'}")
-
-
-def _check_pairs(name: str, given: Any) -> None:
-    """Refuse what is not written as pairs, such as lm-eval's own `NAME=VALUE`."""
-    if given is not None and not isinstance(given, dict):
-        raise InputError(f"`{name}:` holds {{NAME: VALUE}} pairs, not {given!r}")
+def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
+    """Read an entry of `tasks:`, a name or a dictionary; gen_kwargs are joined to those of the grid."""
+    settings = {"task": settings} if isinstance(settings, str) else settings
+    if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
+        raise InputError(f"a task is a name, or has `task: NAME`, not {settings!r}")
+    _check_pairs("gen_kwargs", settings.get("gen_kwargs"))
+    merged = {**defaults, **settings}
+    merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}
+    given = {str(name): value for name, value in merged.items() if value is not None}
+    return GridTask.from_dict(given, f"task {settings['task']}")
 
 
-def _typed(kind: type, name: str, value: Any) -> Any:
-    return typed(name, value, types_of(kind)[name])
+# ---------------------------------------------------------------------- variants
 
 
-def _asked(given: Any, defaults: dict[str, Any]) -> Asked:
-    """One column."""
-    own = {"task": given} if isinstance(given, str) else given
-    known = [one.name for one in fields(Asked)]
-    if not isinstance(own, dict) or not isinstance(own.get("task"), str):
-        raise InputError(f"a task is a name, or has `task: NAME`, not {given!r}")
-    for name in own:
-        if name not in known:
-            raise InputError(f"a task has no setting {name!r}{nearest(str(name), known)}")
-    _check_pairs("gen_kwargs", own.get("gen_kwargs"))
-    merged = {**defaults, **own}
-    merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(own.get("gen_kwargs") or {})}
-    made = Asked(**{name: _typed(Asked, name, value) for name, value in merged.items() if value is not None})
-    if made.limit is not None and made.limit <= 0:
-        raise InputError(f"limit of {made.task} must be above 0, not {made.limit}")
-    return (
-        made
-        if made.name
-        else Asked(
-            **{**vars(made), "name": Path(made.task).stem if made.task.endswith((".yaml", ".yml")) else made.task}
-        )
-    )
-
-
-def _variants(name: str, block: Any, model: dict[str, Any], seed: int) -> Iterator[Variant]:
-    """The variants of one block: the product of its axes."""
-    block = {} if block is None else block
-    if not isinstance(block, dict):
+def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant]:
+    """Make the variants of an entry of `variants:`: the product of its axes."""
+    if not isinstance(block, dict | None):
         raise InputError(f"variant {name!r} holds settings as NAME: VALUE, not {block!r}")
-    block = {**block, **{key: value for key, value in {**model, "seed": seed}.items() if key not in block}}
-    for key in block:
-        _check_known(name, str(key), API_OPTIONS if "base_url" in block else set())
-    axes = list(_axes(block, ()))
-    count = math.prod(len(_at(block, path)["each"]) for path in axes)
-    if count > MOST_VARIANTS:
-        raise InputError(
-            f"variant {name!r} stands for {count:,} variants, the product of its `each:` lists, and at most "
-            f"{MOST_VARIANTS:,} are taken: shorten the lists, or share them out among several grids"
-        )
-    labels = _labels(axes)
-    for values in itertools.product(*(_at(block, path)["each"] for path in axes)):
-        chosen = block
-        for path, value in zip(axes, values, strict=True):
-            chosen = _replaced(chosen, path, value)
-        made = dict(chosen)
-        own = {key: made.pop(key, None) for key in _OWN}
-        prepare = _preparation(name, own["prepare"] or {})
-        if "base_url" in made and prepare:
-            raise InputError(f"variant {name!r} is served and cannot be prepared here; give its heads or its mask")
-        if "base_url" not in made and (stray := sorted(SERVERS_OWN & made.keys())):
-            raise InputError(f"variant {name!r}: {stray[0]} is a server's; name the server, base_url: http://HOST:PORT")
-        given = own["selected_on"] or []
-        chosen_on = [given] if isinstance(given, str) else given
-        if not isinstance(chosen_on, list) or not all(isinstance(one, str) for one in chosen_on):
-            raise InputError(f"variant {name!r}: `selected_on:` is a list of tasks, not {given!r}")
-        drawn = typed(f"variant {name!r}: seed", SEED if own["seed"] is None else own["seed"], int)
-        if not isinstance(made.get("pretrained"), str):
-            raise InputError(f"variant {name!r} names no model; give `model: {{pretrained: NAME}}`")
-        for key in ("responses", "batch_size", "device"):
-            if key in made:
-                raise InputError(f"{key} is no axis; {'leave it out' if key == 'responses' else f'set `{key}:` once'}")
-        full = _named(str(name), dict(zip(labels, values, strict=True)))
-        given = {key: value for key, value in made.items() if value is not None}
-        yield Variant(full, given, prepare, drawn, tuple(chosen_on))
+    block = {**(block or {}), **{key: value for key, value in shared.items() if key not in (block or {})}}
+    try:
+        _check_settings(block)
+        axes = dict(_axes(block))
+        count = math.prod(map(len, axes.values()))
+        if count > MOST_VARIANTS:
+            raise InputError(
+                f"it stands for {count:,} variants, the product of its `each:` lists, and at most {MOST_VARIANTS:,} "
+                f"are taken: shorten the lists, or share them out among several grids"
+            )
+        labels = _axis_labels(list(axes))
+        for values in itertools.product(*axes.values()):
+            settings = block
+            for path, value in zip(axes, values, strict=True):
+                settings = _replaced(settings, path, value)
+            yield _variant(_name(name, dict(zip(labels, values, strict=True))), settings)
+    except InputError as error:
+        raise InputError(f"variant {name!r}: {error}") from None
 
 
-def _check_known(variant: str, name: str, more: set[str]) -> None:
-    from lmeval_prune.models.arguments import argument_names
-
-    known = {*argument_names(), *_hf_arguments(), *_OWN, *_LOADING, *SERVERS_OWN, *more}
-    if name not in known:
-        hint = nearest(name, known) or "; it is no model_arg of pruned-hf or pruned-server"
-        raise InputError(f"variant {variant!r} has an unknown axis or setting {name!r}{hint}")
-
-
-def _hf_arguments() -> set[str]:
-    from lm_eval.models.huggingface import HFLM
-
-    return set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+def _check_settings(block: Mapping[str, Any]) -> None:
+    hf_arguments = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+    known = {*argument_names(), *hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
+    known |= API_OPTIONS if "base_url" in block else set()
+    for name in block:
+        if name not in known:
+            hint = nearest(str(name), known) or "; it is no model_arg of pruned-hf or pruned-server"
+            raise InputError(f"unknown axis or setting {str(name)!r}{hint}")
 
 
-def _preparation(variant: str, given: Any) -> dict[str, dict[str, Any]]:
-    """`NAME` or `{NAME: fields}`."""
-    given = {given: {}} if isinstance(given, str) else given
-    settings = next(iter(given.values()), None) if isinstance(given, dict) else given
-    if not isinstance(given, dict) or len(given) > 1 or not isinstance(settings, dict | None):
-        raise InputError(f"variant {variant!r}: `prepare:` is one {{NAME: {{SETTING: VALUE}}}}, not {given!r}")
-    return {str(name): dict(settings or {}) for name, settings in given.items()}
+def _variant(name: str, settings: dict[str, Any]) -> Variant:
+    """Make a variant of settings without axes; what is null is left out."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    separate = {key: given.pop(key) for key in VARIANT_SETTINGS if key in given}
+    if isinstance(tasks := separate.get("selected_on", ()), str):
+        separate["selected_on"] = (tasks,)
+    if "prepare" in separate:
+        separate["prepare"] = _preparation(separate["prepare"])
+    return Variant(name, given, **separate)
 
 
-def _axes(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Where `each:` stands."""
-    if isinstance(value, dict):
-        if "each" in value:
-            if len(value) > 1 or not isinstance(value["each"], list) or not value["each"]:
-                raise InputError(f"`each:` at {'.'.join(map(str, path))} stands alone and has a list that is not empty")
-            yield path
-            return
+def _preparation(value: Any) -> dict[str, dict[str, Any]]:
+    """Read `NAME` or `{NAME: fields}`."""
+    value = {value: {}} if isinstance(value, str) else value
+    settings = list(value.values()) if isinstance(value, dict) else [value]
+    if len(settings) > 1 or not isinstance(value, dict) or not all(isinstance(each, dict | None) for each in settings):
+        raise InputError(f"`prepare:` is one {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
+    return {str(name): dict(each or {}) for name, each in value.items()}
+
+
+def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
+    """Find the paths at which `each:` stands, and its lists."""
+    if not isinstance(value, dict):
+        return
+    if "each" not in value:
         for key, inner in value.items():
             yield from _axes(inner, (*path, key))
-
-
-def _at(value: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        value = value[key]
-    return value
+    elif len(value) > 1 or not isinstance(value["each"], list) or not value["each"]:
+        raise InputError(f"`each:` at {'.'.join(map(str, path))} stands alone and has a list that is not empty")
+    else:
+        yield path, value["each"]
 
 
 def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return new if not path else {**value, path[0]: _replaced(value[path[0]], path[1:], new)}
 
 
-def _labels(axes: list[tuple[Any, ...]]) -> list[str]:
-    """Of each axis its last key; the whole path, if two have the same."""
-    short = [str(path[-1]) for path in axes]
-    return [
-        name if short.count(name) == 1 else "_".join(map(str, path)) for name, path in zip(short, axes, strict=True)
-    ]
+def _axis_labels(paths: list[tuple[Any, ...]]) -> list[str]:
+    """Label each axis by its last key, or by its whole path where two have the same last key."""
+    count = Counter(str(path[-1]) for path in paths)
+    return [str(path[-1]) if count[str(path[-1])] == 1 else "_".join(map(str, path)) for path in paths]
 
 
-def _named(template: str, values: dict[str, Any]) -> str:
-    """A variant's name: `{AXIS}` replaced, and what is not mentioned added."""
-    shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+def _name(template: str, values: dict[str, Any]) -> str:
+    """Fill in `{AXIS}` in a variant's name, and append the axes that it does not mention."""
+    texts = {label: value if isinstance(value, str) else json.dumps(value) for label, value in values.items()}
     for placeholder in re.findall(r"\{(\w+)\}", template):
-        if placeholder not in shown:
-            raise InputError(f"variant {template!r} has no axis {placeholder!r}{nearest(placeholder, shown)}")
-    rest = [f"{name}={value}" for name, value in shown.items() if f"{{{name}}}" not in template]
-    return " ".join([re.sub(r"\{(\w+)\}", lambda found: shown[found[1]], template), *rest])
+        if placeholder not in texts:
+            raise InputError(f"its name has no axis {placeholder!r}{nearest(placeholder, texts)}")
+    name = re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], template)
+    return " ".join([name, *(f"{label}={text}" for label, text in texts.items() if f"{{{label}}}" not in template)])

@@ -1,6 +1,6 @@
-"""A grid's folder: what it is to hold, and the cells that are done.
+"""A grid's folder: its list of cells, and the cells that are done.
 
-    grid.json                   all cells of the grid as it was last asked
+    grid.json                   all cells of the grid as of the last run
     cells/KEY/                  a cell: cell.json, results.json (lm-eval's), samples_TASK.jsonl (lm-eval's),
                                 outcomes.parquet and answers.parquet (the same in columns, for comparisons)
     failed/KEY.json             why a cell or a preparation failed; measure-KEY.json: why costs are not known
@@ -8,7 +8,7 @@
     measures/KEY.json           what a variant costs
     answers/                    answers as they come, so that a killed cell goes on
 
-A cell's folder appears whole or not at all. Who evaluates a cell holds its lock.
+A cell's folder appears whole or not at all. The process that evaluates a cell holds its lock.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from filelock import Timeout
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import file_name, held, new_folder, read_artefact, write_artefact
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, nearest
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
 
 
 class Entry(TypedDict):
-    """A cell in `grid.json`."""
+    """Fields of a cell in `grid.json`."""
 
     key: str
     variant: str
@@ -58,20 +58,15 @@ class Failure(TypedDict):
     reason: str
 
 
-def is_ordered(ends: list[float]) -> bool:
-    """Return whether the first number is no larger than the last."""
-    return ends[0] <= ends[-1]
-
-
 Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
 
 
 class Measure(TypedDict):
-    """Fields of what a variant costs."""
+    """Costs of a variant."""
 
     device: NotRequired[str]
     threads: NotRequired[int]
-    ranges: NotRequired[dict[str, Annotated[list[Finite], Len(2, 2), Predicate(is_ordered)]]]
+    ranges: NotRequired[dict[str, Annotated[list[Finite], Len(2, 2), Predicate(lambda ends: ends[0] <= ends[-1])]]]
     parameters: NotRequired[Finite | None]
     flops_per_token: NotRequired[Finite | None]
     decode_tokens_per_second: NotRequired[Finite | None]
@@ -91,77 +86,77 @@ class GridFolder:
         self.path = Path(path).absolute()
 
     def begin(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
-        """Write down what the grid is to hold.
+        """Write `grid.json`: the cells that the grid is to hold.
 
         Raises:
             InputError: the folder holds something else, or cannot be written.
         """
         if self.path.is_file():
             raise InputError(f"{self.path} is a file; name a folder")
-        held = [one for one in self.path.iterdir() if not one.name.startswith(".")] if self.path.is_dir() else []
-        if held and not self._about.exists():  # what begins with a dot is left by a kill, or nobody's
+        files = [file for file in self.path.iterdir() if not file.name.startswith(".")] if self.path.is_dir() else []
+        if files and not self._list.exists():  # hidden files are left by a kill, or nobody's
             raise InputError(f"{self.path} holds something that is no grid; name a new folder")
-        write_artefact(self._about, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
+        write_artefact(self._list, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
 
     def read(self) -> dict[str, Any]:
-        """What `begin` wrote.
+        """Read `grid.json`.
 
         Raises:
             InputError: there is no grid.
         """
-        if not self._about.is_file():
+        if not self._list.is_file():
             if self.path.is_file():
                 raise InputError(f"{self.path} is a file; name the folder of a grid")
             raise InputError(
                 f"{self.path} holds no grid; `lmeval-prune grid run GRID.yaml --output {self.path}` makes one"
             )
-        return read_artefact(self._about, GRID, VERSION, Contents)[0]
+        return read_artefact(self._list, GRID, VERSION, Contents)[0]
 
     @property
-    def _about(self) -> Path:
+    def _list(self) -> Path:
         return self.path / "grid.json"
 
     @property
     def prepared(self) -> Path:
-        """Where results of preparations are."""
+        """Folder of the results of preparations."""
         return self.path / "prepared"
 
     def cell(self, key: str) -> Path:
-        """Folder of a cell."""
+        """Return the folder of a cell."""
         return self.path / "cells" / file_name(key)
 
     def answers(self, name: str) -> Path:
-        """Store of answers of one model on one task."""
+        """Return the folder of the answers of one model on one task."""
         return self.path / "answers" / file_name(name)
 
     def done(self, key: str) -> bool:
-        """Whether a cell is there."""
+        """Return whether a cell is done."""
         return self.cell(key).is_dir()
 
     def is_prepared(self, key: str) -> bool:
-        """Whether the result of a preparation is there."""
+        """Return whether a preparation is done."""
         return (self.prepared / file_name(key)).is_dir()
 
     def making(self, key: str) -> Any:
-        """A block that makes a cell's folder; see `new_folder`."""
+        """Return a context that makes a cell's folder; see `new_folder`."""
         return new_folder(self.cell(key))
 
     def preparing(self, key: str) -> Any:
-        """A block that makes the folder of a preparation; see `new_folder`."""
+        """Return a context that makes the folder of a preparation; see `new_folder`."""
         return new_folder(self.prepared / file_name(key))
 
     @contextmanager
     def lock(self, key: str) -> Iterator[bool]:
-        """Hold a cell, a preparation or a measure; yields False if somebody else does."""
+        """Hold a cell, a preparation or a measurement; yields False if another process does."""
         folder = self.path / "locks"
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             try:
                 stack.enter_context(held(folder / f"{file_name(key)}.lock", timeout=0))
-                mine = True
+                is_held = True
             except Timeout:
-                mine = False
-            yield mine
+                is_held = False
+            yield is_held
 
     # ------------------------------------------------------------------ failures and measures
 
@@ -170,7 +165,7 @@ class GridFolder:
         write_artefact(self._failed(key), FAILED, VERSION, {"reason": reason, "trace": trace})
 
     def failure(self, key: str) -> str | None:
-        """Why a cell failed, in one line; None if it did not."""
+        """Return why a cell failed, in one line; None if it did not."""
         path = self._failed(key)
         return str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) if path.is_file() else None
 
@@ -182,16 +177,16 @@ class GridFolder:
         return self.path / "failed" / f"{file_name(key)}.json"
 
     def write_measure(self, key: str, content: dict[str, Any]) -> None:
-        """Write what a variant costs."""
+        """Write the costs of a variant."""
         write_artefact(self._measure(key), MEASURE, VERSION, content)
 
     def measure(self, key: str) -> dict[str, Any] | None:
-        """What a variant costs, if it was measured."""
+        """Read the costs of a variant, if they were measured."""
         path = self._measure(key)
         return read_artefact(path, MEASURE, VERSION, Measure)[0] if path.is_file() else None
 
     def needs_measure(self, key: str) -> bool:
-        """Whether what a variant costs is neither known nor known to be out of reach."""
+        """Return whether the costs of a variant are neither known nor known to be out of reach."""
         return not self._measure(key).is_file() and self.failure(measuring(key)) is None
 
     def _measure(self, key: str) -> Path:
@@ -199,17 +194,28 @@ class GridFolder:
 
 
 def measuring(key: str) -> str:
-    """By what the measuring of a variant's costs is called, where a cell is called by its key."""
+    """Return the key of a measurement's failure and lock."""
     return f"measure-{key}"
 
 
 def dumped(value: Any) -> str:
-    """JSON as lm-eval writes it."""
+    """Return a value as JSON, as lm-eval writes it."""
     from lm_eval.utils import handle_non_serializable
 
     return json.dumps(value, default=handle_non_serializable, ensure_ascii=False)
 
 
 def samples_file(cell: Path, task: str) -> Path:
-    """Return where a cell has lm-eval's samples of a task."""
+    """Return the path of lm-eval's samples of a task."""
     return cell / f"samples_{file_name(task)}.jsonl"
+
+
+def check_name(kind: str, name: str, known: list[str]) -> None:
+    """Refuse a name that a grid does not have.
+
+    Raises:
+        InputError: naming those that it has.
+    """
+    if name not in known:
+        names = ", ".join(known[:8]) + (", …" if len(known) > 8 else "")
+        raise InputError(f"there is no {kind} {name!r} in the grid{nearest(name, known) or f'; it has {names}'}")

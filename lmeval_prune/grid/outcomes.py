@@ -13,19 +13,19 @@ from typing import Any, NotRequired
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as parquet
 from typing_extensions import TypedDict
 
+from lmeval_prune import artefacts
 from lmeval_prune.artefacts import digest, read_json
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import write_table
 
 OUTCOMES, ANSWERS = "outcomes.parquet", "answers.parquet"
-FIRST = ("exact_match", "acc")  # metrics that are compared unless the grid names one
+PREFERRED_METRICS = ("exact_match", "acc")  # compared unless the grid names a metric
 
 
 class Results(TypedDict):
-    """What is read of lm-eval's results."""
+    """Fields of lm-eval's results that are read here."""
 
     higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
 
@@ -41,54 +41,60 @@ def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs
     outcomes: dict[tuple[str, int], dict[str, Any]] = {}
     answers: dict[tuple[str, int], dict[str, Any]] = {}
     for task, rows in sorted(samples.items()):
-        config = configs.get(task) or {}
         for row in rows:
-            place = (task, int(row["doc_id"]))
-            own = outcomes.setdefault(place, {"task": task, "doc_id": place[1], "question": row["doc_hash"]})
-            for metric in row["metrics"]:
-                value = row[metric]
-                if isinstance(value, bool | int | float | np.number) and not math.isnan(value):
-                    own[f"{metric},{row['filter']}"] = float(value)
-            answers.setdefault(place, _answer(task, row, config))
+            key = task, int(row["doc_id"])
+            figures = outcomes.setdefault(key, {"task": task, "doc_id": key[1], "question": row["doc_hash"]})
+            figures |= _figures(row)
+            answers.setdefault(key, _answer(task, row, configs.get(task) or {}))
     for name, table in ((OUTCOMES, outcomes), (ANSWERS, answers)):
-        frame = pd.DataFrame([table[place] for place in sorted(table)])
+        frame = pd.DataFrame([table[key] for key in sorted(table)])
         write_table(folder / name, pa.Table.from_pandas(frame, preserve_index=False))
 
 
+def _figures(row: dict[str, Any]) -> dict[str, float]:
+    values = {f"{metric},{row['filter']}": row[metric] for metric in row["metrics"]}
+    numbers = {name: value for name, value in values.items() if isinstance(value, bool | int | float | np.number)}
+    return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+
+
 def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """What was asked and answered, as people read it; and by which text the question is known."""
-    doc, arguments = row["doc"], row["arguments"][0]
+    """Return question and answer as people read them, and the digest by which the question is known."""
+    doc, arguments, likelihood = row["doc"], row["arguments"][0], ""
     field = (config.get("metadata") or {}).get("question_field") or "question"
     text = doc.get(field) if isinstance(doc, dict) else None
     question = text if isinstance(text, str) and text else str(arguments[0])
-    responses = row["resps"]
-    if len(arguments) > 1 and isinstance(arguments[1], str):  # likelihoods of given texts
-        scores = [one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in responses]
-        best = max(range(len(scores)), key=lambda i: scores[i])
-        shown = [row["arguments"][best][1]] if len(scores) > 1 else []  # of one text nothing was chosen
-        likelihood = f"log-likelihood {scores[best]:.2f}"
+    if len(arguments) > 1 and isinstance(arguments[1], str):  # log-likelihoods of the task's texts
+        answers, likelihood = _likeliest(row)
     else:
-        shown, likelihood = [text for one in responses for text in one], ""
+        answers = [text for responses in row["resps"] for text in responses]
     return {
         "task": task,
         "doc_id": int(row["doc_id"]),
         "question": question,
         "text_key": digest(question),
         "target": str(row["target"]),
-        "answer": "\n\n— next try —\n\n".join(map(str, shown)),
+        "answer": "\n\n— next try —\n\n".join(map(str, answers)),
         "likelihood": likelihood,
         "extracted": str(row.get("extracted", "")),
     }
 
 
+def _likeliest(row: dict[str, Any]) -> tuple[list[str], str]:
+    """Return the choice with the highest log-likelihood (none where there is no choice), and that likelihood."""
+    first = [responses[0] for responses in row["resps"]]
+    scores = [response[0] if isinstance(response, list | tuple) else response for response in first]
+    best = max(range(len(scores)), key=lambda i: scores[i])
+    return [row["arguments"][best][1]] if len(scores) > 1 else [], f"log-likelihood {scores[best]:.2f}"
+
+
 @dataclass(frozen=True)
-class Outcomes:
+class CellOutcomes:
     """One metric of one cell.
 
     Attributes:
-        questions: by what each question is known: task, number and hash.
+        questions: task, number and hash of each.
         values: of the metric.
-        columns: by task, the `METRIC,FILTER` that it is.
+        columns: by task, its `METRIC,FILTER`.
     """
 
     questions: list[tuple[str, int, str]]
@@ -97,80 +103,76 @@ class Outcomes:
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """Read one of a cell's tables.
-
-    Args:
-        path: of its file.
-        columns: those that are needed; default all.
+    """Read one of a cell's tables, or these columns of it.
 
     Raises:
         InputError: it is damaged.
     """
+    remedy = f"delete {path.parent} and run the grid"
     try:
-        table = parquet.read_table(path, columns=columns)
-        table.validate(full=True)  # texts that are no UTF-8, too
+        table = artefacts.read_table(path, remedy, columns)
         table.select(columns or ["task", "doc_id", "question"])
-    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise InputError(
-            f"{path} cannot be read ({first_line(error)}); delete {path.parent} and run the grid"
-        ) from None
+    except (FileNotFoundError, KeyError) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
     return table
 
 
-def read_outcomes(folder: Path, metric: str | None, columns: dict[str, str] | None = None) -> Outcomes:
+def read_outcomes(folder: Path, metric: str | None, columns: dict[str, str] | None = None) -> CellOutcomes:
     """Read the metric that is compared.
 
     Args:
         folder: of the cell.
         metric: `METRIC` or `METRIC,FILTER`; None for the task's own.
-        columns: of the cell that it is compared with: the same are read, whatever `metric` says.
+        columns: by task, the columns of the baseline's cell, which are read whatever `metric` says.
 
     Raises:
-        InputError: the cell is damaged, or has no such metric, or not for all of its questions.
+        InputError: the cell is damaged, or has no such metric for all of its questions.
     """
     table = read_table(folder / OUTCOMES)
-    tasks, numbers, keys = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
-    found = [name for name in table.column_names if "," in name]
-    values = np.full(len(tasks), np.nan)
-    places = np.array(tasks)
-    read: dict[str, str] = {}
+    tasks, numbers, hashes = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
+    figures = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names if "," in name}
+    values, task_of = np.full(len(tasks), np.nan), np.array(tasks)
+    chosen: dict[str, str] = {}
     for task in dict.fromkeys(tasks):
-        rows = places == task
-        whole = [name for name in found if np.isfinite(table[name].to_numpy(zero_copy_only=False)[rows]).all()]
-        wanted = columns.get(task) if columns else metric
-        chosen = _chosen(whole, wanted)
-        if chosen is None:
-            known = ", ".join(whole) or "no figure a question"
-            of_all = (
-                " for all questions"
-                if wanted in {name for column in found for name in (column, _metric(column))}
-                else ""
-            )
-            advice = "run the grid with `metric: NAME` for the task"
-            raise InputError(f"{task} has {known}, and not {wanted or 'one to compare'}{of_all}; {advice}")
-        read[task] = chosen
-        values[rows] = table[chosen].to_numpy(zero_copy_only=False)[rows]
-    return Outcomes(list(zip(tasks, numbers, keys, strict=True)), values, read)
+        rows = task_of == task
+        chosen[task] = _column(task, columns.get(task) if columns else metric, figures, rows)
+        values[rows] = figures[chosen[task]][rows]
+    return CellOutcomes(list(zip(tasks, numbers, hashes, strict=True)), values, chosen)
+
+
+def _column(task: str, name: str | None, figures: dict[str, np.ndarray], rows: np.ndarray) -> str:
+    """Choose a column that has a figure for each of a task's questions: the named one, or the preferred one."""
+    named = [column for column in figures if name in (None, column, _metric(column))]
+    complete = [column for column in figures if np.isfinite(figures[column][rows]).all()]
+    if candidates := [column for column in complete if column in named]:
+        return max(candidates, key=_preference)
+    known = ", ".join(complete) or "no figure a question"
+    partly = " for all questions" if name and named else ""
+    advice = "run the grid with `metric: NAME` for the task"
+    raise InputError(f"{task} has {known}, and not {name or 'one to compare'}{partly}; {advice}")
 
 
 def _metric(column: str) -> str:
     return column.partition(",")[0]
 
 
-def _chosen(whole: list[str], wanted: str | None) -> str | None:
-    """The column that is compared, of those that have a value for each of a task's questions."""
-    if wanted:
-        return next((name for name in whole if wanted in (name, _metric(name))), None)
-    for first in FIRST:
-        for name in whole:
-            if _metric(name) == first:
-                return name
-    passes = [name for name in whole if name.startswith("pass@") and _metric(name)[5:].isdigit()]
-    return max(passes, key=lambda name: int(_metric(name)[5:])) if passes else next(iter(whole), None)
+def _preference(column: str) -> tuple[int, int]:
+    """Rank a column: preferred metrics first, then the pass@N of the largest N; of equals, `max` takes the first."""
+    metric = _metric(column)
+    if metric in PREFERRED_METRICS:
+        return 2, -PREFERRED_METRICS.index(metric)
+    tries = metric.removeprefix("pass@")
+    return (1, int(tries)) if metric.startswith("pass@") and tries.isdigit() else (0, 0)
+
+
+def read_text_keys(folder: Path) -> dict[tuple[str, int], str]:
+    """Read the digests by which a cell's questions are known in all tasks, by task and number."""
+    table = read_table(folder / ANSWERS, ["task", "doc_id", "text_key"])
+    return {(row["task"], row["doc_id"]): row["text_key"] for row in table.to_pylist()}
 
 
 def read_cell_json(path: Path, fields: Any) -> Any:
-    """Read a JSON file of a cell, as of `read_json`.
+    """Read a JSON file of a cell, as `read_json` does.
 
     Raises:
         InputError: it is missing or damaged; the message says what to do.
@@ -182,24 +184,24 @@ def read_cell_json(path: Path, fields: Any) -> Any:
 
 
 def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
-    """Whether a smaller figure is the better one, as lm-eval's results say.
+    """Return whether a smaller figure is the better one, by lm-eval's results.
 
     Args:
         folder: of the cell.
-        columns: by task, what is compared.
+        columns: by task, the `METRIC,FILTER` that is compared.
 
     Raises:
-        InputError: the results are damaged, or it is so for one task of a group and not for another.
+        InputError: the results are damaged, or the tasks of a group differ in it.
     """
-    said = read_cell_json(folder / "results.json", Results).get("higher_is_better", {})
-    lower = {(said.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
+    higher = read_cell_json(folder / "results.json", Results).get("higher_is_better", {})
+    lower = {(higher.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
     if len(lower) > 1:
-        shown = ", ".join(f"{column} of {task}" for task, column in columns.items())
-        raise InputError(f"of {shown} some are better when they are higher, some when lower; give `metric: NAME`")
+        names = ", ".join(f"{column} of {task}" for task, column in columns.items())
+        raise InputError(f"of {names} some are better when they are higher, some when lower; give `metric: NAME`")
     return lower == {True}
 
 
 def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
-    """Questions, gold answers, answers and their likelihoods of a cell, by task and number."""
+    """Read a cell's questions, gold answers, answers and their likelihoods, by task and number."""
     rows = read_table(folder / ANSWERS).to_pylist()
     return {(row["task"], row["doc_id"]): {"likelihood": "", **row} for row in rows}

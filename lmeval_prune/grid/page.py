@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file that needs nothing beside it."""
+"""Write the page of a comparison: one HTML file that needs nothing beside it."""
 
 from __future__ import annotations
 
@@ -13,117 +13,132 @@ from typing import Any
 import numpy as np
 
 from lmeval_prune.artefacts import CREATED_BY, write_text
-from lmeval_prune.grid.comparison import COSTS, POOLED, TIMED, Comparison, measured_range
+from lmeval_prune.grid.comparison import COSTS, POOLED, TIMED, Comparison, Table, measured_range
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.outcomes import read_answers
 from lmeval_prune.reporting.documents import render
 
-LONGEST = 1600  # characters of an answer that are shown
-MOST = 40_000_000  # characters of all answers of a page; beyond, a page has none
+LONGEST_ANSWER = 1600  # characters; the middle of a longer one is left out
+MOST_CHARACTERS = 40_000_000  # of all answers of a page; the page has none of what goes beyond
 
 
-def write_page(found: Comparison, folder: GridFolder, path: Path, without_texts: Sequence[str] = ()) -> None:
+def write_page(comparison: Comparison, folder: GridFolder, path: Path, without_texts: Sequence[str] = ()) -> None:
     """Write the page.
 
     Args:
-        found: what it shows.
+        comparison: its figures.
         folder: of the grid, for questions and answers.
         path: of the HTML file.
-        without_texts: tasks whose questions and answers it does not show.
+        without_texts: tasks whose questions and answers it leaves out.
     """
-    known = [name for name in COSTS if any(found.costs[variant].get(name) is not None for variant in found.variants)]
-    questions = _questions(found, folder, without_texts)
+    questions = _Questions(comparison, folder)
+    tasks = {
+        task: questions.withheld(task, table) if task in without_texts else questions.of(task, table)
+        for task, table in comparison.tables.items()
+        if task != POOLED
+    }
     data = {
-        "title": found.title,
-        "baseline": found.baseline,
-        "tasks": found.tasks,
-        "fronts": found.fronts,
+        "title": comparison.title,
+        "baseline": comparison.baseline,
+        "tasks": comparison.tasks,
+        "fronts": comparison.fronts,
         "pooled": POOLED,
         "made": f"Made by {CREATED_BY}.",
-        "missing": found.missing,
-        "notes": found.notes,
+        "missing": comparison.missing,
+        "notes": comparison.notes,
         "costs": [
-            {
-                "key": name,
-                "label": COSTS[name][0],
-                "less": COSTS[name][1],
-                "varies": _varies(found, name),
-                "timed": name in TIMED,
-            }
-            for name in known
+            {"key": key, "label": label, "less": less, "varies": _varies(comparison, key), "timed": key in TIMED}
+            for key, (label, less) in COSTS.items()
+            if any(costs.get(key) is not None for costs in comparison.costs.values())
         ],
-        "variants": [_variant(found, name) for name in found.variants],
-        "questions": questions,
-        "questions_total": sum(len(one["shown"]) for one in questions.values()),
+        "variants": [_variant(comparison, name) for name in comparison.variants],
+        "questions": tasks,
+        "questions_total": sum(len(task["shown"]) for task in tasks.values()),
     }
-    text = json.dumps(_plain(data), ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(_without_nan(data), ensure_ascii=False, separators=(",", ":"))
     packed = base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
     template = Path(__file__).with_name("page.html.jinja")
-    write_text(path, render(template, title=found.title, data=packed))
+    write_text(path, render(template, title=comparison.title, data=packed))
 
 
-def _varies(found: Comparison, name: str) -> bool:
-    return len({own.get(name) for own in found.costs.values() if own}) > 1
+def _varies(comparison: Comparison, key: str) -> bool:
+    return len({costs.get(key) for costs in comparison.costs.values() if costs}) > 1
 
 
-def _variant(found: Comparison, name: str) -> dict[str, Any]:
-    own = {task: cell for (variant, task), cell in found.cells.items() if variant == name}
-    rows = {task: asdict(row) for (variant, task), row in found.rows.items() if variant == name}
-    costs = {key: value for key, value in found.costs[name].items() if key in COSTS}
-    ranges = {key: measured_range(found.costs[name], key) for key in costs if key in TIMED}
-    commands = {task: cell["command"] for task, cell in own.items()}
-    return {"name": name, "rows": rows, "costs": costs, "ranges": ranges, "commands": commands}
+def _variant(comparison: Comparison, name: str) -> dict[str, Any]:
+    costs = {key: value for key, value in comparison.costs[name].items() if key in COSTS}
+    return {
+        "name": name,
+        "rows": {task: asdict(row) for (variant, task), row in comparison.rows.items() if variant == name},
+        "costs": costs,
+        "ranges": {key: measured_range(comparison.costs[name], key) for key in costs if key in TIMED},
+        "commands": {task: cell["command"] for (variant, task), cell in comparison.cells.items() if variant == name},
+    }
 
 
-def _questions(found: Comparison, folder: GridFolder, without_texts: Sequence[str]) -> dict[str, Any]:
-    """Of each task its questions, and of each variant figures and, if they are not too many, answers."""
-    result: dict[str, Any] = {}
-    left = MOST
-    for task, (questions, outcomes) in found.outcomes.items():
-        withheld = task in without_texts
-        base = {} if withheld else read_answers(folder.cell(found.cells[found.baseline, task]["key"]))
-        several = len({own for own, _, _ in questions}) > 1
-        shown = []
-        for own, number, _ in questions:
-            place = f"{own}, {number}" if several else f"{number}"
-            texts_of = {} if withheld else {key: _short(base[own, number][key]) for key in ("question", "target")}
-            shown.append({"id": place, **texts_of})
+class _Questions:
+    """Questions, figures and answers for the page, as many answers as there is room for."""
+
+    def __init__(self, comparison: Comparison, folder: GridFolder) -> None:
+        self.comparison, self.folder = comparison, folder
+        self.room = MOST_CHARACTERS
+
+    def withheld(self, task: str, table: Table) -> dict[str, Any]:
+        """Return a task's figures without any text."""
+        values = {
+            name: [round(float(value), 6) for value in column]
+            for name, column in zip(table.variants, table.values.T, strict=True)
+        }
+        several = len({part for part, _, _ in table.questions}) > 1
+        return {
+            "shown": [{"id": f"{part}, {number}" if several else f"{number}"} for part, number, _ in table.questions],
+            "values": values,
+            "binary": all(value in (0.0, 1.0) for column in values.values() for value in column),
+            "withheld": True,
+            "lower": table.lower_is_better,
+        }
+
+    def of(self, task: str, table: Table) -> dict[str, Any]:
+        """Return a task's questions and figures, and its answers if there is room for all of them."""
+        gold = self._cell(self.comparison.baseline, task)
+        result = {**self.withheld(task, table), "withheld": False}
+        for entry, (part, number, _) in zip(result["shown"], table.questions, strict=True):
+            entry |= {key: _shortened(gold[part, number][key]) for key in ("question", "target")}
         answers: dict[str, list[int]] = {}
         likelihoods: dict[str, list[str]] = {}
         texts: dict[str, int] = {}
-        for name in outcomes if left > 0 and not withheld else ():
-            said = read_answers(folder.cell(found.cells[name, task]["key"]))
+        for name in table.variants:
+            if self.room <= 0:
+                return result
+            cell = self._cell(name, task)
+            rows = [cell[part, number] for part, number, _ in table.questions]
+            likelihoods[name] = [row["likelihood"] for row in rows]
             answers[name] = []
-            likelihoods[name] = [said[own, number]["likelihood"] for own, number, _ in questions]
-            for own, number, _ in questions:
-                text = _short(said[own, number]["answer"])
-                left -= len(text) if text not in texts else 0
+            for text in (_shortened(row["answer"]) for row in rows):
+                self.room -= len(text) if text not in texts else 0
                 answers[name].append(texts.setdefault(text, len(texts)))
-            if left <= 0:
-                break
-        values = {name: [round(float(value), 6) for value in figures] for name, figures in outcomes.items()}
-        binary = all(value in (0.0, 1.0) for own in values.values() for value in own)
-        result[task] = {"shown": shown, "values": values, "binary": binary, "withheld": withheld}
-        result[task]["lower"] = found.rows[found.baseline, task].lower_is_better
-        if left > 0 and not withheld:
-            result[task] |= {"texts": list(texts), "answers": answers}
-            if any(any(own) for own in likelihoods.values()):
-                result[task]["likelihoods"] = likelihoods
-    return result
+        if self.room > 0:
+            result |= {"texts": list(texts), "answers": answers}
+            result |= {"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}
+        return result
+
+    def _cell(self, variant: str, task: str) -> dict[tuple[str, int], dict[str, str]]:
+        return read_answers(self.folder.cell(self.comparison.cells[variant, task]["key"]))
 
 
-def _short(text: Any) -> str:
-    """The beginning and the end of a long text."""
+def _shortened(text: Any) -> str:
+    """Leave out the middle of a long text."""
     text = str(text)
-    if len(text) <= LONGEST:
+    if len(text) <= LONGEST_ANSWER:
         return text
-    return f"{text[: LONGEST // 2]}\n[… {len(text) - LONGEST} characters …]\n{text[-LONGEST // 2 :]}"
+    half = LONGEST_ANSWER // 2
+    return f"{text[:half]}\n[… {len(text) - LONGEST_ANSWER} characters …]\n{text[-half:]}"
 
 
-def _plain(value: Any) -> Any:
-    """Without NaN, which JSON does not know."""
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinity by None: JSON does not know them."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.preparations import Preparation
@@ -14,42 +16,34 @@ from lmeval_prune.interventions import HeadMask
 
 @dataclass(frozen=True)
 class RandomHeads(Preparation):
-    """Draws a share of a model's heads, never all of a layer; the result is a mask artefact.
+    """A random share of a model's heads, never all of a layer, as a mask artefact.
 
     Attributes:
         share: of all heads, rounded to a whole number of them.
         seed: of the draw.
-
-    Raises:
-        InputError: the share is not between 0 and 1.
     """
 
-    share: float
+    share: Annotated[float, Interval(gt=0, lt=1)]
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.share < 1:
-            raise InputError(f"random_heads.share={self.share} must be between 0 and 1")
-
     def make(self, lm: Any, folder: Path) -> None:
-        """Draw heads one by one, passing over the last one of a layer; see the base class."""
+        """Draw heads, passing over the last one of a layer."""
         layers = lm.model_map.attention
-        every = [(layer, head) for layer in layers for head in range(layer.heads)]
-        count = round(self.share * len(every))
-        random.Random(self.seed).shuffle(every)
+        heads = [(layer, head) for layer in layers for head in range(layer.heads)]
+        count = round(self.share * len(heads))
+        random.Random(self.seed).shuffle(heads)
         left = {layer.label: layer.heads for layer in layers}
         chosen: list[str] = []
-        for layer, head in every:
+        for layer, head in heads:
             if len(chosen) < count and left[layer.label] > 1:
                 left[layer.label] -= 1
                 chosen.append(f"{layer.label}H{head}")
         if len(chosen) < max(count, 1):
             raise InputError(
-                f"random_heads.share={self.share} of {len(every)} heads leaves a layer none, or draws none"
+                f"random_heads.share={self.share} of {len(heads)} heads leaves a layer none, or draws none"
             )
         HeadMask(chosen).save(folder / "mask.json", lm.model_map)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
-        """The mask; see the base class."""
+        """Return the mask."""
         return {"mask": str(folder / "mask.json")}

@@ -1,4 +1,4 @@
-"""Which questions a variant's artefacts were made from: it was chosen on them."""
+"""Find the questions that a variant's artefacts were made from: the variant was chosen on them."""
 
 from __future__ import annotations
 
@@ -15,77 +15,81 @@ from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import preparation
+from lmeval_prune.models.tries import POLICIES
 
-ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name such an artefact
-_NAMES = {"random", "random_top", "best", "oracle"}  # routers that are no artefact
+ARTEFACT_ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name an artefact
 
 
-class Described(TypedDict):
-    """What is read of a cell's identity."""
+class Identity(TypedDict):
+    """Fields of a cell's identity that are read here."""
 
     router: NotRequired[dict[str, Any] | None]
 
 
-class About(TypedDict):
-    """What is read of `cell.json`."""
+class CellContents(TypedDict):
+    """Fields of `cell.json` that are read here."""
 
     prepared: NotRequired[str]
-    identity: NotRequired[Described]
+    identity: NotRequired[Identity]
 
 
-class Seen(TypedDict):
-    """What is read of an artefact of ours."""
+class Artefact(TypedDict):
+    """Fields of an artefact that are read here."""
 
     schema: str
     seen: NotRequired[list[str]]
 
 
-def seen(folder: GridFolder, cell: dict[str, Any]) -> tuple[set[str], list[str]]:
-    """Questions that a cell's artefacts were made from, its preparation's among them.
+def seen(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]]:
+    """Return the questions that a cell's artefacts were made from.
 
     Args:
         folder: of the grid.
-        cell: its entry.
+        entry: of the cell in `grid.json`.
 
     Returns:
-        Digests of their texts; and routers and stores that are not there any more, or have changed since.
+        Digests of their texts; and `NAME=VALUE` of routers and stores that are missing or have changed since.
     """
-    given = {name: value for name, value in cell["model_args"].items() if name in ARGUMENTS and isinstance(value, str)}
-    about = _about(folder.cell(cell["key"])) if given or cell["prepare"] else {}
-    for name, settings in cell["prepare"].items():
-        made = preparation(name, settings).model_args(folder.prepared / str(about.get("prepared") or ""))
-        given |= {key: str(value) for key, value in made.items() if key in ARGUMENTS}
-    found: set[str] = set()
+    has_artefacts = entry["prepare"] or not entry["model_args"].keys().isdisjoint(ARTEFACT_ARGUMENTS)
+    contents = _cell_contents(folder.cell(entry["key"])) if has_artefacts else {}
+    recorded = (contents.get("identity") or {}).get("router") or {}
+    texts: set[str] = set()
     lost: list[str] = []
-    for name, value in given.items():
-        if name == "router" and value in _NAMES:
-            continue
-        recorded = ((about.get("identity") or {}).get("router") or {}).get(name)
-        expected = recorded.get("content") if isinstance(recorded, dict) else None
-        places = (path for path in _places(folder, value) if not expected or _content(path) == expected)
-        path = next(places, None)
+    for name, value in _artefacts(folder, entry, contents):
+        content = recorded[name].get("content") if isinstance(recorded.get(name), dict) else None
+        path = next((path for path in _candidates(folder, value) if content in (None, _content(path))), None)
         if path:
-            found |= _seen(path)
-        elif name in ("router", "router_store"):  # a mask or a plan need not have seen any
+            texts |= _seen(path)
+        elif name in ("router", "router_store"):  # a mask or a plan may have been made without questions
             lost.append(f"{name}={value}")
-    return found, lost
+    return texts, lost
 
 
-def _about(cell: Path) -> dict[str, Any]:
-    """What a cell says of itself."""
+def _artefacts(folder: GridFolder, entry: dict[str, Any], contents: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the arguments that name artefacts, of the variant and of its preparation's result."""
+    arguments = dict(entry["model_args"])
+    if arguments.get("router") in POLICIES:
+        del arguments["router"]
+    for name, settings in entry["prepare"].items():
+        arguments |= preparation(name, settings).model_args(folder.prepared / str(contents.get("prepared") or ""))
+    named = [(name, value) for name, value in arguments.items() if name in ARTEFACT_ARGUMENTS]
+    return [(name, value) for name, value in named if isinstance(value, str)]
+
+
+def _cell_contents(cell: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = read_json(cell / "cell.json", About)
+        content: dict[str, Any] = read_json(cell / "cell.json", CellContents)
     except InputError:
         return {}
     return content
 
 
-def _places(folder: GridFolder, value: str) -> Iterator[Path]:
-    """Where an artefact may be: a relative path begins where the grid was run, which is mostly above its folder."""
+def _candidates(folder: GridFolder, value: str) -> Iterator[Path]:
+    """Yield the paths at which an artefact may be; a relative path starts at this folder, or above the grid's."""
     path = Path(value).expanduser()
-    for begin in dict.fromkeys((Path.cwd(), *folder.path.parents)):
-        if (begin / path).exists():
-            yield (begin / path).absolute()
+    for start in dict.fromkeys((Path.cwd(), *folder.path.parents)):
+        if (start / path).exists():
+            yield (start / path).absolute()
         if path.is_absolute():
             return
 
@@ -97,7 +101,7 @@ def _content(path: Path) -> str:
 
 @cache
 def _seen(path: Path) -> frozenset[str]:
-    """Questions that an artefact of ours names: a router those that it was fitted on, a store all that it holds."""
+    """Return the questions that an artefact names: a router its training questions, a store all of its own."""
     questions = path / "questions.parquet"
     if questions.is_file():
         try:
@@ -106,7 +110,7 @@ def _seen(path: Path) -> frozenset[str]:
             return frozenset()
         return frozenset(digest(text) for text in texts)
     try:
-        content = read_json(path / "router.json" if path.is_dir() else path, Seen)
+        content = read_json(path / "router.json" if path.is_dir() else path, Artefact)
     except InputError:
         return frozenset()
     return frozenset(content.get("seen", ())) if content["schema"].startswith("lmeval-prune/") else frozenset()

@@ -1,4 +1,4 @@
-"""What one process does of a grid: it loads models, makes preparations, and evaluates cells with lm-eval itself."""
+"""Do jobs of a grid in one process: load models, make preparations, and evaluate cells with lm-eval itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lm_eval
@@ -16,13 +16,14 @@ import torch
 
 from lmeval_prune.artefacts import digest, write_artefact, write_text
 from lmeval_prune.errors import InputError, disk_error, first_line
-from lmeval_prune.grid.cells import Cell, is_masks, versions
+from lmeval_prune.grid.cells import Cell, versions
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, dumped, measuring, samples_file
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.preparations import preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.served import without_server
@@ -35,12 +36,12 @@ DONE, FAILED, BUSY = "done", "failed", "busy"
 
 @dataclass(frozen=True)
 class Finished:
-    """What became of a cell or a preparation.
+    """The end of a cell, of a preparation, or of a later measurement.
 
     Attributes:
-        key: its hash; of costs that were measured later, `measuring(...)` of theirs.
+        key: its hash; of a measurement, `measuring(...)` of the costs.
         state: `done`, `failed`, or `busy`: another process has it.
-        reason: why it failed.
+        reason: of the failure.
     """
 
     key: str
@@ -50,11 +51,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class Job:
-    """What is handed to a process as one piece.
+    """A piece of work for one process.
 
     Attributes:
         folder: of the grid.
-        cells: to evaluate; variants of one model on one task. Of a preparation, one cell that needs it.
+        cells: variants of one model on one task, to evaluate; or one cell whose preparation is made.
         prepares: make what the cell needs, do not evaluate it.
         measures: measure variants that have not been measured, also those of cells that are done.
     """
@@ -63,11 +64,6 @@ class Job:
     cells: tuple[Cell, ...]
     prepares: bool = False
     measures: bool = False
-
-    def do(self) -> Iterator[Finished]:
-        """Do it in this process."""
-        worker = Worker(GridFolder(self.folder))
-        yield from worker.prepare(self.cells[0]) if self.prepares else worker.evaluate(self.cells, self.measures)
 
 
 class VariantLM(PrunedHFLM):
@@ -82,11 +78,11 @@ class VariantLM(PrunedHFLM):
 
     @property
     def store_rank(self) -> int | None:
-        """Any number that is free: several processes write answers of one grid."""
+        """Return None, for any free number: several processes write answers of one grid."""
         return None
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """As the base class, after decoding what later variants will ask for, too."""
+        """Answer as the base class, after decoding what later variants will ask for, too."""
         if self.ahead and self.answering.store:
             self._applied.close()
             try:
@@ -103,44 +99,42 @@ class ServedLM(PrunedServerLM):
 
     @property
     def store_rank(self) -> int | None:
-        """Any number that is free."""
+        """Return None, for any free number."""
         return None
 
 
-class Loaded:
-    """The model that this process has loaded last; another one takes its place."""
+class LoadedModel:
+    """The model that a process has loaded last; another one takes its place.
 
-    key: str = ""
-    lm: VariantLM | ServedLM | None = None
+    Attributes:
+        lm: the model, or None.
+    """
 
-    @classmethod
-    def become(cls, arguments: dict[str, Any], seed: int) -> VariantLM | ServedLM:
-        """The loaded model under other arguments; loaded, if it is another one.
+    def __init__(self) -> None:
+        self.lm: VariantLM | ServedLM | None = None
+        self._key = ""
 
-        Args:
-            arguments: model_args.
-            seed: of what is drawn.
-        """
-        torch.manual_seed(seed)
-        if "base_url" in arguments:
-            cls.release()
-            cls.lm = ServedLM(**arguments)
-            return cls.lm
-        ours = dict(arguments)
-        pretrained = ours.pop("pretrained")
-        key = digest([pretrained, {k: str(v) for k, v in Arguments.of(ours).loading.items()}])
-        if isinstance(cls.lm, VariantLM) and cls.key == key:
-            cls.lm.ahead = ()
-            cls.lm.again(**ours)
-            return cls.lm
-        cls.release()
-        cls.lm, cls.key = VariantLM(pretrained=pretrained, **ours), key
-        return cls.lm
+    def become(self, arguments: Arguments) -> VariantLM:
+        """Put the loaded model under other arguments, or load another one."""
+        key = digest({name: str(value) for name, value in arguments.loading.items()})
+        if isinstance(self.lm, VariantLM) and self._key == key:
+            self.lm.ahead = ()
+            self.lm.again(arguments)
+            return self.lm
+        self.close()
+        self.lm = lm = VariantLM(arguments)
+        self._key = key
+        return lm
 
-    @classmethod
-    def release(cls) -> None:
-        """Let the model go."""
-        lm, cls.lm, cls.key = cls.lm, None, ""
+    def become_served(self, model_args: dict[str, Any]) -> ServedLM:
+        """Connect to the servers of a variant."""
+        self.close()
+        self.lm = lm = ServedLM(**model_args)
+        return lm
+
+    def close(self) -> None:
+        """Free the model."""
+        lm, self.lm, self._key = self.lm, None, ""
         if lm is not None:
             with suppress(Exception):  # it may be half begun
                 lm.close()
@@ -151,178 +145,209 @@ class Loaded:
 
 
 class Worker:
-    """Does jobs of a grid in this process.
+    """Does a job.
 
     Args:
-        folder: of the grid.
+        job: the job.
+        loaded: the model of this process, which goes from job to job.
     """
 
-    def __init__(self, folder: GridFolder) -> None:
-        self.folder = folder
+    def __init__(self, job: Job, loaded: LoadedModel) -> None:
+        self.job, self.loaded, self.folder = job, loaded, GridFolder(job.folder)
 
-    # ------------------------------------------------------------------ preparations
+    def run(self) -> Iterator[Finished]:
+        """Yield the end of each of the job's cells."""
+        if self.job.prepares:
+            yield self._prepare(self.job.cells[0])
+        else:
+            yield from self._evaluate_all()
 
-    def prepare(self, cell: Cell) -> Iterator[Finished]:
-        """Make what a cell needs, unless it is there."""
-        key = cell.prepared
-        with self.folder.lock(key) as mine:
-            if not mine:
-                yield Finished(key, BUSY)
-                return
-            if self.folder.is_prepared(key):
-                self.folder.forget_failure(key)
-                yield Finished(key, DONE)
-                return
-            ((name, settings),) = cell.prepare.items()
-            try:
-                base = Arguments.of(dict(cell.model_args)).loading
-                lm = Loaded.become({**base, **self._how(cell)}, cell.seed)
-                with self.folder.preparing(key) as folder:
-                    preparation(name, settings).make(lm, folder)
-            except Exception as error:
-                yield self._failed(key, error)
-                return
-            self.folder.forget_failure(key)
-            yield Finished(key, DONE)
+    # ------------------------------------------------------------------ models
+
+    def _arguments(self, cell: Cell) -> Arguments:
+        return Arguments.of(without_server(cell.model_args(self.folder.prepared)))
 
     def _how(self, cell: Cell) -> dict[str, Any]:
-        """Model_args that say how it is computed."""
         device = {"device": cell.device} if cell.device else {}
         return {"batch_size": cell.batch_size, **device}
 
+    def _become(self, cell: Cell, arguments: Arguments, responses: str | None = None) -> VariantLM | ServedLM:
+        """Load a cell's variant, and check that its model is the one that the cell's hash names."""
+        torch.manual_seed(cell.variant.seed)
+        if cell.variant.served:
+            stored = {"responses": responses} if responses else {}
+            return self.loaded.become_served({**cell.model_args(self.folder.prepared), **self._how(cell), **stored})
+        others = {**arguments.others, **self._how(cell)}
+        lm = self.loaded.become(replace(arguments, others=others, responses=responses))
+        if arguments.pretrained == cell.variant.model_args["pretrained"]:  # no checkpoint was prepared
+            ModelIdentity(**cell.identity["model"]).check_loaded(lm)
+        return lm
+
+    # ------------------------------------------------------------------ preparations
+
+    def _prepare(self, cell: Cell) -> Finished:
+        """Make what a cell needs, unless it is there."""
+        key = cell.prepared
+        with self.folder.lock(key) as is_held:
+            if not is_held:
+                return Finished(key, BUSY)
+            try:
+                if not self.folder.is_prepared(key):
+                    ((name, settings),) = cell.variant.prepare.items()
+                    unpruned = Arguments.of(Arguments.of(cell.variant.model_args).loading)
+                    lm = self._become(cell, unpruned)
+                    with self.folder.preparing(key) as folder:
+                        preparation(name, settings).make(lm, folder)
+            except Exception as error:
+                return self._failed(key, error)
+            self.folder.forget_failure(key)
+            return Finished(key, DONE)
+
     # ------------------------------------------------------------------ cells
 
-    def evaluate(self, cells: Sequence[Cell], measures: bool = False) -> Iterator[Finished]:
-        """Evaluate cells of one model on one task, those that nobody else has and that are not there."""
+    def _evaluate_all(self) -> Iterator[Finished]:
+        """Evaluate the cells that are not done and that no other process has."""
         with ExitStack() as locks:
-            mine: list[Cell] = []
-            for cell in cells:
+            plans: list[tuple[Cell, Arguments]] = []
+            for cell in self.job.cells:
                 if not locks.enter_context(self.folder.lock(cell.key)):
                     yield Finished(cell.key, BUSY)
-                elif not self.folder.done(cell.key):
-                    mine.append(cell)
-                elif measures and self.folder.needs_measure(cell.costs):
-                    yield self._measured_later(cell)
+                elif self.folder.done(cell.key):
+                    yield self._measured_later(cell) if self._needs_measure(cell) else Finished(cell.key, DONE)
                 else:
-                    yield Finished(cell.key, DONE)
-            ahead = self._masks(mine)
-            for number, cell in enumerate(mine):
+                    try:
+                        plans.append((cell, self._arguments(cell)))
+                    except Exception as error:
+                        yield self._failed(cell.key, error)
+            ahead = _masks([arguments for _, arguments in plans])
+            for cell, arguments in plans:
                 try:
-                    self._evaluate(cell, ahead if number == 0 else ())
+                    self._evaluate(cell, arguments, ahead)
                     self.folder.forget_failure(cell.key)
-                    if measures:
+                    if self.job.measures:
                         self._measure(cell)
                 except Exception as error:
                     yield self._failed(cell.key, error)
                 else:
                     yield Finished(cell.key, DONE)
+                ahead = ()  # the first pass has answered for all
 
-    def _masks(self, cells: Sequence[Cell]) -> tuple[HeadMask | None, ...]:
-        """The masks of cells that can share a pass; none, if it is no use."""
-        found: list[HeadMask | None] = []
-        for cell in cells:
-            try:
-                given = Arguments.of(without_server(cell.arguments(self.folder.prepared)))
-            except InputError:  # it will fail by itself
-                continue
-            if is_masks(given) and given.engine == "batched" and given.deterministic:
-                (mask,) = combined(given.interventions) or (None,)
-                found.append(mask)  # type: ignore[arg-type]
-        return tuple(found) if len(found) > 1 else ()
-
-    def _evaluate(self, cell: Cell, ahead: tuple[HeadMask | None, ...]) -> None:
-        arguments = cell.arguments(self.folder.prepared)
-        given = Arguments.of(without_server(arguments))
-        ordered = any(one.needs_order for one in given.interventions)
-        stored = {} if ordered else {"responses": str(self.folder.answers(cell.answers))}
+    def _evaluate(self, cell: Cell, arguments: Arguments, ahead: tuple[HeadMask | None, ...]) -> None:
+        ordered = any(intervention.needs_order for intervention in arguments.interventions)
         begin = time.perf_counter()
-        lm = Loaded.become({**arguments, **self._how(cell), **stored}, cell.seed)
+        lm = self._become(cell, arguments, None if ordered else str(self.folder.answers(cell.answers)))
         loaded = time.perf_counter()
-        known = set(lm.answering.store.known) if lm.answering.store else set()
+        stored = set(lm.answering.store.known) if lm.answering.store else set()
         lm.ahead = ahead
+        seed = cell.variant.seed
         try:
             results = lm_eval.simple_evaluate(
                 model=lm,
                 **{**cell.evaluation, "gen_kwargs": cell.evaluation["gen_kwargs"] or None},
-                task_manager=task_manager({**given.loading, **cell.metadata}),
-                random_seed=cell.seed,
-                numpy_random_seed=cell.seed,
-                torch_random_seed=cell.seed,
-                fewshot_random_seed=cell.seed,
+                task_manager=task_manager({**arguments.loading, **cell.metadata}),
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
             )
         except InputError:
             if not ahead:
                 raise
             logger.info("variants cannot share a pass here; each is evaluated alone")
-            self._evaluate(cell, ())
+            self._evaluate(cell, arguments, ())
             return
         assert results is not None
-        ended = time.perf_counter()
-        samples = results.pop("samples")
-        results["config"] |= {"model": cell.model, "model_args": arguments, "batch_size": cell.batch_size}
-        new = len(lm.answering.store.known.keys() - known) if lm.answering.store else None
         ran = {
             "loading_seconds": loaded - begin,
-            "seconds": ended - loaded,
-            "answers_computed": new,
+            "seconds": time.perf_counter() - loaded,
+            "answers_computed": len(lm.answering.store.known.keys() - stored) if lm.answering.store else None,
             "variants_in_this_pass": len(ahead) or 1,
+        }
+        self._write(cell, results, ran)
+
+    def _write(self, cell: Cell, results: dict[str, Any], ran: dict[str, Any]) -> None:
+        """Write a cell's folder."""
+        samples = results.pop("samples")
+        model_args = cell.model_args(self.folder.prepared)
+        results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.batch_size}
+        ran |= {
             "peak_rss_bytes_of_the_process": highest_memory(),
             "threads": torch.get_num_threads(),
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {**versions(), "torch": torch.__version__},
         }
-        about = {**cell.to_json(), "key": cell.key, "command": cell.command(self.folder.prepared), "ran": ran}
+        content = {**cell.to_json(), "key": cell.key, "command": cell.command(self.folder.prepared), "ran": ran}
         with self.folder.making(cell.key) as folder:
             write_text(folder / "results.json", dumped(results))
             for name, rows in samples.items():
                 write_text(samples_file(folder, name), "".join(dumped(row) + "\n" for row in rows))
             write_tables(folder, samples, results["configs"])
-            write_artefact(folder / "cell.json", CELL, VERSION, about)
+            write_artefact(folder / "cell.json", CELL, VERSION, content)
+
+    # ------------------------------------------------------------------ costs
+
+    def _needs_measure(self, cell: Cell) -> bool:
+        return self.job.measures and self.folder.needs_measure(cell.costs)
 
     def _measured_later(self, cell: Cell) -> Finished:
         """Measure the variant of a cell that is done: the run that evaluated it did not, or was killed before."""
         key = measuring(cell.costs)
         try:
-            Loaded.become({**cell.arguments(self.folder.prepared), **self._how(cell)}, cell.seed)
+            self._become(cell, self._arguments(cell))
             return Finished(key, self._measure(cell), self.folder.failure(key) or "")
         except Exception as error:
             return self._failed(key, error)
 
     def _measure(self, cell: Cell) -> str:
         """Measure the loaded variant, unless that is done; a figure that is missing spoils no cell."""
-        key, lm = cell.costs, Loaded.lm
+        key, lm = cell.costs, self.loaded.lm
         assert lm is not None
-        with self.folder.lock(measuring(key)) as mine:
-            if not mine:
+        with self.folder.lock(measuring(key)) as is_held:
+            if not is_held:
                 return BUSY
             if not self.folder.needs_measure(key):
                 return DONE
-            if isinstance(lm, ServedLM) or lm.backend != "causal" or lm.arguments.router:
-                why = (
-                    "a router's variant is as many models as it has heads"
-                    if lm.arguments.router
-                    else "it is not causal"
-                )
-                why = "it is not here, but on a server" if isinstance(lm, ServedLM) else why
-                self.folder.fail(measuring(key), f"its costs are not measured: {why}", "")
+            if reason := _not_measurable(lm):
+                self.folder.fail(measuring(key), f"its costs are not measured: {reason}", "")
                 return FAILED
             try:
                 self.folder.write_measure(key, measure(lm))
             except Exception as error:
-                self._refuse_disk(error)
-                logger.warning("%s cannot be measured (%s)", cell.variant, first_line(error))
+                self._raise_disk_error(error)
+                logger.warning("%s cannot be measured (%s)", cell.variant.name, first_line(error))
                 self.folder.fail(measuring(key), first_line(error), traceback.format_exc())
                 return FAILED
         return DONE
 
-    def _refuse_disk(self, error: Exception) -> None:
-        """Let an error that means a full disk end the run: no cell has failed, and all go on when there is room."""
+    # ------------------------------------------------------------------ failures
+
+    def _raise_disk_error(self, error: Exception) -> None:
+        """Let a full disk end the run: no cell has failed, and all go on when there is room."""
         if refusal := disk_error(error, self.folder.path):
             raise refusal from error
 
     def _failed(self, key: str, error: Exception) -> Finished:
-        self._refuse_disk(error)
+        self._raise_disk_error(error)
         reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
         self.folder.fail(key, reason, traceback.format_exc())
-        Loaded.release()  # whatever state the model is in
+        self.loaded.close()  # whatever state the model is in
         return Finished(key, FAILED, reason)
+
+
+def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
+    """Return the masks of variants that can share a pass (None: no head is masked); none, if there is only one."""
+    masks: list[HeadMask | None] = []
+    for arguments in variants:
+        only_masks = arguments.router is None and all(isinstance(each, HeadMask) for each in arguments.interventions)
+        if only_masks and arguments.engine == "batched" and arguments.deterministic:
+            (mask,) = combined(arguments.interventions) or (None,)
+            masks.append(mask)  # type: ignore[arg-type]
+    return tuple(masks) if len(masks) > 1 else ()
+
+
+def _not_measurable(lm: VariantLM | ServedLM) -> str:
+    if isinstance(lm, ServedLM):
+        return "it is not here, but on a server"
+    if lm.arguments.router:
+        return "a router's variant is as many models as it has heads"
+    return "" if lm.backend == "causal" else "it is not causal"

@@ -32,6 +32,7 @@ from annotated_types import Len, Lt
 from filelock import Timeout
 from typing_extensions import TypedDict
 
+from lmeval_prune import artefacts
 from lmeval_prune.artefacts import (
     COMPUTED,
     append_to,
@@ -45,7 +46,7 @@ from lmeval_prune.artefacts import (
     write_artefact,
     write_bytes,
 )
-from lmeval_prune.errors import InputError, disk_error, first_line, writing
+from lmeval_prune.errors import InputError, disk_error, writing
 from lmeval_prune.models.identity import differing
 from lmeval_prune.models.lengths import Ending
 
@@ -81,7 +82,7 @@ _ADDED = {"request", "versions", "length", "cut_off"}  # columns that older stor
 
 
 class Record(TypedDict):
-    """What is read of a stored answer."""
+    """Fields of a stored answer."""
 
     key: str
     request: NotRequired[str | None]
@@ -123,7 +124,7 @@ class AnswerStore:
             if about.exists():
                 read_artefact(about, SCHEMA, SCHEMA_VERSION)
             with ExitStack() as stack:
-                self.path = self._own(rank, stack)
+                self.path = self._lock(rank, stack)
                 if os.path.lexists(self.path):
                     append_to(self.path).close()
                 self._release = finalize(self, stack.pop_all().close)  # when nobody has the store any more, too
@@ -146,7 +147,7 @@ class AnswerStore:
             self._release()
             raise
 
-    def _own(self, rank: int | None, stack: ExitStack) -> Path:
+    def _lock(self, rank: int | None, stack: ExitStack) -> Path:
         """Return the file that this process writes, and hold its lock."""
         for number in itertools.count() if rank is None else [rank]:
             path = self.folder / f"rank-{number}.jsonl"
@@ -222,13 +223,13 @@ class AnswerStore:
 
 
 def _as_row(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with JSON where the table has texts."""
+    """Return a record with JSON where the table has texts."""
     versions = json.dumps(record["versions"]) if record.get("versions") else None
     return {**record, "versions": versions, "response": json.dumps(record["response"], ensure_ascii=False)}
 
 
 def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """All answers of a store, but lines that a kill cut short.
+    """Read all answers of a store, but lines that a kill cut short.
 
     Raises:
         InputError: a file is damaged.
@@ -254,22 +255,15 @@ def _record(value: Any, path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-    """A parquet file as an Arrow table; empty, if there is none.
+    """Read a parquet file of a store as an Arrow table; empty, if there is none.
 
     Raises:
         InputError: it is damaged.
     """
     try:
-        columns = columns or schema.names
-        table = parquet.read_table(path)
-        table.validate(full=True)  # texts that are no UTF-8, too
-        for name in _ADDED.intersection(columns).difference(table.column_names):
-            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
-        return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
+        return artefacts.read_table(path, "the store is damaged", columns, schema, _ADDED)
     except FileNotFoundError:
         return schema.empty_table()
-    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}); the store is damaged") from None
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -314,14 +308,14 @@ class Missing:
 
 
 def occurrences(requests: Iterable[Any]) -> list[int]:
-    """Of each request, how many for the same task, document and index came before it."""
-    seen: dict[tuple[Any, ...], int] = defaultdict(int)
-    found = []
+    """Count, for each request, those for the same task, document and index that came before it."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    counts = []
     for request in requests:
-        place = (request.task_name, request.doc_id, request.idx)
-        found.append(seen[place])
-        seen[place] += 1
-    return found
+        document = (request.task_name, request.doc_id, request.idx)
+        counts.append(seen[document])
+        seen[document] += 1
+    return counts
 
 
 def answer(
@@ -346,7 +340,7 @@ def answer(
         any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
             inside a call, so while one rank has work, each makes the call (with a request it needs not).
         in_groups: whether a request is answered together with others: drawn by `generate` from one stream of random
-            numbers. Such requests form groups by their places, and a group that lacks an answer is run as a whole, so
+            numbers. Such requests form groups in their order, and a group that lacks an answer is run as a whole, so
             that the answers are those of a run that was not killed.
         size: of a group.
 
@@ -354,29 +348,15 @@ def answer(
         Responses in the order of `requests`, and their keys.
     """
     repeats = occurrences(requests)
-    keys: list[str] = []
-    about: dict[str, dict[str, Any]] = {}
-    places: dict[str, int] = {}
-    outdated: Counter[str] = Counter()
-    for place, (request, repeat) in enumerate(zip(requests, repeats, strict=True)):
-        depends, head = depends_on(request, repeat)
-        versions = depends.pop("versions")
-        request_digest = digest({"kind": kind, **depends})
-        keys.append(key := digest([request_digest, versions]))
-        if places.setdefault(key, place) == place and key not in store.known:
-            about[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
-            about[key] |= {"prompt": digest(request.args[0]), "head": head}
-            if store.versions.get(request_digest, versions) != versions:
-                outdated[differing(store.versions[request_digest], versions)] += 1
-    for reason, count in outdated.items():
-        logger.warning("%d kept answers %s; they are not used", count, reason)
-    if stored := sum(key in store.known for key in keys):
-        logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
-    grouped = [key for key, place in places.items() if in_groups(requests[place])]
+    keys, columns_of = _look_up(store, requests, repeats, kind, depends_on)
+    first: dict[str, int] = {}
+    for index, key in enumerate(keys):
+        first.setdefault(key, index)
+    grouped = [key for key, index in first.items() if in_groups(requests[index])]
     groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
-    again = {key for group in groups if any(key in about for key in group) for key in group}
-    missing = {key: place for key, place in places.items() if key in about or key in again}
-    reported = in_order((requests[place].args, key) for key, place in missing.items())
+    again = {key for group in groups if columns_of.keys() & group for key in group}
+    missing = {key: index for key, index in first.items() if key in columns_of or key in again}
+    reported = in_order((requests[index].args, key) for key, index in missing.items())
 
     def answered(attr: str, args: tuple[Any, ...], response: Any, **columns: Any) -> None:
         if attr == kind and (key := reported(args)):
@@ -384,12 +364,11 @@ def answer(
 
     def record(key: str, response: Any, **columns: Any) -> None:
         if key not in store.known:  # one of a group may be
-            store.add(key, response, {**about[key], **columns})
+            store.add(key, response, {**columns_of[key], **columns})
 
-    def part(places: Iterable[int], *reports: Any) -> Missing:
-        chosen = list(places)
-        asked, named = [requests[i] for i in chosen], [keys[i] for i in chosen]
-        return Missing(asked, named, [repeats[i] for i in chosen], *reports)
+    def part(indices: Iterable[int], *reports: Any) -> Missing:
+        columns = [(requests[index], keys[index], repeats[index]) for index in indices]
+        return Missing(*map(list, zip(*columns, strict=True)), *reports)
 
     if any_rank(bool(missing)) and not missing:
         run(part([0], lambda *_: None, lambda *_, **__: None))
@@ -399,6 +378,35 @@ def answer(
             record(key, response)  # the model may not have reported this one on its own
     restore = tuple if kind == "loglikelihood" else lambda x: x
     return [restore(store.known[key]) for key in keys], keys
+
+
+def _look_up(
+    store: AnswerStore,
+    requests: Sequence[Any],
+    repeats: Sequence[int],
+    kind: str,
+    depends_on: Callable[[Any, int], tuple[dict[str, Any], str]],
+) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Return the requests' keys; and of answers that are not stored, by key, what is written beside them."""
+    keys: list[str] = []
+    columns: dict[str, dict[str, Any]] = {}
+    outdated: Counter[str] = Counter()
+    for request, repeat in zip(requests, repeats, strict=True):
+        parts, head = depends_on(request, repeat)
+        versions = parts.pop("versions")
+        request_digest = digest({"kind": kind, **parts})
+        keys.append(key := digest([request_digest, versions]))
+        if key in store.known or key in columns:
+            continue
+        columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
+        columns[key] |= {"prompt": digest(request.args[0]), "head": head}
+        if store.versions.get(request_digest, versions) != versions:
+            outdated[differing(store.versions[request_digest], versions)] += 1
+    for reason, count in outdated.items():
+        logger.warning("%d kept answers %s; they are not used", count, reason)
+    if stored := sum(key in store.known for key in keys):
+        logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
+    return keys, columns
 
 
 def in_order(requests: Iterable[tuple[Iterable[Any], T]]) -> Callable[[Iterable[Any]], T | None]:

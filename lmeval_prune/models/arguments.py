@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -157,20 +157,13 @@ class Arguments(Settings):
                     f"{name}={value} is a {artefact.schema()} artefact that says more than {name} can; give it as mask="
                 )
             return self._with_allowances(converted)
-        known = {each.name: each for each in fields(kind) if each.init and each.name != "origin"}
-        settings = value if isinstance(value, dict) else {next(iter(known)): value}
+        known = [each.name for each in fields(kind) if each.init and each.name != "origin"]
+        settings = value if isinstance(value, dict) else {known[0]: value}
         for key in settings:
             if key not in known:
                 hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
                 raise InputError(f"{name} has no setting {key!r}{hint}")
-        needed = [key for key, each in known.items() if each.default is MISSING and each.default_factory is MISSING]
-        if missing := [key for key in needed if key not in settings]:
-            example = ", ".join(f'"{key}": …' for key in missing)
-            raise InputError(
-                f"{name} needs {', '.join(missing)}; on the command line several settings are given as JSON: "
-                f'--model_args \'{{"pretrained": "…", "{name}": {{{example}}}}}\''
-            )
-        return self._with_allowances(kind(**settings))
+        return self._with_allowances(kind.from_dict(settings, name))
 
     def _with_allowances(self, intervention: Intervention) -> Intervention:
         allowances = {name: getattr(self, name) for name in ("allow_empty_layer", "allow_other_model")}

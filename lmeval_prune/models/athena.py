@@ -18,7 +18,7 @@ from lmeval_prune.models.arguments import Arguments, argument_names, unknown
 from lmeval_prune.models.identity import applied
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
 from lmeval_prune.models.once import GivenOnce
-from lmeval_prune.settings import device_named, typed
+from lmeval_prune.settings import Count, device_named, typed
 from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)
@@ -65,12 +65,12 @@ class AthenaLM(GivenOnce):
         self.about = checkpoint.describe(pretrained)
         self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
-        for one in parsed.interventions:
-            one.fit_to(bare)
+        for intervention in parsed.interventions:
+            intervention.fit_to(bare)
         self.host = checkpoint.read(pretrained).to(where)
         with ExitStack() as stack:
-            for one in parsed.interventions:
-                stack.enter_context(one.applied_to(self.host.encoder, self.model_map, any_thread=True))
+            for intervention in parsed.interventions:
+                stack.enter_context(intervention.applied_to(self.host.encoder, self.model_map, any_thread=True))
             self._applied = stack.pop_all()
         if self.manifest:
             eval_logger.info("checkpoint: %s", removed_from(self.manifest))
@@ -82,7 +82,7 @@ class AthenaLM(GivenOnce):
 
     @cached_property
     def model_map(self) -> ModelMap:
-        """Where everything is in the encoder."""
+        """Return the encoder's layers and heads."""
         return map_model(self.host.encoder)
 
     @reported
@@ -101,8 +101,8 @@ class AthenaLM(GivenOnce):
                 )
             problems.append(self._problem(request.doc))
         self._warn(requests)
-        found = answers(self.host, problems, self.batch_size)
-        return [rf"\boxed{{{text}}}" if text else "" for text in found]
+        texts = answers(self.host, problems, self.batch_size)
+        return [rf"\boxed{{{text}}}" if text else "" for text in texts]
 
     def _problem(self, document: dict[str, Any]) -> Problem:
         try:
@@ -139,7 +139,7 @@ class AthenaLM(GivenOnce):
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results file says of the model: its training, and a section `pruning`."""
+        """Return the model's training, and a section `pruning`, for the results file."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
         pruning = applied(self.model_map, self.model_map.weights)
@@ -149,7 +149,4 @@ class AthenaLM(GivenOnce):
 
 
 def _batch(size: Any) -> int:
-    found = 32 if str(size).startswith("auto") else typed("batch_size", size, int)
-    if found < 1:
-        raise InputError(f"batch_size={size} is neither a whole number above 0 nor auto")
-    return int(found)
+    return 32 if str(size).startswith("auto") else int(typed("batch_size", size, Count))

@@ -22,17 +22,17 @@ _SAMPLING = (
 
 
 def samples(settings: dict[str, Any]) -> bool:
-    """Whether lm-eval's generation settings draw tokens."""
+    """Return whether lm-eval's generation settings draw tokens."""
     return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
 
 
 def greedily(settings: dict[str, Any]) -> dict[str, Any]:
-    """lm-eval's generation settings without those that sample."""
+    """Return lm-eval's generation settings without those that sample."""
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
 
 
 def draw_of(seed: int, request: Any, repeat: int) -> list[Any]:
-    """What a drawn answer depends on beside the settings: the run's seed, and which try of which document it is."""
+    """Return what a drawn answer depends on beside the settings: the seed, the document and the number of the try."""
     return [seed, request.task_name, request.doc_id, request.idx, repeat]
 
 
@@ -46,14 +46,14 @@ def generate_until(
     masks: Sequence[HeadMask | None] | None = None,
     greedy: bool = False,
 ) -> list[str]:
-    """Texts of generation requests, as `hf` would give them for each request alone.
+    """Generate texts, as `hf` would for each request alone.
 
     Args:
         lm: the lm-eval model whose tokenizer, limits and cache hook count.
         engine: decodes on `lm.model`.
         requests: lm-eval instances with arguments (context, generation settings).
         repeats: of each request, how many for the same document came before it.
-        done: called with a request's place, its text, its tokens and its ending, as soon as they are there.
+        done: called with a request's index, its text, its tokens and its ending, as soon as they are there.
         seed: of sampling; each request draws by it and by its task, document and repeat.
         masks: heads to prune for each request; default none.
         greedy: take the most probable token always, whatever the requests say about sampling.
@@ -62,14 +62,14 @@ def generate_until(
         InputError: a generation setting is one that the engine does not know.
     """
     prepared: dict[str, tuple[SamplingParams, list[str]]] = {}
-    asked = []
-    for place, request in enumerate(requests):
-        context, given = request.args
+    prompts = []
+    for index, request in enumerate(requests):
+        context, settings = request.args
         if greedy:
-            given = greedily(given)
-        key = digest(given)
+            settings = greedily(settings)
+        key = digest(settings)
         if key not in prepared:
-            prepared[key] = _settings(lm, given)
+            prepared[key] = _settings(lm, settings)
         params, _ = prepared[key]
         room = lm.max_length - params.max_new_tokens
         if room <= 0:
@@ -78,29 +78,29 @@ def generate_until(
             )
         if not context:
             raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
-        ids, seen = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
-        own = digest(draw_of(seed, request, repeats[place]))
-        asked.append(
+        ids, mask = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
+        draw = digest(draw_of(seed, request, repeats[index]))
+        prompts.append(
             Request(
-                tuple(ids[0][seen[0].bool()].tolist()),
-                masks[place] if masks else None,
+                tuple(ids[0][mask[0].bool()].tolist()),
+                masks[index] if masks else None,
                 params,
-                int(own, 16) & (1 << 63) - 1,
-                (place, key),
+                int(draw, 16) & (1 << 63) - 1,
+                (index, key),
             )
         )
     texts = [""] * len(requests)
-    for request, tokens in engine.decode(asked):
-        place, key = request.tag
+    for request, tokens in engine.decode(prompts):
+        index, key = request.tag
         params, until = prepared[key]
-        texts[place] = _text(lm, tokens, until)
-        done(place, texts[place], tokens, Ending(len(tokens), not engine.stopping.stopped(tokens, params)))
+        texts[index] = _text(lm, tokens, until)
+        done(index, texts[index], tokens, Ending(len(tokens), not engine.stopping.stopped(tokens, params)))
     return texts
 
 
-def _settings(lm: HFLM, given: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
-    """The engine's settings for lm-eval's, over the model's generation config as in `generate`; and stop texts."""
-    options: dict[str, Any] = dict(normalize_gen_kwargs(given, lm.max_gen_toks))
+def _settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
+    """Return the engine's settings (lm-eval's over the model's generation config, as in `generate`) and stop texts."""
+    options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
     end = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
     until = handle_stop_sequences(options.pop("until", None), eos=end)
     length = options.pop("max_gen_toks")

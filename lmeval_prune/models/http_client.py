@@ -5,10 +5,11 @@ Nothing else talks to servers, so that no server can hold a run for ever, fill i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -61,16 +62,56 @@ class Response:
     retry_after: str | None
 
 
-def session(headers: dict[str, str], verify: Any, timeout: float) -> aiohttp.ClientSession:
-    """Return a session of requests.
+@dataclass(frozen=True)
+class Connection:
+    """How servers are reached.
 
-    Args:
+    Attributes:
         headers: of each request.
         verify: as aiohttp's `ssl`.
         timeout: seconds for a request and its whole answer.
     """
-    limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(30.0, timeout))
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=verify), timeout=limits, headers=headers)
+
+    headers: dict[str, str]
+    verify: Any = True
+    timeout: float = 600.0
+
+    def session(self) -> aiohttp.ClientSession:
+        """Return a session of requests."""
+        limits = aiohttp.ClientTimeout(total=self.timeout, sock_connect=min(30.0, self.timeout))
+        connector = aiohttp.TCPConnector(limit=0, ssl=self.verify)
+        return aiohttp.ClientSession(connector=connector, timeout=limits, headers=self.headers)
+
+    def request(self, method: str, url: str, content: Any = None) -> Response:
+        """Send a single request, within a minute at most; see `send`."""
+
+        async def ask() -> Response:
+            async with replace(self, timeout=min(self.timeout, 60.0)).session() as client:
+                return await send(client, method, url, content)
+
+        return asyncio.run(ask())
+
+    def get(self, url: str) -> Any:
+        """Return what is at an address, as JSON.
+
+        Raises:
+            InputError: nothing is, or it cannot be read.
+        """
+        hint = "is it the server that `server=` says?"
+        try:
+            response = self.request("GET", url)
+        except Failure as error:
+            if not error.innocent:
+                raise InputError(f"{url} gives no whole answer ({error}); {hint}") from None
+            raise InputError(f"no server answers at {url} ({error}); start it, or give another base_url") from None
+        if response.status in (401, 403):
+            raise InputError(f"{url} answers {response.status}: give its key in OPENAI_API_KEY")
+        if response.status != 200:
+            raise InputError(f"{url} answers {response.status}; {hint}")
+        try:
+            return read_json(response.body)
+        except Failure as error:
+            raise InputError(f"{url} does not answer with JSON, or {error}; {hint}") from None
 
 
 async def send(client: aiohttp.ClientSession, method: str, url: str, content: Any = None) -> Response:
@@ -92,20 +133,20 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
         raise Failure(f"no answer within {client.timeout.total:g} seconds") from None
     except aiohttp.ClientConnectorError as error:
         refused = isinstance(error.os_error, ConnectionRefusedError)
-        why = "the connection is refused" if refused else f"not reached ({first_line(error.os_error)})"
-        raise Failure(why, innocent=True) from None
+        reason = "the connection is refused" if refused else f"not reached ({first_line(error.os_error)})"
+        raise Failure(reason, innocent=True) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise Failure(f"the connection broke ({first_line(error)})") from None
 
 
-def read(reader: Callable[[Any], Any], what: Any) -> Any:
-    """Return what a reader makes of a server's answer, which may be anything.
+def read(reader: Callable[[Any], Any], value: Any) -> Any:
+    """Read a server's answer, which may be anything.
 
     Raises:
         Failure: it cannot be read.
     """
     try:
-        return reader(what)
+        return reader(value)
     except InputError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -139,8 +180,8 @@ def log_probability(value: Any) -> float:
         Rejection: it is none.
     """
     if type(value) not in (int, float) or not -sys.float_info.max <= value <= ROUNDING:
-        shown = repr(value) if isinstance(value, float | str | None) else f"of type {type(value).__name__}"
+        text = repr(value) if isinstance(value, float | str | None) else f"of type {type(value).__name__}"
         raise Rejection(
-            f"a log-probability is {shown[:40]}, not a number up to 0; does the model overflow in its type (dtype)?"
+            f"a log-probability is {text[:40]}, not a number up to 0; does the model overflow in its type (dtype)?"
         )
     return float(value)

@@ -101,6 +101,19 @@ class ModelIdentity:
             checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision),
         )
 
+    @classmethod
+    def of_server(cls, lm: Any) -> Self:
+        """Identify the model of a `PrunedServerLM`, as far as it is known here."""
+        return cls(
+            config_fingerprint(lm.config),
+            tokenizer_fingerprint(lm.tokenizer),
+            lm.checkpoint.generation_digest,
+            lm.dtype,
+            {name: str(value) for name, value in sorted(lm.api.answers.items())},
+            server=lm.kind.name + ("-chat" if lm.chat else ""),
+            checkpoint=lm.base,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the parts that are known, as JSON: part of the keys of stored answers, outcomes and cells."""
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -114,7 +127,9 @@ class ModelIdentity:
         Raises:
             InputError: its configuration, tokenizer or type is another one.
         """
-        loaded = {"config": config_fingerprint(lm.config), "tokenizer": lm.tokenizer_on_disk}
+        loaded = {"config": config_fingerprint(lm.config)}
+        if not {"add_bos_token", "use_fast_tokenizer"} & self.arguments.keys():  # with which `hf` loads another one
+            loaded["tokenizer"] = lm.tokenizer_on_disk
         if self.dtype != "auto" and not getattr(lm.config, "quantization_config", None):
             loaded["dtype"] = str(lm.model.dtype).removeprefix("torch.")
         if other := [name for name, value in loaded.items() if value != getattr(self, name)]:

@@ -17,7 +17,7 @@ _ENDS_OF_TURNS = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>"}
 
 
 class Lengths(TypedDict):
-    """How long answers are, as `lengths` says it."""
+    """Lengths of answers; see `lengths`."""
 
     answers: Annotated[int, Ge(0)]
     unknown: Annotated[int, Ge(0)]
@@ -27,7 +27,7 @@ class Lengths(TypedDict):
 
 
 class Ending(NamedTuple):
-    """How an answer ended.
+    """The end of an answer.
 
     Attributes:
         length: its tokens, an end token included.
@@ -45,11 +45,11 @@ def lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, An
         endings: of the answers; None where it is not known.
         limit: tokens that an answer may have.
     """
-    every = list(endings)
-    known = [ending for ending in every if ending is not None]
+    endings = list(endings)
+    known = [ending for ending in endings if ending is not None]
     return {
-        "answers": len(every),
-        "unknown": len(every) - len(known),
+        "answers": len(endings),
+        "unknown": len(endings) - len(known),
         "cut_off": sum(ending.cut_off for ending in known) / len(known) if known else None,
         "mean_tokens": sum(ending.length for ending in known) / len(known) if known else None,
         "max_gen_toks": limit,
@@ -59,19 +59,19 @@ def lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, An
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the lengths of several parts of the answers as those of all."""
     known = [part["answers"] - part["unknown"] for part in parts]
-    found: dict[str, Any] = {name: sum(part[name] for part in parts) for name in ("answers", "unknown")}
+    total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in ("answers", "unknown")}
     for name in ("cut_off", "mean_tokens"):
-        total = sum((part[name] or 0) * count for part, count in zip(parts, known, strict=True))
-        found[name] = total / sum(known) if sum(known) else None
-    return {**found, "max_gen_toks": max((part["max_gen_toks"] or 0 for part in parts), default=0) or None}
+        weighted = sum((part[name] or 0) * count for part, count in zip(parts, known, strict=True))
+        total[name] = weighted / sum(known) if sum(known) else None
+    return {**total, "max_gen_toks": max((part["max_gen_toks"] or 0 for part in parts), default=0) or None}
 
 
-def cut_off(found: Mapping[str, Any]) -> str:
+def cut_off(answers: Mapping[str, Any]) -> str:
     """Say how many answers were cut off, if they are many; empty otherwise."""
-    if (found["cut_off"] or 0) < MANY:
+    if (answers["cut_off"] or 0) < MANY:
         return ""
-    limit = f"{found['max_gen_toks']} tokens" if found["max_gen_toks"] else "the limit of tokens"
-    return f"{found['cut_off']:.0%} of the answers were cut off at {limit}"
+    limit = f"{answers['max_gen_toks']} tokens" if answers["max_gen_toks"] else "the limit of tokens"
+    return f"{answers['cut_off']:.0%} of the answers were cut off at {limit}"
 
 
 def by_task(requests: Sequence[Any], endings: Sequence[Ending | None], usual: int) -> dict[str, dict[str, Any]]:
@@ -82,14 +82,14 @@ def by_task(requests: Sequence[Any], endings: Sequence[Ending | None], usual: in
         endings: of their answers.
         usual: tokens of an answer where a task does not say.
     """
-    found: dict[str, list[Ending | None]] = {}
+    by_name: dict[str, list[Ending | None]] = {}
     limits: dict[str, int] = {}
     for request, ending in zip(requests, endings, strict=True):
         settings, name = request.args[1], str(request.task_name)
         limit = next((settings[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens") if key in settings), 0)
-        found.setdefault(name, []).append(ending)
+        by_name.setdefault(name, []).append(ending)
         limits[name] = max(limits.get(name, 0), int(limit or usual))
-    return {name: lengths(own, limits[name]) for name, own in found.items()}
+    return {name: lengths(several, limits[name]) for name, several in by_name.items()}
 
 
 def warn_without_template(requests: Sequence[Any], tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What we log is heard where lm-eval's is."""
+"""Logs at lm-eval's level and by its handlers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 
 def as_lm_eval_does() -> None:
     """Log at lm-eval's level and by its handlers, unless a program has set up logging itself."""
-    ours, theirs = logging.getLogger("lmeval_prune"), logging.getLogger("lm_eval")
-    if logging.getLogger().handlers or ours.handlers or not theirs.handlers:
+    package, lm_eval = logging.getLogger("lmeval_prune"), logging.getLogger("lm_eval")
+    if logging.getLogger().handlers or package.handlers or not lm_eval.handlers:
         return
-    ours.setLevel(theirs.level)
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
+    package.setLevel(lm_eval.level)
+    for handler in lm_eval.handlers:
+        package.addHandler(handler)
 
 
 def say_applied(model: nn.Module, model_map: ModelMap) -> None:
-    """A line for each intervention on a model."""
-    for one in interventions_on(model):
-        logger.info("applied: %s", one.summary(model_map))
+    """Log a line for each intervention on a model."""
+    for intervention in interventions_on(model):
+        logger.info("applied: %s", intervention.summary(model_map))

@@ -1,4 +1,4 @@
-"""What lm-eval's command line and model_args both name is refused in one line."""
+"""Refuses in one line what lm-eval's command line and model_args both name."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class GivenOnce(LM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
-        """As `create_from_arg_obj`, of a text."""
+        """Make a model of a text; see `create_from_arg_obj`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)

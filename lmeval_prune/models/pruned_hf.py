@@ -63,41 +63,45 @@ class PrunedHFLM(GivenOnce, HFLM):
         as_lm_eval_does()
         parsed = isinstance(pretrained, Arguments)
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
-        pretrained = self.arguments.pretrained
-        if pretrained == "" or not isinstance(pretrained, str | os.PathLike | torch.nn.Module):
-            given = f", not {pretrained!r}" if pretrained else ""
-            raise InputError(f"name a model: --model_args pretrained=NAME_OR_FOLDER{given}")
-        if isinstance(pretrained, torch.nn.Module):
-            self.arguments.refuse_misspelt(_HF_ARGUMENTS, None)
-            self.manifest = manifest_of(pretrained)
-        else:
-            if self.arguments.others.get("device") is not None:
-                device_named(self.arguments.others["device"], strictly=False)
-            pretrained = embedded.resolve(str(pretrained))
-            self.arguments.check_names(pretrained)
-            self.manifest = manifest_in(pretrained)
-        applied_before = interventions_on(pretrained) if isinstance(pretrained, torch.nn.Module) else ()
-        if self.arguments.responses and any(
-            one.needs_order for one in (*applied_before, *self.arguments.interventions)
-        ):
-            raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
-        others = dict(self.arguments.others)
-        if others.get("device") is None and not torch.cuda.is_available():
-            others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
+        model = self._check_pretrained()
         self.seed = torch.initial_seed()
         self._texts: Counter[tuple[int, ...]] = Counter()  # to come, if padding must be told from them
         self.endings: deque[Ending] = deque()  # of texts that `generate` has made and lm-eval has not reported yet
         self._store: AnswerStore | None = None  # that is open before there is a model
         try:
-            self._load(pretrained, others)
+            self._load(model)
             self._begin(self._store)
         except BaseException:
             if self._store:
                 self._store.close()
             raise
 
-    def _load(self, pretrained: Any, others: dict[str, Any]) -> None:
+    def _check_pretrained(self) -> Any:
+        """Return a live model, or the folder or name of one, after checking what can be checked without weights."""
+        pretrained, arguments = self.arguments.pretrained, self.arguments
+        if pretrained == "" or not isinstance(pretrained, str | os.PathLike | torch.nn.Module):
+            value = f", not {pretrained!r}" if pretrained else ""
+            raise InputError(f"name a model: --model_args pretrained=NAME_OR_FOLDER{value}")
+        interventions = arguments.interventions
+        if isinstance(pretrained, torch.nn.Module):
+            arguments.refuse_misspelt(_HF_ARGUMENTS, None)
+            self.manifest = manifest_of(pretrained)
+            interventions = (*interventions_on(pretrained), *interventions)
+        else:
+            if arguments.others.get("device") is not None:
+                device_named(arguments.others["device"], strictly=False)
+            pretrained = embedded.resolve(str(pretrained))
+            arguments.check_names(pretrained)
+            self.manifest = manifest_in(pretrained)
+        if arguments.responses and any(intervention.needs_order for intervention in interventions):
+            raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
+        return pretrained
+
+    def _load(self, pretrained: Any) -> None:
         """Load the model as `hf` does, or take a live one."""
+        others = dict(self.arguments.others)
+        if others.get("device") is None and not torch.cuda.is_available():
+            others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         with refused_as(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
             super().__init__(pretrained, **others)
         self._shard_over_cpu_ranks()
@@ -105,7 +109,7 @@ class PrunedHFLM(GivenOnce, HFLM):
             eval_logger.info("checkpoint: %s", removed_from(self.manifest))
 
     def _begin(self, store: AnswerStore | None = None) -> None:
-        """Apply what was given to the loaded model, and get ready to answer, from a store that is open or one's own."""
+        """Apply interventions to the loaded model, and get ready to answer, from an open store or a new one."""
         with self._apply() as applied:  # on a live model nothing may stay when something below fails
             self.engine = self._engine() if self.arguments.engine == "batched" else None
             self.answering = Answering(self, store)
@@ -113,10 +117,10 @@ class PrunedHFLM(GivenOnce, HFLM):
             self._applied = applied.pop_all()
 
     def _apply(self) -> ExitStack:
-        """Apply what was given to the model; closing what comes back undoes it."""
+        """Apply interventions to the model; closing the stack undoes it."""
         with ExitStack() as applied:
-            for one in self.arguments.interventions:
-                applied.enter_context(one.applied_to(self.model, self.model_map, any_thread=True))
+            for intervention in self.arguments.interventions:
+                applied.enter_context(intervention.applied_to(self.model, self.model_map, any_thread=True))
             return applied.pop_all()
 
     def close(self) -> None:
@@ -134,14 +138,14 @@ class PrunedHFLM(GivenOnce, HFLM):
         Raises:
             InputError: an argument cannot be used, or is one of `hf` that differs.
         """
-        given = parsed or Arguments.of(arguments)
-        if given.others != self.arguments.others or given.description != self.arguments.description:
+        parsed = parsed or Arguments.of(arguments)
+        if parsed.others != self.arguments.others or parsed.description != self.arguments.description:
             raise InputError("the loaded model has other arguments of hf; load it again")
         self._applied.close()
-        store = self.answering.store if given.responses == self.arguments.responses else None
+        store = self.answering.store if parsed.responses == self.arguments.responses else None
         if store is None:
             self.answering.close()
-        self.arguments, self.seed = given, torch.initial_seed()
+        self.arguments, self.seed = parsed, torch.initial_seed()
         self._begin(store)
 
     # ------------------------------------------------------------------ loading
@@ -176,11 +180,7 @@ class PrunedHFLM(GivenOnce, HFLM):
             self.AUTO_MODEL_CLASS = own
 
     def _create_known(self, *args: Any, **kwargs: Any) -> None:
-        """Load the weights; transformers gives the model's class the arguments that nobody else knows.
-
-        Raises:
-            InputError: the class does not know one either.
-        """
+        """Load the weights; transformers gives the model's class the arguments that nobody else knows."""
         try:
             super()._create_model(*args, **kwargs)
         except TypeError as error:
@@ -201,8 +201,8 @@ class PrunedHFLM(GivenOnce, HFLM):
         if not self.arguments.interventions and not turns:
             return
         model_map = map_model(bare, **self.arguments.description)
-        for one in self.arguments.interventions:
-            one.fit_to(model_map)
+        for intervention in self.arguments.interventions:
+            intervention.fit_to(model_map)
         if turns:
             turns.fit_to(model_map, None, [])
 
@@ -220,7 +220,7 @@ class PrunedHFLM(GivenOnce, HFLM):
         )
 
     def _refuse_unknown_processes(self) -> None:
-        """Refuse several processes on CPU that accelerate takes for one each: every one would do everything."""
+        """Refuse several processes on CPU that accelerate takes for one each: each would do everything."""
         count = os.environ.get("WORLD_SIZE", "")
         alone = (
             self.device.type == "cpu" and not hasattr(self, "accelerator") and not self.arguments.others.get("tp_plan")
@@ -232,7 +232,7 @@ class PrunedHFLM(GivenOnce, HFLM):
             )
 
     def _shard_over_cpu_ranks(self) -> None:
-        """Several processes on CPU: `hf` leaves each at rank 0, so that every one would run everything."""
+        """Set rank and size of several processes on CPU: `hf` leaves each at rank 0, and each would run everything."""
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and accelerator.num_processes > 1 and self.device.type == "cpu":
             self._rank = accelerator.process_index
@@ -243,7 +243,7 @@ class PrunedHFLM(GivenOnce, HFLM):
 
     @property
     def store_rank(self) -> int | None:
-        """By which number this process writes into a store of answers; see `AnswerStore`."""
+        """Return the number by which this process writes into a store of answers; see `AnswerStore`."""
         accelerator = getattr(self, "accelerator", None)
         if accelerator is None:
             return 0
@@ -251,17 +251,17 @@ class PrunedHFLM(GivenOnce, HFLM):
 
     @cached_property
     def model_map(self) -> ModelMap:
-        """Where everything is in the model."""
+        """Return the model's layers and heads."""
         return map_model(self.model, **self.arguments.description)
 
     @cached_property
     def weights(self) -> str | None:
-        """Fingerprint of the weights; None where some are offloaded and cannot be read."""
+        """Return the weights' fingerprint; None where some are offloaded and cannot be read."""
         return weights_fingerprint(self.model)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """Fingerprint of the tokenizer."""
+        """Return the tokenizer's fingerprint."""
         return tokenizer_fingerprint(self.tokenizer)
 
     @property
@@ -271,7 +271,7 @@ class PrunedHFLM(GivenOnce, HFLM):
 
     @property
     def outcomes_of(self) -> dict[str, Any]:
-        """What outcomes of this model are known by beside `identity`."""
+        """Return what outcomes depend on beside `identity`."""
         assert self.engine is not None
         _, *rounded = loadable_fingerprints(self.model, self.weights)
         return {"deterministic": self.engine.deterministic, "rounded": rounded}
@@ -291,7 +291,7 @@ class PrunedHFLM(GivenOnce, HFLM):
                 raise InputError("--use_cache and responses= both keep answers; give one of them")
             if self.arguments.router:
                 raise InputError("--use_cache cannot keep the tries of a router apart; use responses=FOLDER instead")
-            if any(one.needs_order for one in interventions_on(self.model)):
+            if any(each.needs_order for each in interventions_on(self.model)):
                 raise InputError(
                     "answers that depend on their order (state=run) cannot be stored; leave out --use_cache"
                 )
@@ -300,23 +300,23 @@ class PrunedHFLM(GivenOnce, HFLM):
 
     @reported
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """As lm-eval's, through the answer store if there is one."""
+        """Answer requests, from the answer store if there is one."""
         if getattr(self.cache_hook, "dbdict", None) is not None:
             refuse_collapsed(requests)
         return self.answering.answer("generate_until", requests, disable_tqdm)
 
     @reported
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As lm-eval's, through the answer store if there is one."""
+        """Answer requests, from the answer store if there is one."""
         return self.answering.answer("loglikelihood", requests, disable_tqdm)
 
     @reported
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """As lm-eval's, through the answer store if there is one."""
+        """Answer requests, from the answer store if there is one."""
         return self.answering.answer("loglikelihood_rolling", requests, disable_tqdm)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
-        """As `hf`, noting how each row's answer ended."""
+        """Generate as `hf` does, noting how each row's answer ended."""
         rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
         params = SamplingParams(max_new_tokens=1 << 30, stop=tuple(text for text in stop if text))
         begin = context.shape[1] if self.backend == "causal" else 1
@@ -324,9 +324,9 @@ class PrunedHFLM(GivenOnce, HFLM):
         return rows
 
     def _ending(self, tokens: list[int], params: SamplingParams) -> Ending:
-        """How an answer ended that may be followed by padding, or by what other rows of its batch took longer for."""
+        """Return how an answer ended that may be followed by padding, or by tokens of a longer row's time."""
         ends = self._stopping.ends(params)
-        last = next((place for place, token in enumerate(tokens, 1) if token in ends), 0)
+        last = next((count for count, token in enumerate(tokens, 1) if token in ends), 0)
         text = self.tokenizer.decode(tokens[: last or None])
         if any(stop in text for stop in params.stop):
             stopped = (n for n in range(1, len(tokens) + 1) if self._stopping.stopped(tokens[:n], params))
@@ -340,15 +340,15 @@ class PrunedHFLM(GivenOnce, HFLM):
     # ------------------------------------------------------------------ padding
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        """As `hf`, but what looks at more than one token is told which ones are padding: `hf` does not say."""
-        if any(not one.tokenwise for one in interventions_on(self.model)):
+        """Score as `hf` does, but tell interventions that look at several tokens which are padding: `hf` does not."""
+        if any(not each.tokenwise for each in interventions_on(self.model)):
             texts = [(*context, *more[:-1]) for _, context, more in requests]
             self._texts = Counter(text[-self.max_length :] for text in (set(texts) if self.logits_cache else texts))
         try:
-            found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
+            scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
         finally:
             self._texts = Counter()
-        return found
+        return scores
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
         with uncounted(self.model):
@@ -365,10 +365,10 @@ class PrunedHFLM(GivenOnce, HFLM):
         return logits
 
     def _mask_of(self, inps: torch.Tensor) -> torch.Tensor:
-        """Which tokens of a batch are no padding: `hf` pads with token 0, and comes to longer texts first."""
+        """Return the mask of a batch: `hf` pads with token 0, and comes to longer texts first."""
         mask = torch.ones_like(inps)
         for row, tokens in enumerate(inps.tolist()):
-            last = max((place for place, token in enumerate(tokens) if token), default=-1) + 1
+            last = max((index for index, token in enumerate(tokens) if token), default=-1) + 1
             lengths = [n for n in range(len(tokens), last - 1, -1) if tuple(tokens[:n]) in self._texts]
             length = next((n for n in lengths if self._texts[tuple(tokens[:n])] > 0), len(tokens))
             self._texts[tuple(tokens[:length])] -= 1
@@ -376,11 +376,11 @@ class PrunedHFLM(GivenOnce, HFLM):
         return mask
 
     def gathered(self, value: Any) -> list[Any]:
-        """A value of each process, in the order of ranks."""
+        """Return a value of each process, in the order of ranks."""
         return list(gather_object([value])) if self.world_size > 1 else [value]
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether a flag is true in some process."""
+        """Return whether a flag is true in some process."""
         if self.world_size <= 1:
             return flag
         return bool(self.all_gather(torch.tensor([int(flag)], device=self.device)).max())
@@ -388,11 +388,11 @@ class PrunedHFLM(GivenOnce, HFLM):
     # ------------------------------------------------------------------ reporting
 
     def get_model_info(self) -> dict[str, Any]:
-        """lm-eval's model information and a section `pruning`: what was applied, and its realised figures."""
+        """Return lm-eval's model information and a section `pruning`: what was applied, and its realised figures."""
         return {**super().get_model_info(), "pruning": self.pruning_info()}
 
     def pruning_info(self) -> dict[str, Any]:
-        """What is applied, for the results file."""
+        """Report what is applied, for the results file."""
         info = applied(self.model_map, self.weights)
         if self.arguments.router:
             info["router"] = self.arguments.router.info
@@ -404,6 +404,6 @@ class PrunedHFLM(GivenOnce, HFLM):
 
 
 def _leave_group() -> None:
-    """A process that ends with gloo's threads running may abort, and its launcher then kills the others."""
+    """End gloo's threads: a process that ends with them running may abort, and its launcher kills the others."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What is said to an engine's server, by its kind: how a variant is named in a request, and what it can answer.
+"""Kinds of servers: how a variant is named in a request, and what a server can answer.
 
 A served variant is the base model under an adapter that takes heads away (`lmeval-prune export adapter`).
 """
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lmeval_prune.errors import InputError, first_few, nearest
+from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.models.http_client import whole_number
 from lmeval_prune.settings import Count, Positive, Settings
 
@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class ServerOptions(Settings):
-    """Which servers are asked, and how.
+    """Options of `pruned-server`: servers, and how they are asked.
 
     Attributes:
         base_url: of a server, e.g. `http://localhost:8000`; of several a list, or joined by `+`.
@@ -40,7 +40,7 @@ class ServerOptions(Settings):
     """
 
     base_url: Any = None
-    server: str = "vllm"
+    server: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     model: str | None = None
     pretrained: str | None = None
     adapters: str | None = None
@@ -53,8 +53,6 @@ class ServerOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.server not in KINDS:
-            raise InputError(f"server={self.server} is not known{nearest(self.server, KINDS)}; use {', '.join(KINDS)}")
         if not self.base_url:
             raise InputError("name a server: --model_args base_url=http://HOST:PORT (several are joined by +)")
         dtype = str(self.dtype or "float32").removeprefix("torch.")
@@ -63,22 +61,21 @@ class ServerOptions(Settings):
 
     @property
     def urls(self) -> list[str]:
-        """The servers' addresses, without a path of the API, each once."""
-        given = self.base_url
-        parts = re.split(r"\+(?=https?://)", given) if isinstance(given, str) else given
-        if not isinstance(parts, list | tuple) or not all(isinstance(one, str) for one in parts):
-            raise InputError(f"base_url={given!r} is neither an address nor a list of them")
+        """Return the servers' addresses, without a path of the API, each once."""
+        parts = re.split(r"\+(?=https?://)", self.base_url) if isinstance(self.base_url, str) else self.base_url
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+            raise InputError(f"base_url={self.base_url!r} is neither an address nor a list of them")
         return list(dict.fromkeys(map(_root, parts)))
 
     @property
     def kind(self) -> ServerKind:
-        """The kind of server."""
+        """Return the kind of server."""
         return KINDS[self.server]
 
 
 @dataclass(frozen=True)
 class ApiOptions(Settings):
-    """What lm-eval's `local-completions` and `hf` know, too.
+    """Options that lm-eval's `local-completions` and `hf` know, too.
 
     Attributes:
         max_gen_toks, add_bos_token, eos_string, custom_prefix_token_id: see lm-eval.
@@ -113,13 +110,13 @@ class ApiOptions(Settings):
     device: Any = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> ApiOptions:
-        """Read what a user gave; names that are not here are left alone.
+    def of(cls, values: Mapping[str, Any]) -> ApiOptions:
+        """Read those of a user's values that are options of these.
 
         Raises:
             InputError: a value is of another type, or cannot be used.
         """
-        return cls(**{name: given[name] for name in API_OPTIONS if given.get(name) is not None})
+        return cls(**{name: values[name] for name in API_OPTIONS if values.get(name) is not None})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,36 +133,36 @@ class ApiOptions(Settings):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is told."""
+        """Return the arguments of the chat template."""
         thinks = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return {**(self.chat_template_args or {}), **thinks}
 
     @property
     def answers(self) -> dict[str, Any]:
-        """What an answer depends on, if it was given."""
+        """Return the options that an answer depends on, those that were given."""
         names = ("max_gen_toks", "add_bos_token", "eos_string", "custom_prefix_token_id", "think_end_token")
-        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return found | ({"template": self.template_arguments} if self.template_arguments else {})
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return options | ({"template": self.template_arguments} if self.template_arguments else {})
 
 
-API_OPTIONS = {one.name for one in fields(ApiOptions)}
+API_OPTIONS = {each.name for each in fields(ApiOptions)}
 # arguments of no local model
-SERVERS_OWN = {one.name for one in fields(ServerOptions)} - {"pretrained", "dtype"}
-SERVERS_OWN |= {"verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"}
+SERVER_ARGUMENTS = {each.name for each in fields(ServerOptions)} - {"pretrained", "dtype"}
+SERVER_ARGUMENTS |= {"verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"}
 
 
 def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Model_args of a served variant, as far as they say what the model is, and not who answers."""
+    """Return the model_args of a variant that say what the model is, without those that say who answers."""
     served = "base_url" in arguments
-    return {name: value for name, value in arguments.items() if not served or name not in SERVERS_OWN}
+    return {name: value for name, value in arguments.items() if not served or name not in SERVER_ARGUMENTS}
 
 
 def _root(url: str) -> str:
-    found = urlsplit(url.strip())
-    if found.scheme not in ("http", "https") or not found.netloc:
+    address = urlsplit(url.strip())
+    if address.scheme not in ("http", "https") or not address.netloc:
         raise InputError(f"base_url={url} is no address; write http://HOST:PORT")
-    path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", found.path)
-    return f"{found.scheme}://{found.netloc}{path}"
+    path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", address.path)
+    return f"{address.scheme}://{address.netloc}{path}"
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ DENSE = Served()
 
 @dataclass
 class Listing:
-    """What a server says that it has.
+    """Models and adapters that a server lists.
 
     Attributes:
         models: names of unpruned models.
@@ -232,33 +229,33 @@ class ServerKind(ABC):
 
     @abstractmethod
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
-        """What of a request names the variant.
+        """Return the fields of a request that name the variant.
 
         Raises:
             InputError: the server does not have it.
         """
 
     def listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
-        """Read what the server says that it has.
+        """Read what a server lists.
 
         Args:
             models: its answer of `/v1/models`.
             adapters: of `lists`.
         """
-        found = Listing()
+        listing = Listing()
         for card in models.get("data") or []:
             if card.get("parent"):
-                found.parents[str(card["id"])] = str(card["parent"])
+                listing.parents[str(card["id"])] = str(card["parent"])
             else:
-                found.models.append(str(card["id"]))
-                found.roots[str(card["id"])] = card.get("root")
+                listing.models.append(str(card["id"]))
+                listing.roots[str(card["id"])] = card.get("root")
                 if card.get("max_model_len") is not None:
-                    found.length = whole_number(card["max_model_len"], 1)
-        return found
+                    listing.length = whole_number(card["max_model_len"], 1)
+        return listing
 
     @abstractmethod
     def tokenize(self, model: str, text: str) -> dict[str, Any]:
-        """The request to `/tokenize` for a text's tokens without special ones."""
+        """Return the request to `/tokenize` for a text's tokens without special ones."""
 
 
 class VLLM(ServerKind):
@@ -267,11 +264,11 @@ class VLLM(ServerKind):
     name, scores, echoes = "vllm", True, True
 
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
-        """The name of the adapter, or of the model."""
+        """Name the adapter, or the model."""
         return {"model": variant.name or model}
 
     def tokenize(self, model: str, text: str) -> dict[str, Any]:
-        """As the base class."""
+        """Return the request; see the base class."""
         return {"model": model, "prompt": text, "add_special_tokens": False}
 
 
@@ -281,7 +278,7 @@ class SGLang(VLLM):
     name, scores, echoes = "sglang", False, False
 
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
-        """`MODEL:ADAPTER`, or the model."""
+        """Name `MODEL:ADAPTER`, or the model."""
         return {"model": f"{model}:{variant.name}" if variant.name else model}
 
 
@@ -293,38 +290,35 @@ class LlamaCpp(ServerKind):
     settings = _COMMON
 
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
-        """A scale for every adapter that is loaded: 1 for those of the variant, 0 for all others.
+        """Give every loaded adapter a scale: 1 for those of the variant, 0 for all others.
 
         No part of a prompt may come from the server's cache, which finds it by its tokens, whatever adapter it was
         computed under.
         """
-        wanted: Sequence[str] = [variant.name] if variant.name in listing.numbers else variant.heads
-        for name in wanted:
+        names: Sequence[str] = [variant.name] if variant.name in listing.numbers else variant.heads
+        for name in names:
             if name not in listing.numbers:
-                raise InputError(_lacks(str(variant), listing.numbers))
-        scales = [{"id": number, "scale": int(name in wanted)} for name, number in listing.numbers.items()]
-        return {"model": model, "lora": sorted(scales, key=lambda one: one["id"]), "cache_prompt": False}
+                has = first_few(listing.numbers or ())
+                raise InputError(
+                    f"the server has no adapter {variant} (it has {has}); export it, and start the server with it"
+                )
+        scales = [{"id": number, "scale": int(name in names)} for name, number in listing.numbers.items()]
+        return {"model": model, "lora": sorted(scales, key=lambda scale: scale["id"]), "cache_prompt": False}
 
     def listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
-        """Adapters are files of folders that have the variants' names."""
-        found = super().listing(models, None)
-        for one in adapters or []:
-            path = re.split(r"[/\\]", str(one["path"]))
+        """Read what a server lists; adapters are files of folders that have the variants' names."""
+        listing = super().listing(models, None)
+        for adapter in adapters or []:
+            path = re.split(r"[/\\]", str(adapter["path"]))
             name = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
-            if name in found.numbers:
+            if name in listing.numbers:
                 raise InputError(f"the server has two adapters {name}; start it with one of them")
-            found.numbers[name] = whole_number(one["id"])
-        return found
+            listing.numbers[name] = whole_number(adapter["id"])
+        return listing
 
     def tokenize(self, model: str, text: str) -> dict[str, Any]:
-        """As the base class."""
+        """Return the request; see the base class."""
         return {"content": text, "add_special": False}
-
-
-def _lacks(name: str, known: Mapping[str, Any]) -> str:
-    return (
-        f"the server has no adapter {name} (it has {first_few(known or ())}); export it, and start the server with it"
-    )
 
 
 KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (VLLM(), SGLang(), LlamaCpp())}

@@ -6,26 +6,15 @@ request without an adapter may be answered under the last one's, another model h
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
-from operator import itemgetter
 from typing import Any
 
 from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.models.dispatch import Dispatcher, Gone, Job, Server
-from lmeval_prune.models.http_client import (
-    Failure,
-    Response,
-    log_probability,
-    read,
-    read_json,
-    send,
-    session,
-    whole_number,
-)
+from lmeval_prune.models.http_client import Connection, Failure, log_probability, read, read_json, whole_number
 from lmeval_prune.models.served import DENSE, Served, ServerKind
 
 logger = logging.getLogger(__name__)
@@ -37,71 +26,16 @@ LENGTH = 64  # tokens of it
 GENERATED = 12  # tokens, where a server does not score the prompt
 TOGETHER = 32  # adapters that are asked for at once
 SAME = 1e-5  # difference of log-probabilities below which two answers are one
-_THIS = "is it the server that `server=` says?"
 Signature = list[tuple[str, float]]  # tokens and their log-probabilities
 
 
-class Connection:
-    """Questions that are asked one by one, before there is any work.
-
-    Args:
-        headers: of each request.
-        verify: as aiohttp's `ssl`.
-        timeout: seconds for a request and its answer.
-    """
-
-    def __init__(self, headers: dict[str, str], verify: Any, timeout: float) -> None:
-        self.headers, self.verify, self.timeout = headers, verify, min(timeout, 60.0)
-
-    def get(self, url: str) -> Any:
-        """What is at an address, as JSON.
-
-        Raises:
-            InputError: nothing is, or it cannot be read.
-        """
-        try:
-            answer = self._ask("GET", url)
-        except Failure as error:
-            if not error.innocent:
-                raise InputError(f"{url} gives no whole answer ({error}); {_THIS}") from None
-            raise InputError(f"no server answers at {url} ({error}); start it, or give another base_url") from None
-        if answer.status in (401, 403):
-            raise InputError(f"{url} answers {answer.status}: give its key in OPENAI_API_KEY")
-        if answer.status != 200:
-            raise InputError(f"{url} answers {answer.status}; {_THIS}")
-        try:
-            return read_json(answer.body)
-        except Failure as error:
-            raise InputError(f"{url} does not answer with JSON, or {error}; {_THIS}") from None
-
-    def tokens(self, kind: ServerKind, url: str, model: str, text: str) -> list[int] | None:
-        """A text's tokens, without special ones, as the server makes them; None if it does not tell."""
-
-        def numbers(body: Any) -> list[int]:
-            return [whole_number(one["id"] if isinstance(one, dict) else one) for one in body["tokens"]]
-
-        try:
-            answer = self._ask("POST", f"{url}/tokenize", kind.tokenize(model, text))
-            found: list[int] | None = read(numbers, read_json(answer.body)) if answer.status == 200 else None
-        except Failure:
-            return None
-        return found
-
-    def _ask(self, method: str, url: str, content: Any = None) -> Response:
-        async def ask() -> Response:
-            async with session(self.headers, self.verify, self.timeout) as client:
-                return await send(client, method, url, content)
-
-        return asyncio.run(ask())
-
-
 def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
-    """The servers that are there, with what they have.
+    """Find the servers that are there, with what they have.
 
     Raises:
         InputError: none is, or one is not what it should be.
     """
-    found: list[Server] = []
+    servers: list[Server] = []
     missing: list[InputError] = []
     for url in urls:
         try:
@@ -111,180 +45,176 @@ def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list
             continue
         adapters = connection.get(f"{url}{kind.lists}") if kind.lists else None
         try:
-            found.append(Server(url, read(lambda pair: kind.listing(*pair), (models, adapters))))
+            servers.append(Server(url, read(lambda pair: kind.listing(*pair), (models, adapters))))
         except Failure:
             raise InputError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
-    if not found:
+    if not servers:
         raise missing[0]
-    for one in missing:
-        logger.warning("%s: the others do the work", one)
-    return found
+    for error in missing:
+        logger.warning("%s: the others do the work", error)
+    return servers
 
 
-def model_name(kind: ServerKind, servers: Sequence[Server], wanted: str | None) -> str:
-    """The unpruned model's name, which must be one on all servers.
+def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) -> str:
+    """Return the unpruned model's name, which must be one on all servers.
 
     Args:
         kind: of the servers.
         servers: see `reach`.
-        wanted: by the user, if he says so.
+        name: given by the user, or None.
 
     Raises:
         InputError: a server has another one, or several.
     """
     for server in servers:
-        has = server.listing.models
-        if wanted is None:
-            if len(has) != 1:
-                raise InputError(f"{server.url} has {len(has)} models ({first_few(has)}); name one with model=")
-            (wanted,) = has
-        elif wanted not in has and kind.lists is None:
+        models = server.listing.models
+        if name is None:
+            if len(models) != 1:
+                raise InputError(f"{server.url} has {len(models)} models ({first_few(models)}); name one with model=")
+            (name,) = models
+        elif name not in models and kind.lists is None:
             raise InputError(
-                f"{server.url} serves {first_few(has, 'no model')}, not {wanted}; another base model? Name it with "
-                f"model=, or start the server with --served-model-name {wanted}"
+                f"{server.url} serves {first_few(models, 'no model')}, not {name}; another base model? Name it with "
+                f"model=, or start the server with --served-model-name {name}"
             )
-        for name, parent in server.listing.parents.items():
-            if parent != wanted and parent in has:
-                raise InputError(f"{server.url}: adapter {name} belongs to {parent}, not to {wanted}")
-    assert wanted is not None
-    return wanted
+        for adapter, parent in server.listing.parents.items():
+            if parent != name and parent in models:
+                raise InputError(f"{server.url}: adapter {adapter} belongs to {parent}, not to {name}")
+    assert name is not None
+    return name
+
+
+def tokens_of(connection: Connection, kind: ServerKind, url: str, model: str, text: str) -> list[int] | None:
+    """Return a text's tokens, without special ones, as the server makes them; None if it does not tell."""
+
+    def numbers(body: Any) -> list[int]:
+        return [whole_number(token["id"] if isinstance(token, dict) else token) for token in body["tokens"]]
+
+    try:
+        response = connection.request("POST", f"{url}/tokenize", kind.tokenize(model, text))
+        tokens: list[int] | None = read(numbers, read_json(response.body)) if response.status == 200 else None
+    except Failure:
+        return None
+    return tokens
 
 
 class Probe:
-    """What is asked of each server.
+    """Questions to each server, and checks of their answers.
 
     Args:
         dispatcher: asks all of them.
         tokenizer: the model's.
-        connection: for what is no completion.
     """
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: Any, connection: Connection) -> None:
-        self.dispatcher, self.tokenizer, self.connection = dispatcher, tokenizer, connection
-        self.prompt: list[int] = list(tokenizer.encode(TEXT, add_special_tokens=False))[:LENGTH]
+    def __init__(self, dispatcher: Dispatcher, tokenizer: Any) -> None:
+        self.dispatcher, self.tokenizer = dispatcher, tokenizer
+        self.tokens: list[int] = list(tokenizer.encode(TEXT, add_special_tokens=False))
 
     def run(self, variants: Sequence[Served]) -> None:
-        """Ask every server about the model and these variants.
+        """Ask every server about the model and these variants; leave out servers that end meanwhile.
 
         Raises:
             InputError: a server does not serve what it should.
         """
-        pruned = [one for one in dict.fromkeys(variants) if one != DENSE]
+        pruned = [variant for variant in dict.fromkeys(variants) if variant != DENSE]
         left: list[Server] = []
         for server in self.dispatcher.servers:
             try:
-                self._one(server, pruned)
+                self._check(server, pruned)
                 left.append(server)
             except Gone as error:
-                if len(self.dispatcher.servers) == 1:
+                if not left and server is self.dispatcher.servers[-1]:
                     raise
                 logger.warning("%s; it is left out", error)
-                gone = error
-        if not left:
-            raise gone
         self.dispatcher.servers = left
 
-    def _one(self, server: Server, pruned: Sequence[Served]) -> None:
-        self._tokenizer(server)
-        again = self._asked(server, [DENSE] * 4, 1)
-        noise = max(SAME, 1.5 * max(distance(one, other) for one, other in combinations(again, 2)))
-        alone = dict(zip(pruned, self._asked(server, pruned, 1), strict=True))
-        for variant, found in alone.items():
-            if distance(found, again[0]) <= noise:
+    def _check(self, server: Server, pruned: Sequence[Served]) -> None:
+        self._check_tokenizer(server)
+        unpruned = self._signatures(server, [DENSE] * 4, 1)
+        noise = max(SAME, 1.5 * max(distance(*pair) for pair in combinations(unpruned, 2)))
+        alone = dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))
+        for variant, signature in alone.items():
+            if distance(signature, unpruned[0]) <= noise:
                 raise InputError(
                     f"{server.url} answers under {variant} as the unpruned model does: the adapter matches none of "
                     f"the modules that it adapts (vLLM: --lora-target-modules o_proj), or it is not applied"
                 )
-        for variant, other in _alike(alone, noise):
-            raise InputError(
-                f"{server.url} answers under {variant} as under {other}: two names of one adapter? Start it with the "
-                f"folders that `lmeval-prune export adapter` wrote"
-            )
-        self._together(server, {DENSE: again[0], **alone})
+        for (variant, signature), (other, same) in combinations(alone.items(), 2):
+            if distance(signature, same) <= noise:
+                raise InputError(
+                    f"{server.url} answers under {variant} as under {other}: two names of one adapter? Start it with "
+                    f"the folders that `lmeval-prune export adapter` wrote"
+                )
+        self._check_batch(server, {DENSE: unpruned[0], **alone})
 
-    def _tokenizer(self, server: Server) -> None:
-        theirs = self.connection.tokens(self.dispatcher.kind, server.url, self.dispatcher.model, TEXT)
-        ours = list(self.tokenizer.encode(TEXT, add_special_tokens=False))
-        if theirs is None:
+    def _check_tokenizer(self, server: Server) -> None:
+        dispatcher, count = self.dispatcher, len(self.tokens)
+        tokens = tokens_of(dispatcher.connection, dispatcher.kind, server.url, dispatcher.model, TEXT)
+        if tokens is None:
             logger.info("%s does not say how it makes tokens; not compared", server.url)
-        elif theirs != ours:
+        elif tokens != self.tokens:
             raise InputError(
-                f"{server.url} makes {len(theirs)} tokens of a text of which this tokenizer makes {len(ours)}"
-                f"{', other ones' if len(ours) == len(theirs) else ''}: another base model? Give tokenizer= of the "
-                f"model that is served"
+                f"{server.url} makes {len(tokens)} tokens of a text of which this tokenizer makes {count}"
+                f"{', other ones' if count == len(tokens) else ''}: another base model? Give tokenizer= of the model "
+                f"that is served"
             )
 
-    def _together(self, server: Server, alone: dict[Served, Signature]) -> None:
-        """Whether each variant stays itself in a batch with others.
+    def _check_batch(self, server: Server, alone: dict[Served, Signature]) -> None:
+        """Check that each variant stays itself in a batch with others.
 
         Answers are rounded otherwise in a batch: only one that is nearer to another variant by more than half of what
         separates the two is that other's, and only if this is more than the rounding.
         """
-        some = [one for one in alone if one != DENSE][:TOGETHER]
-        if not some:
+        pruned = [variant for variant in alone if variant != DENSE][:TOGETHER]
+        if not pruned:
             return
-        mixed = [each for variant in some for each in (variant, DENSE)]
-        answers = list(zip(mixed, self._asked(server, mixed, len(mixed)), strict=True))
-        same = [found for variant, found in answers if variant == DENSE]
-        rounding = min((distance(*pair) ** 2 for pair in combinations(same, 2)), default=0.0)
-        for variant, found in answers:
-            other = min((DENSE, *some), key=lambda one: distance(found, alone[one]))
+        mixed = [variant for each in pruned for variant in (each, DENSE)]
+        answers = list(zip(mixed, self._signatures(server, mixed, len(mixed)), strict=True))
+        unpruned = [signature for variant, signature in answers if variant == DENSE]
+        rounding = min((distance(*pair) ** 2 for pair in combinations(unpruned, 2)), default=0.0)
+        for variant, signature in answers:
+            nearness = {each: distance(signature, alone[each]) for each in (DENSE, *pruned)}
+            other = min(nearness, key=nearness.__getitem__)
             apart = distance(alone[other], alone[variant]) ** 2
-            if distance(found, alone[variant]) ** 2 - distance(found, alone[other]) ** 2 <= apart / 2:
+            if nearness[variant] ** 2 - nearness[other] ** 2 <= apart / 2 or apart <= 4 * rounding:
                 continue
-            if apart <= 4 * rounding:
-                continue  # the two cannot be told apart here
-            what = "the unpruned model's requests" if variant == DENSE else f"requests under {variant}"
+            requests = "the unpruned model's requests" if variant == DENSE else f"requests under {variant}"
             raise InputError(
-                f"{server.url} answers {what} under {other} when both are in one batch (vLLM on CPU does so without a "
-                f"spare slot): start it with a --max-loras one above the number of adapters, or leave dense out"
+                f"{server.url} answers {requests} under {other} when both are in one batch (vLLM on CPU does so "
+                f"without a spare slot): start it with a --max-loras one above the number of adapters, or leave dense "
+                f"out"
             )
 
-    def _asked(self, server: Server, variants: Sequence[Served], concurrent: int) -> list[Signature]:
-        """Signatures of one server's answers under each variant."""
-        settings: dict[str, Any] = {"prompt": self.prompt, "temperature": 0, **self.dispatcher.kind.telling}
-        if self.dispatcher.kind.scores:
-            settings |= {"max_tokens": 1, "echo": True}
-        else:
-            settings |= {"max_tokens": GENERATED}
-        jobs = [
-            Job("/v1/completions", lambda: settings, one, self._signature, "a question to try it") for one in variants
-        ]
+    def _signatures(self, server: Server, variants: Sequence[Served], concurrent: int) -> list[Signature]:
+        """Ask a server for its answers under variants."""
+        kind = self.dispatcher.kind
+        length = {"max_tokens": 1, "echo": True} if kind.scores else {"max_tokens": GENERATED}
+        payload = {"prompt": self.tokens[:LENGTH], "temperature": 0, **kind.telling, **length}
+        name = "a question to try it"
+        jobs = [Job("/v1/completions", lambda: payload, variant, self._signature, name) for variant in variants]
         return list(self.dispatcher.only(server, concurrent).all(jobs))
 
     def _signature(self, body: dict[str, Any]) -> Signature:
-        given = body["choices"][0]["logprobs"]
-        if "content" in given:  # as in chats
-            pairs = [(str(one["token"]), one["logprob"]) for one in given["content"]]
+        logprobs = body["choices"][0]["logprobs"]
+        if "content" in logprobs:  # as in chats
+            pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]
         else:
-            pairs = list(zip(map(str, given["tokens"]), given["token_logprobs"], strict=True))
+            pairs = list(zip(map(str, logprobs["tokens"]), logprobs["token_logprobs"], strict=True))
         if self.dispatcher.kind.scores:
             pairs = pairs[1:-1]  # the first has none, the last is generated
-        found = [(token, log_probability(value)) for token, value in pairs]
-        if not found:
+        if not pairs:
             raise Failure("it gives no log-probabilities")
-        return found
+        return [(token, log_probability(value)) for token, value in pairs]
 
 
-def _alike(found: dict[Served, Signature], noise: float) -> Iterator[tuple[Served, Served]]:
-    """Pairs of variants that answer alike; their means are alike, too."""
-    means = sorted(
-        ((sum(value for _, value in one) / len(one), each) for each, one in found.items()), key=itemgetter(0)
-    )
-    for place, (mean, variant) in enumerate(means):
-        for other_mean, other in means[place + 1 :]:
-            if other_mean - mean > noise:
-                break
-            if distance(found[variant], found[other]) <= noise:
-                yield variant, other
+def distance(first: Signature, second: Signature) -> float:
+    """Return the root mean square of the differences of log-probabilities.
 
-
-def distance(one: Signature, other: Signature) -> float:
-    """Root mean square of the differences of log-probabilities, up to the first token that differs, which counts 1."""
+    It ends with the first token that differs, which counts 1.
+    """
     squares = []
-    for (token, value), (its, theirs) in zip(one, other, strict=False):
-        if token != its:
-            squares.append(1.0)
+    for (token, value), (other, other_value) in zip(first, second, strict=False):
+        squares.append(1.0 if token != other else (value - other_value) ** 2)
+        if token != other:
             break
-        squares.append((value - theirs) ** 2)
     return math.sqrt(sum(squares) / len(squares))

@@ -1,4 +1,4 @@
-"""What `pruned-hf` asks of whoever decides under which heads the tries at a question are answered."""
+"""Interface of whatever chooses the heads under which the tries at a question are answered."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tries(ABC):
     @property
     @abstractmethod
     def pool(self) -> Sequence[str]:
-        """All names that an order may hold."""
+        """Return all names that an order may hold."""
 
     def prepare(self, requests: Sequence[Any]) -> None:  # noqa: B027 - most have nothing to get ready
         """Get ready for these requests of lm-eval's.
@@ -55,15 +55,15 @@ class Tries(ABC):
 
     @abstractmethod
     def order(self, request: Any) -> Sequence[str]:
-        """Names of the heads of a request's tries."""
+        """Return the names of the heads of a request's tries."""
 
     @property
     @abstractmethod
     def info(self) -> dict[str, Any]:
-        """For the results file."""
+        """Return a description for the results file."""
 
     def head(self, request: Any, repeat: int) -> str:
-        """The head of a request's try; copies beyond its tries (padding of ranks) begin again."""
+        """Return the head of a request's try; copies beyond its tries (padding of ranks) begin again."""
         return self.order(request)[repeat % request.repeats]
 
 
@@ -80,14 +80,14 @@ class InTurn(Tries):
 
     @property
     def pool(self) -> Sequence[str]:
-        """Its members."""
+        """Return its members."""
         return self._pool
 
     def order(self, request: Any) -> Sequence[str]:
-        """The pool."""
+        """Return the pool."""
         return self._pool
 
     @property
     def info(self) -> dict[str, Any]:
-        """The pool."""
+        """Return the pool."""
         return {"source": "in turn", "decoding": "greedy", "pool": self._pool}

@@ -31,7 +31,7 @@ def keep_apart(database: Any, lm: Any) -> None:
         )
     model = ref(lm)
     digests: dict[str, str] = {}
-    made: set[str] = set()
+    tables: set[str] = set()
 
     def tablename(self: Any) -> str:
         lm: Any = model()
@@ -39,10 +39,10 @@ def keep_apart(database: Any, lm: Any) -> None:
         if applied not in digests:
             digests[applied] = digest([lm.identity, applied, code_versions()])
         table = f"lmeval_prune_{digests[applied]}"
-        if table not in made:
+        if table not in tables:
             self.conn.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key TEXT PRIMARY KEY, value BLOB)')
             self.conn.commit()
-            made.add(table)
+            tables.add(table)
         return table
 
     database.__class__ = type("Tables", (type(database),), {"tablename": property(tablename)})

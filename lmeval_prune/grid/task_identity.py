@@ -1,0 +1,193 @@
+"""What a task's prompts and scores depend on: its configuration, its questions and exemplars, and its code."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from modulefinder import ModuleFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.evaluator_utils import get_sample_size
+from transformers import GenerationConfig
+
+from lmeval_prune import scoring, tasks
+from lmeval_prune.artefacts import content_digest, digest
+from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.models import generation
+from lmeval_prune.tasks.named import load_tasks
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+    from lmeval_prune.grid.configuration import GridTask
+
+# fields of a task's configuration that say where its data is (the questions themselves count), and names
+IGNORED_FIELDS = {
+    *("dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "metadata", "tag", "group", "task_alias"),
+    *("training_split", "validation_split", "test_split", "fewshot_split"),
+}
+LM_EVAL_GENERATION_SETTINGS = ("max_gen_toks", "max_tokens", "max_completion_tokens", "until")
+
+
+@dataclass(frozen=True)
+class TaskIdentity:
+    """A task, or the tasks of a group, as far as prompts and scores depend on them.
+
+    Attributes:
+        content: JSON value by the names of tasks.
+        draws: whether exemplars or answers are drawn.
+        samples: whether answers are sampled.
+    """
+
+    content: dict[str, Any]
+    draws: bool
+    samples: bool
+
+    @classmethod
+    def of(cls, manager: TaskManager, grid_task: GridTask) -> TaskIdentity:
+        """Load a task and identify it.
+
+        Raises:
+            InputError: there is no such task, or it lacks the metric, or a setting of generation is unknown.
+        """
+        content: dict[str, Any] = {}
+        draws = samples = False
+        for name, task in sorted(load_tasks(manager, [grid_task.task]).items()):
+            _configure(task, grid_task)
+            _check(name, task, grid_task)
+            config = task.dump_config()
+            shots = task.get_config("num_fewshot") or 0
+            generates = task.get_config("output_type") == "generate_until"
+            samples |= generates and generation.samples(config["generation_kwargs"])
+            draws |= samples or bool(shots)
+            exemplars = list(task.fewshot_docs()) if shots else []
+            questions = list(_first(task.eval_docs, get_sample_size(task, grid_task.limit)))
+            content[name] = {
+                "class": f"{type(task).__module__}.{type(task).__qualname__}",
+                "version": str((config.get("metadata") or {}).get("version", "")),
+                "config": _digest({key: value for key, value in config.items() if key not in IGNORED_FIELDS}),
+                "code": code_digest(
+                    task, {key: value for key, value in vars(task.config).items() if key not in IGNORED_FIELDS}
+                ),
+                "questions": _digest([*questions, *_built(task, questions)]),
+                "exemplars": _digest([*exemplars, *_built(task, exemplars)]),
+            }
+        return cls(content, draws, samples)
+
+
+def _configure(task: Any, grid_task: GridTask) -> None:
+    """Change a task's configuration as `simple_evaluate` does."""
+    if grid_task.gen_kwargs and task.get_config("output_type") == "generate_until":
+        task.set_config(key="generation_kwargs", value=dict(grid_task.gen_kwargs), update=True)
+    shots = task.get_config("num_fewshot")
+    if grid_task.num_fewshot is not None and shots != 0:
+        task.set_config(key="num_fewshot", value=grid_task.num_fewshot)
+    elif shots is None:
+        task.set_config(key="num_fewshot", value=0)
+
+
+def _check(name: str, task: Any, grid_task: GridTask) -> None:
+    metric, _, filter_name = (grid_task.metric or "").partition(",")
+    metrics = list(task.aggregation())
+    if metric and metric not in metrics:
+        raise InputError(f"{name} has no metric {metric!r}{nearest(metric, metrics)}; it has {', '.join(metrics)}")
+    filters = [each.name for each in getattr(task, "_filters", ())]
+    if filter_name and filters and filter_name not in filters:
+        hint = nearest(filter_name, filters)
+        raise InputError(f"{name} has no filter {filter_name!r}{hint}; it has {', '.join(filters)}")
+    known = [*LM_EVAL_GENERATION_SETTINGS, *GenerationConfig().to_dict()]
+    for setting in grid_task.gen_kwargs:
+        if setting not in known:
+            raise InputError(f"gen_kwargs: there is no setting {setting!r}{nearest(setting, known)}; leave it out")
+
+
+def _built(task: Any, docs: list[Any]) -> list[Any]:
+    """Build each question's prompt, target and choices."""
+    names = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if task.get_config("doc_to_choice") else [])]
+    state = random.getstate()
+    try:
+        random.seed(0)  # what is drawn belongs to the evaluation
+        return [_part(getattr(task, name), doc) for doc in docs for name in names]
+    finally:
+        random.setstate(state)
+
+
+def _part(build: Callable[[Any], Any], doc: Any) -> Any:
+    try:
+        return build(doc)
+    except Exception as error:  # some kinds of tasks lack a part
+        return type(error).__name__
+
+
+def _first(values: Any, count: int | None) -> Iterator[Any]:
+    for index in range(len(values) if count is None else min(count, len(values))):
+        yield values[index]
+
+
+def _digest(value: Any) -> str:
+    return digest(json.loads(json.dumps(value, default=_named)))
+
+
+def _named(value: Any) -> str:
+    """Name a value that is no JSON, without the address at which it is."""
+    kind = type(value) if type(value).__str__ is object.__str__ else None
+    return getattr(value, "__qualname__", None) or (kind.__qualname__ if kind else str(value))
+
+
+# ---------------------------------------------------------------------- code
+
+
+def code_digest(task: Any, settings: dict[str, Any]) -> str:
+    """Return a digest of a task's code, wherever its folder is.
+
+    It covers the files of its functions and classes and what these import from beside them; and where they import from
+    this package, the code of all its tasks and its scoring with its word lists. Other packages count by their versions.
+
+    Args:
+        task: of lm-eval's.
+        settings: its configuration, with functions among the values.
+    """
+    classes = [kind for kind in type(task).__mro__ if not _is_harness(kind.__module__)]
+    sources = {path for each in [*_callables(settings), *classes] if (path := _source(each))}
+    files = set().union(*(_with_imports(path, path.stat().st_mtime_ns) for path in sources))
+    return digest(sorted([path.name, content_digest(path)] for path in files))
+
+
+def _is_harness(module: str) -> bool:
+    return module == "builtins" or (module.startswith("lm_eval.") and not module.startswith("lm_eval.tasks."))
+
+
+def _callables(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _callables(item)
+    elif callable(value):
+        yield inspect.unwrap(getattr(value, "func", value))
+
+
+def _source(value: Any) -> Path | None:
+    """Return the file of a function, a class, or an object's class."""
+    try:
+        path = Path(inspect.getfile(value)).resolve()
+    except TypeError:  # built in, or an object that can be called
+        return None if isinstance(value, type) else _source(type(value))
+    return path if path.is_file() else None
+
+
+@cache
+def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
+    """Return a file, those that it imports, and word lists beside them."""
+    finder = ModuleFinder(path=[str(path.parent)])
+    finder.run_script(str(path))
+    modules: list[Any] = list(finder.modules.values())
+    files = {Path(module.__file__).resolve() for module in modules if module.__file__}
+    if any(name.partition(".")[0] == "lmeval_prune" for name in finder.badmodules):  # not beside the file
+        roots = [Path(root) for package in (scoring, tasks) for root in package.__path__]
+        files |= {file for root in roots for file in root.rglob("*.py")}
+    words = {words for folder in {file.parent for file in files} for words in folder.glob("words/*.yaml")}
+    return frozenset(files | words)

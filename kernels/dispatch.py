@@ -76,9 +76,3 @@ def too_wide(*widths: int) -> str | None:
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Launch kernels inside the block where a tensor is."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Return how many programs a device runs side by side, at least."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

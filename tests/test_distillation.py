@@ -812,6 +812,17 @@ def test_an_older_host_draws_its_validation_split_again(
     assert seen == host_of(athena).seen(dense.output)
 
 
+def test_a_host_with_options_of_another_version_is_one_line(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
+) -> None:
+    model = checkpoint.read(dense.output)
+    model.about["options"] |= {"momentum": 0.9}
+    checkpoint.write(model, tmp_path / "newer")
+    with pytest.raises(InputError, match=r"athena\.json has no setting 'momentum'") as raised:
+        distill(replace(athena, pretrained=str(tmp_path / "newer")))
+    assert "\n" not in str(raised.value)
+
+
 def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:
     for changes in ({"validation": 0.4}, {"limit": 12}):
         with pytest.raises(InputError, match=r"of the \d+ validation problems"):

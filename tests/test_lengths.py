@@ -156,6 +156,7 @@ def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path, capsys: 
     assert "answers: 3 tokens on average, 100% cut off by max_gen_toks" in out and "sweep again" in out
 
 
+@pytest.mark.long
 def test_a_grid_says_it(tiny_folder: Path, tmp_path: Path) -> None:
     tasks = [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 4}}, "prune_tiny_choice"]
     given = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=tasks)

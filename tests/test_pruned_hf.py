@@ -485,7 +485,7 @@ def test_missing_demo_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 # --------------------------------------------------------------------------- engine=batched
 
 
-@pytest.mark.parametrize("heads", [None, HEADS])
+@pytest.mark.parametrize("heads", [pytest.param(None, marks=pytest.mark.long), HEADS])
 def test_the_engine_gives_the_same_texts(tiny_folder: Path, heads: str | None) -> None:
     """Several stops, lengths and a prompt that must be cut; in the order of the requests."""
     long = "word " * 120

@@ -80,7 +80,7 @@ def test_what_is_always_pruned_joins_the_head_of_a_try(tiny_folder: Path) -> Non
             assert evaluate(served(tiny_folder, stub, **arguments)) == expected
 
 
-@pytest.mark.parametrize("heads", [None, "L0H1+L1H2"])
+@pytest.mark.parametrize("heads", [pytest.param(None, marks=pytest.mark.long), "L0H1+L1H2"])
 def test_given_texts_are_scored_as_pruned_hf_scores_them(tiny_folder: Path, tmp_path: Path, heads: str | None) -> None:
     hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads=heads)
     with Stub(tiny_folder, ("L0H1+L1H2",)) as stub:

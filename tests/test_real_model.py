@@ -56,14 +56,14 @@ def test_console_command_end_to_end(folder: str, tmp_path: Path) -> None:
         "--model_args",
         "pretrained=smollm2-135m,heads=L5H3+L15H0",
         "--limit",
-        "4",
+        "2",
         "--batch_size",
         "4",
     ]
     command += [
         "--apply_chat_template",
         "--gen_kwargs",
-        "max_gen_toks=24",
+        "max_gen_toks=8",
         "--output_path",
         str(tmp_path / "out"),
     ]
@@ -78,6 +78,7 @@ def test_console_command_end_to_end(folder: str, tmp_path: Path) -> None:
     assert set(results["results"]) >= {"prune_tiny_choice", "prune_tiny_words"}
 
 
+@pytest.mark.long
 def test_gguf_file_is_loaded_dequantised_and_can_be_saved(tmp_path: Path, folder: str) -> None:
     from lmeval_prune.architectures import weights_fingerprint
     from lmeval_prune.models.pruned_hf import PrunedHFLM

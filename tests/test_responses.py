@@ -159,7 +159,9 @@ def test_going_on_with_samples_draws_new_ones(tiny_folder: Path, tmp_path: Path)
     assert rest[:3] == half and len(set(rest)) == len(set(whole)) == 6
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, "auto"])
+@pytest.mark.parametrize(
+    "batch_size", [pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), "auto"]
+)
 def test_a_killed_sampled_run_ends_as_one_that_was_not(
     tiny_folder: Path, tmp_path: Path, batch_size: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +238,7 @@ def test_arguments_that_lm_eval_reports_twice(stored: bool, tiny_folder: Path, t
 
 
 def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path) -> None:
-    lm = model(tiny_folder, responses=str(tmp_path / "s"), batch_size="auto:4", max_batch_size=2, max_length=64)
+    lm = model(tiny_folder, responses=str(tmp_path / "s"), batch_size="auto:4", max_batch_size=2, max_length=48)
     expected = [v for v, _ in model(tiny_folder).loglikelihood(requests("loglikelihood"))]
     lm.loglikelihood(requests("loglikelihood")[:-2])
     assert [v for v, _ in lm.loglikelihood(requests("loglikelihood"))] == pytest.approx(expected, abs=1e-9)
@@ -247,10 +249,11 @@ def test_both_kinds_of_store_at_once_are_refused(tiny_folder: Path, tmp_path: Pa
         CachingLM(model(tiny_folder, responses=str(tmp_path / "s")), str(tmp_path / "cache.db"))
 
 
-def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trials", [10, pytest.param(30, marks=pytest.mark.long)])
+def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Path, trials: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    for trial in range(30):
+    for trial in range(trials):
         with ThreadPoolExecutor(4) as threads:
             stores = list(threads.map(lambda rank, trial=trial: AnswerStore(tmp_path / str(trial), rank), range(4)))
         with pytest.raises(InputError, match="another run is writing"):

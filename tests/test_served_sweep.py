@@ -162,6 +162,7 @@ def test_the_command(tiny_folder: Path, adapters: Path, tmp_path: Path, capsys: 
     assert "no server answers at" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lmeval_prune.kernels.dispatch import INTERPRETED, processors
+from lmeval_prune.kernels.dispatch import INTERPRETED
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 KEYS_A_SPLIT = 256  # at least; shorter rows are not shared among programs
@@ -218,5 +218,7 @@ def decode(
 
 def _splits(programs: int, keys: int, device: torch.device) -> int:
     """Choose a power of two that gives each processor two programs, if there are enough keys."""
-    splits = min(2 * processors(device) // programs, triton.cdiv(keys, KEYS_A_SPLIT), MOST_SPLITS)
+    is_gpu = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+    splits = min(2 * processors // programs, triton.cdiv(keys, KEYS_A_SPLIT), MOST_SPLITS)
     return 1 << (splits.bit_length() - 1) if splits > 1 else 1

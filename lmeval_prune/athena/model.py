@@ -169,7 +169,7 @@ class Thinking:
 
 
 class Athena(nn.Module):
-    """The host model: a head part over a stock transformers encoder.
+    """ATHENA as a module: a head part over a stock transformers encoder.
 
     Attributes:
         about: training options, losses and questions, as `athena.json` has them.

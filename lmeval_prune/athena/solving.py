@@ -1,4 +1,4 @@
-"""The search for answers: likely thoughts are kept until one seems to be the answer, or no new one comes."""
+"""Search for answers: likely thoughts are kept until one seems to be the answer, or no new one comes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmeval_prune.athena.thoughts import Candidate, Expansion, Thought
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of a search.
+    """Result of a search.
 
     Attributes:
         thought: the answer; None of a problem without numbers and constants.
@@ -32,7 +32,7 @@ class Solution:
 
 
 class Search:
-    """The search for the answer of one problem.
+    """Search for the answer of a problem.
 
     Attributes:
         answers, rows: of the kept thoughts the logits of `answer`, and the rows in the model's state.

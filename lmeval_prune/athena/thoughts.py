@@ -1,4 +1,4 @@
-"""The thoughts of ATHENA: expressions up to the order of sums and products, and the schedule that expands them.
+"""Thoughts of ATHENA: expressions up to the order of sums and products, and the schedule that expands them.
 
 A thought is a tuple that can be hashed and sorted: `("num", 0)`, `("con", "1")`, `("neg", t)`, `("inv", t)`,
 `("root", t)`, `("halve", t)`, `("add", t, …)`, `("mul", t, …)`. Sums and products are flat and in order, so that equal
@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
 
 
 class Expansion:
-    """The candidate thoughts of a problem, step by step.
+    """Candidate thoughts of a problem, step by step.
 
     Step 0 offers the leaves; odd steps transform, even ones merge. Each uses at least one thought that was kept since
     the last step of its kind, offers no thought that is kept already, and none twice.
@@ -94,7 +94,7 @@ class Expansion:
 
 
 class LabelledStep(NamedTuple):
-    """The candidates of a step, and for each whether it leads to the equation."""
+    """Candidates of a step, and for each whether it leads to the equation."""
 
     candidates: list[Candidate]
     labels: list[bool]

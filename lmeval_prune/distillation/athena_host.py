@@ -93,7 +93,7 @@ class AthenaHost(Host):
     def _trained_with(self, options: Mapping[str, Any], **changes: Any) -> TrainOptions:
         """Return the options of a host's training, with changes."""
         fixed = {"output": self.options.output, "data_dir": self.options.data_dir, "patience": 0}
-        return TrainOptions(**{**options, **changes, **fixed})
+        return TrainOptions.from_dict({**options, **changes, **fixed}, f"options in {checkpoint.SETTINGS}")
 
     @override
     def examples(self) -> TrainingExamples:

@@ -100,7 +100,7 @@ class Host(ABC):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's."""
+        """Tokenizer of the model."""
         return self.tokenizer_of(self.options.pretrained)
 
     def tokenizer_of(self, folder: str) -> Any:

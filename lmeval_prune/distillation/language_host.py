@@ -60,7 +60,7 @@ class LanguageHost(Host):
 
     @cached_property
     def task(self) -> Any:
-        """The task of lm-eval whose training problems are learned."""
+        """Task of lm-eval whose training problems are learned."""
         metadata = {"data_dir": self.options.data_dir} if self.options.data_dir else {}
         return load_task(task_manager(metadata), self.task_name)
 

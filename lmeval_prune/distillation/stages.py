@@ -1,4 +1,4 @@
-"""What a stage removes: the schedule in heads and channels, by scores that are taken anew."""
+"""Pruning of a stage: its share of the schedule in heads and channels, by scores of the model that is left."""
 
 from __future__ import annotations
 

@@ -38,6 +38,12 @@ class SlotMemory(Memory):
 
     totals: torch.Tensor
 
+    @classmethod
+    def fresh_slots(cls, slots: int, call: AttentionCall, totals: torch.Tensor) -> SlotMemory:
+        """Return the memory of new sequences for the keys and values of a call."""
+        memory = Memory.fresh(slots, call.key, call.value)
+        return cls(memory.begun, memory.anchor_key, memory.anchor_value, memory.states, totals)
+
     def begin(self, slots: Sequence[int]) -> None:
         """Forget the sequences that were in these slots."""
         rows = list(slots)
@@ -201,9 +207,7 @@ class FilteredAttention:
         self, call: AttentionCall, store: Store, totals: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Do the same for packed sequences, whose keys and values the store holds."""
-        memory = store.state(
-            call, self, lambda: SlotMemory(*Memory.fresh(store.count, call.key, call.value).tensors, totals)
-        )
+        memory = store.state(call, self, lambda: SlotMemory.fresh_slots(store.count, call, totals))
         parts, start = [], 0
         for count, sequences in groupby(zip(store.packed.slots, store.packed.counts, strict=True), key=itemgetter(1)):
             slots = torch.tensor([slot for slot, _ in sequences], device=call.key.device)
@@ -292,13 +296,13 @@ def _decode(call: AttentionCall, cache: FilteredLayer, absent: torch.Tensor) -> 
 
 
 def _serves(call: AttentionCall) -> bool:
-    """Whether the decode kernel knows all options of this attention."""
+    """Return whether the decode kernel knows all options of this attention."""
     options = {name for name, value in call.options.items() if value is not None and value is not False}
     return options - ({"dropout"} if call.options.get("dropout") == 0 else set()) <= KERNEL_OPTIONS
 
 
 def _both(condition: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """Where both are true; None is true everywhere."""
+    """Join two conditions; None is true everywhere."""
     return condition if other is None else condition & other
 
 

@@ -156,7 +156,7 @@ class ResumableTrainer(Trainer):
         Returns:
             `best_epoch`, and the rows of the `log` with losses.
         """
-        self.train(resume_from_checkpoint=last_checkpoint(Path(self.args.output_dir)))
+        self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
         best = self.state.best_global_step or self.state.global_step
         return {
             "best_epoch": round(best / self.state.max_steps * self.args.num_train_epochs, 2),

@@ -145,11 +145,15 @@ def _with_recipe(
     _check_names(parser, command, typed_names, either, "")
     replaced = {*typed_names, *either} if set(either) & set(typed_names) else set(typed_names)
     recipe = {name: value for name, value in recipe.items() if name not in replaced and value is not None}
+    _check_required(parser, command, {*typed_names, *recipe})
+    return [*(word for name, value in recipe.items() for word in _spelled(name, value, parser.repeated)), *rest]
+
+
+def _check_required(parser: Parser, command: str, names: set[str]) -> None:
     required = [action.dest for action in parser._actions if action.required]
-    missing = [f"--{name}" for name in required if name not in {*typed_names, *recipe}]
+    missing = [f"--{name}" for name in required if name not in names]
     if missing:
         raise InputError(f"{command} needs {', '.join(missing)} (or a --config that has them)")
-    return [*(word for name, value in recipe.items() for word in _spelled(name, value, parser.repeated)), *rest]
 
 
 def _check_names(parser: Parser, command: str, names: Iterable[str], either: Sequence[str], source: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 # Order of the rows in a projection that computes queries, keys and values at once: (part, index, heads, kv_heads,
 # dim) -> first row of that query head (part "q") or key-value head ("k", "v"); the dim rows from there are its own.
@@ -87,7 +88,7 @@ class Family:
 
 
 def _fused(
-    layer: str, attention: str, output: str, projection: str, order: Fused, names: FeedForwardNames, **more: str
+    layer: str, attention: str, output: str, projection: str, order: Fused, names: FeedForwardNames, **more: Any
 ) -> Family:
     """Describe a family whose queries, keys and values come from one projection."""
     family = Family(layer, attention, output, query=projection, key=projection, value=projection, fused=order)

@@ -1,4 +1,4 @@
-"""What is applied to a model, kept on the model itself, and what would go wrong beside it without a word.
+"""Interventions on a model: recorded on the model itself, and protected from what would silently undo them.
 
 While anything is applied, the `forward` of each module that is changed, or holds one that is, is a checked one. It runs
 eagerly, since compiled code does not see hooks and what is compiled meanwhile would keep them; and it refuses to run
@@ -30,7 +30,7 @@ Parents = Mapping[nn.Module, tuple[nn.Module, str] | None]  # of each module of 
 
 
 class Attachable(Protocol):
-    """An intervention, as far as it matters here."""
+    """An intervention, as far as this module knows it."""
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Change the model, and leave in `stack` whatever undoes the change."""
@@ -60,7 +60,7 @@ class _Record:
         self.modules: set[nn.Module] = set()
 
     def add(self, entry: _Entry, changed: set[nn.Module]) -> None:
-        """Take in an intervention that changes these modules."""
+        """Record an intervention that changes these modules."""
         self.entries.append(entry)
         _LIVE.add(self)
         for module in changed.union(entry.links) - self.modules:
@@ -69,12 +69,12 @@ class _Record:
         self._update(entry)
         for module in entry.links:
             if module not in self.forwards:
-                own = vars(module).get("forward")  # another library's, if any
-                vars(module)["forward"] = checked = _checked_forward(module, own)
-                self.forwards[module] = checked, own
+                previous = vars(module).get("forward")  # another library's, if any
+                vars(module)["forward"] = checked = _checked_forward(module, previous)
+                self.forwards[module] = checked, previous
 
     def remove(self, entry: _Entry) -> None:
-        """Forget an intervention, if it was taken in."""
+        """Forget an intervention, if it was recorded."""
         if entry not in self.entries:
             return
         self.entries.remove(entry)
@@ -82,10 +82,10 @@ class _Record:
         if self.entries:
             return
         _LIVE.discard(self)
-        for module, (checked, own) in self.forwards.items():
+        for module, (checked, previous) in self.forwards.items():
             if vars(module).get("forward") is checked:
                 del vars(module)["forward"]
-                vars(module).update({"forward": own} if own else {})
+                vars(module).update({"forward": previous} if previous else {})
         for module in self.modules:
             del vars(module)[_ATTRIBUTE]
 
@@ -136,19 +136,19 @@ class _Record:
 _LIVE: set[_Record] = set()
 
 
-def _checked_forward(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A module's `forward`, run eagerly, if nothing that is changed in it is missing.
+def _checked_forward(module: nn.Module, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a module's `forward` that runs eagerly, and refuses to run without a changed module in it.
 
-    Code that was compiled for the module's own is not run: Dynamo guards on whether an instance has a `forward`.
+    Code that was compiled for the class's `forward` is not run: Dynamo guards on whether an instance has one.
     """
-    if own is None:
+    if previous is None:
         return MethodType(_checked(type(module).forward), module)
 
     @torch.compiler.disable
-    @wraps(own)
+    @wraps(previous)
     def checked(*args: Any, **kwargs: Any) -> Any:
         _check(module)
-        return own(*args, **kwargs)
+        return previous(*args, **kwargs)
 
     return checked
 
@@ -170,11 +170,11 @@ def _check(module: nn.Module) -> None:
 
 
 @contextmanager
-def attached(one: Attachable, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
+def attached(intervention: Attachable, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
     """Attach an intervention that fits a model inside a block, and record it.
 
     Args:
-        one: the intervention, resolved for the model.
+        intervention: resolved for the model.
         model_map: of the model.
         any_thread: other threads may apply more inside the block.
 
@@ -184,21 +184,21 @@ def attached(one: Attachable, model_map: ModelMap, any_thread: bool) -> Iterator
     stack = ExitStack()
     try:
         with _LOCK:
-            _attach(one, model_map, None if any_thread else current_thread(), stack)
+            _attach(intervention, model_map, None if any_thread else current_thread(), stack)
         yield
     finally:
         with _LOCK:
             stack.close()
 
 
-def _attach(one: Attachable, model_map: ModelMap, thread: Thread | None, stack: ExitStack) -> None:
+def _attach(intervention: Attachable, model_map: ModelMap, thread: Thread | None, stack: ExitStack) -> None:
     record = _record_on(model_map.model) or _Record()
     record.check_thread()
     parents = _parents_in(model_map.model)
     before = _hooks_in(parents)
-    entry = _Entry(one, thread)
+    entry = _Entry(intervention, thread)
     stack.callback(record.remove, entry)  # after the model's own `forward`s are back
-    one.attach(model_map, stack)
+    intervention.attach(model_map, stack)
     changed = {module for module, hooks in _hooks_in(parents).items() if hooks != before.get(module)}
     changed = changed or {layer.module for layer in model_map.attention}  # it answers their attention calls
     entry.links = _links_to(changed, parents, model_map.model)
@@ -225,7 +225,7 @@ def _parents_in(model: nn.Module) -> Parents:
 
 
 def _links_to(changed: set[nn.Module], parents: Parents, model: nn.Module) -> dict[nn.Module, list[Link]]:
-    """The ways to some modules, by the module whose `forward` goes there; the model itself is always among these."""
+    """Return the ways to some modules, by the module whose `forward` goes there, and of the model itself."""
     links: dict[nn.Module, list[Link]] = {model: []}
     known = {model}
     for module in changed:
@@ -245,6 +245,6 @@ def _record_on(model: nn.Module) -> _Record | None:
 
 
 def applied_on(model: nn.Module) -> list[Any]:
-    """What is applied to a model, or to what it wraps, at the moment, in the order in which it was applied."""
+    """Return what is applied to a model, or to what it wraps, in the order in which it was applied."""
     record = _record_on(model)
     return [entry.intervention for entry in record.entries] if record else []

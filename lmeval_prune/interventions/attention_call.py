@@ -1,4 +1,4 @@
-"""The one attention function that we register with transformers.
+"""Attention calls: the function that is registered with transformers, and what stands before and behind it.
 
 Whatever needs queries, keys and values after rotary embedding goes through it: *handlers* stand in front of a layer's
 attention (a token filter, a probe of its entropy), the last one put in first; behind them, in place of the attention
@@ -23,8 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
 
-NAME = "lmeval_prune"  # ours among transformers' attention functions; masks are the store's business
-IN_FRONT = ("sdpa", "eager")  # implementations that handlers can stand in front of
+NAME = "lmeval_prune"  # among transformers' attention functions; masks are the store's business
+WRAPPABLE = ("sdpa", "eager")  # implementations that handlers can stand in front of
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -35,7 +35,7 @@ class UnsupportedAttention(Exception):  # noqa: N818 - a reason to fall back, no
 
 @dataclass(frozen=True)
 class Packed:
-    """Whose the tokens of a packed batch (1, tokens) are: sequence after sequence.
+    """Sequences of a packed batch (1, tokens), one after another.
 
     Attributes:
         slots: of each sequence, where a store has it.
@@ -49,19 +49,19 @@ class Packed:
 
 
 class SlotState(Protocol):
-    """What a handler remembers of the sequences in a store, slot by slot; it moves with them."""
+    """Memory of a handler about the sequences in a store, slot by slot; it moves with them."""
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Other sequences begin there."""
+        """Begin other sequences there."""
 
     def move(self, source: int, target: int) -> None:
-        """A sequence goes to another slot."""
+        """Move a sequence to another slot."""
 
     def take(self, slot: int) -> Any:
-        """A copy of what is remembered of a sequence."""
+        """Return a copy of what is remembered of a sequence."""
 
     def put(self, slot: int, taken: Any) -> None:
-        """Another sequence goes on from there."""
+        """Let another sequence go on from a copy."""
 
 
 State = TypeVar("State", bound=SlotState)
@@ -79,15 +79,15 @@ class Store(Protocol):
     packed: Packed
 
     def attend(self, call: AttentionCall) -> Attended:
-        """The attention of new tokens, whose keys and values are stored."""
+        """Compute the attention of new tokens, and store their keys and values."""
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
-        """What `owner` remembers in a layer, made when first asked for; what begins in this pass is told to begin."""
+        """Return the memory of `owner` in a layer, made at first use; what begins in this pass is told to begin."""
 
 
 @dataclass
 class AttentionCall:
-    """What an attention module asks for.
+    """A call of an attention module.
 
     Attributes:
         layer: whose attention it is.
@@ -120,7 +120,7 @@ Handler = Callable[[AttentionCall, Attend], Attended]
 
 @dataclass
 class _Wiring:
-    """What a model's attention modules are made to call."""
+    """Handlers and stores that a model's attention modules call."""
 
     originals: list[tuple[Any, str]]  # configurations, and the implementations that they named
     handlers: list[Handler] = field(default_factory=list)
@@ -170,42 +170,48 @@ def check_attention_calls(model_map: ModelMap) -> None:
     if not type(model)._can_set_attn_implementation():
         raise InputError(f"{model_map.model_type} models do not compute attention through transformers' interface")
     implementation = model.config._attn_implementation
-    if implementation not in (NAME, *IN_FRONT, *map(_in_front, IN_FRONT)):
-        raise InputError(f"attn_implementation={implementation} cannot be intercepted; use {' or '.join(IN_FRONT)}")
+    if implementation not in (NAME, *WRAPPABLE, *map(_in_front, WRAPPABLE)):
+        raise InputError(f"attn_implementation={implementation} cannot be intercepted; use {' or '.join(WRAPPABLE)}")
 
 
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
     """Let a model compute its attention by its plain formula inside the block, and give out its weights if asked."""
-    configs = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
-    named = [(one, one._attn_implementation) for one in configs.values() if hasattr(one, "_attn_implementation")]
+    implementations = [(config, config._attn_implementation) for config in _configs_of(model)]
     try:
-        for config, _ in named:
+        for config, _ in implementations:
             config._attn_implementation = "eager"
         yield
     finally:
-        for config, implementation in named:
+        for config, implementation in implementations:
             config._attn_implementation = implementation
 
 
+def _configs_of(model: nn.Module) -> list[Any]:
+    """Return the configurations of a model's modules that name an attention implementation, each once."""
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+
+
 def _wiring_of(model_map: ModelMap) -> _Wiring:
-    """What the model is wired to already, or a new wiring of all its modules.
+    """Return the wiring of a model, or a new one of all its modules.
 
     Raises:
         InputError: another model with the same configuration object is wired.
     """
-    if found := _WIRED.get(model_map.attention[0].module):
-        return found[0]
-    configs = {id(module.config): module.config for module in model_map.model.modules() if hasattr(module, "config")}
-    named = [config for config in configs.values() if hasattr(config, "_attn_implementation")]
-    for other, _ in list(_WIRED.values()):
-        if any(config is mine for config, _ in other.originals for mine in named):
-            raise InputError(
-                "another model with the same configuration object has its attention handled at the moment; build this "
-                "one with a copy of the configuration (copy.deepcopy)"
-            )
-    # one copied inside such a block was copied with our name
-    wiring = _Wiring([(config, config._attn_implementation.removeprefix(f"{NAME}_")) for config in named])
+    if entry := _WIRED.get(model_map.attention[0].module):
+        return entry[0]
+    configs = _configs_of(model_map.model)
+    wired = {id(config) for wiring, _ in list(_WIRED.values()) for config, _ in wiring.originals}
+    if wired & set(map(id, configs)):
+        raise InputError(
+            "another model with the same configuration object has its attention handled at the moment; build this "
+            "one with a copy of the configuration (copy.deepcopy)"
+        )
+    # a configuration that was copied while it was wired names this module's function
+    wiring = _Wiring([(config, config._attn_implementation.removeprefix(f"{NAME}_")) for config in configs])
     for module in model_map.model.modules():
         _WIRED[module] = (wiring, None)
     for layer in model_map.attention:
@@ -214,8 +220,8 @@ def _wiring_of(model_map: ModelMap) -> _Wiring:
     return wiring
 
 
-def _take_out(model_map: ModelMap, wiring: _Wiring, where: list[Any], one: Any) -> None:
-    del where[next(i for i in reversed(range(len(where))) if where[i] is one)]
+def _take_out(model_map: ModelMap, wiring: _Wiring, stack: list[Any], handler: Any) -> None:
+    del stack[next(i for i in reversed(range(len(stack))) if stack[i] is handler)]
     if wiring.handlers or wiring.stores:
         _name_implementation(wiring)
         return
@@ -243,11 +249,11 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> Attended:
-    """What transformers calls; `implementation` is the model's own, if the name says it."""
-    found = _WIRED.get(module)
-    if found is None and implementation:  # another model, whose configuration is the same or a copy
-        return _own(implementation, module)(module, query, key, value, attention_mask, **options)
-    wiring, layer = found or (None, None)
+    """Answer transformers' call; `implementation` is the model's, if the name says it."""
+    entry = _WIRED.get(module)
+    if entry is None and implementation:  # another model, whose configuration is the same or a copy
+        return _function(implementation, module)(module, query, key, value, attention_mask, **options)
+    wiring, layer = entry or (None, None)
     if wiring is None or layer is None:
         raise UnsupportedAttention("its attention is computed by modules that are not known")
     store = wiring.stores[-1] if wiring.stores else None
@@ -262,12 +268,12 @@ def _after(handler: Handler, attend: Attend) -> Attend:
 
 
 def _original(call: AttentionCall) -> Attended:
-    """The model's own attention."""
-    function = _own(_WIRED[call.module][0].original, call.module)
+    """Compute the model's own attention."""
+    function = _function(_WIRED[call.module][0].original, call.module)
     return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
 
 
-def _own(implementation: str, module: nn.Module) -> Callable[..., Attended]:
+def _function(implementation: str, module: nn.Module) -> Callable[..., Attended]:
     family: Any = sys.modules[type(module).__module__]
     eager: Any = getattr(family, "eager_attention_forward", None)
     function: Callable[..., Attended] = AttentionInterface().get_interface(implementation, eager)
@@ -275,6 +281,6 @@ def _own(implementation: str, module: nn.Module) -> Callable[..., Attended]:
 
 
 AttentionInterface.register(NAME, partial(_attend, None))
-for _implementation in IN_FRONT:
+for _implementation in WRAPPABLE:
     AttentionInterface.register(_in_front(_implementation), partial(_attend, _implementation))
     AttentionMaskInterface.register(_in_front(_implementation), AttentionMaskInterface()[_implementation])

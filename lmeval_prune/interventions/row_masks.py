@@ -1,4 +1,4 @@
-"""A different head mask for every row of a batch, or for every token of a packed batch."""
+"""Head masks that differ from row to row of a batch, or from token to token of a packed batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MaskTable:
                 self.pruning[key].add(number)
 
     def rows_of(self, layer: Layer, index: torch.Tensor) -> torch.Tensor:
-        """The columns that each row drops in a layer: the index's shape and (width,), on the index's device."""
+        """Return the columns that each row drops in a layer: the index's shape and (width,), on the index's device."""
         if self.drops[layer].device != index.device:
             self.drops[layer] = self.drops[layer].to(index.device)
         return self.drops[layer][index]
@@ -49,7 +49,7 @@ class MaskTable:
 
 @dataclass
 class _Current:
-    """What the forward passes of a `using` block run under."""
+    """Masks of the forward passes of a `using` block."""
 
     table: MaskTable
     layers: frozenset[Layer]  # where some row loses something

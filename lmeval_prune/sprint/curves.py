@@ -97,13 +97,14 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     Raises:
         InputError: the file is not such a file, or lacks questions of the outcomes.
     """
-    prompts = {row["question"]: row["prompt"] for row in outcomes.questions}
-    lengths = {task["generation"].get("max_gen_toks") for task in outcomes.tasks.values() if "generation" in task}
     rows: dict[str, np.ndarray] = {}
     settings: dict[str, Any] = {}
+    prompts = {row["question"]: row["prompt"] for row in outcomes.questions}
+    lengths = {task["generation"].get("max_gen_toks") for task in outcomes.tasks.values() if "generation" in task}
     for sample in read_lines(path, Sample):
         question, prompt, settings, passes = _passes(sample, path, outcomes.question_field or "question", n)
-        if question in prompts and (digest(prompt) != prompts[question] or settings.get("max_gen_toks") not in lengths):
+        same = digest(prompt) == prompts.get(question) and settings.get("max_gen_toks") in lengths
+        if question in prompts and not same:
             raise InputError(
                 f"{path} was made with other prompts or another max_gen_toks than the test store, so the two cannot "
                 f"be compared; give both the same chat template, exemplars and gen_kwargs"
@@ -111,11 +112,11 @@ def from_samples(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
         rows[question] = passes
     if not rows:
         raise InputError(f"{path} holds no samples")
-    missing = [text for text in outcomes.texts if text not in rows]
+    missing = set(outcomes.texts) - rows.keys()
     if missing:
         raise InputError(
             f"{path} lacks {len(missing)} of the test store's {len(outcomes.texts)} questions, "
-            f"e.g. {missing[0][:60]!r}; `lmeval-prune questions` prints what lm_eval's --samples needs to ask them"
+            f"e.g. {min(missing)[:60]!r}; `lmeval-prune questions` prints what lm_eval's --samples needs to ask them"
         )
     values = np.array([rows[text] for text in outcomes.texts])
     if np.isnan(values.mean(0)).all():

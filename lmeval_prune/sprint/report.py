@@ -93,7 +93,8 @@ def _read(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | N
         missing = [name for name in router.pool if name not in test.pool]
         if missing:
             raise InputError(f"the router's pool holds {missing[0]}, which the test store lacks; sweep it too")
-    _check_models({"test": test.model, "train": train and train.model, "router": router and router.about.get("model")})
+    models = {"test": test.model, "train": train.model if train else {}}
+    _check_models({**models, "router": router.about.get("model") or {} if router else {}})
     if train:
         _check_disjoint(test, train)
     _check_sizes(options, test, train, router)
@@ -114,8 +115,8 @@ def _unseen(test: Outcomes, train: Outcomes | None, router: Router) -> tuple[Out
     return test.rows(np.flatnonzero(~is_seen)), train or test.rows(np.flatnonzero(is_seen))
 
 
-def _check_models(models: dict[str, dict[str, Any] | None]) -> None:
-    weights = {name: known for name, model in models.items() if model and (known := _computed_by(model))}
+def _check_models(models: dict[str, dict[str, Any]]) -> None:
+    weights = {name: known for name, model in models.items() if (known := _computed_by(model))}
     if len(set(weights.values())) > 1:
         raise InputError(f"stores and router are of different models ({', '.join(weights)}); use those of one")
 

@@ -215,7 +215,7 @@ def fit_embeddings(
     for size, weight in product(options.sizes, options.weights):
         theta, heads, curve = _descend(x, z, training, validation, size, weight, options)
         router = Router(theta, heads, pool, encoder)
-        candidate = {
+        candidate: dict[str, Any] = {
             "p": size,
             "lambda": weight,
             "validation_loss": min(epoch["validation"] for epoch in curve),

@@ -222,9 +222,9 @@ class Sweep:
             question_field = self._question_field(task)
             for doc_id, prompt in sorted(task.prompts.items()):
                 doc = task.eval_docs[doc_id]
-                row = {"question": str(doc[question_field]), "prompt": prompt}
-                row["attributes"] = _attributes(doc, question_field)
-                rows.append({**Question(name, self._split(task), doc_id)._asdict(), **row})
+                row = Question(name, self._split(task), doc_id)._asdict()
+                row |= {"question": str(doc[question_field]), "prompt": prompt}
+                rows.append({**row, "attributes": _attributes(doc, question_field)})
         return rows
 
     def _cells(self, tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -125,7 +125,7 @@ def swept(task: ConfigurableTask, metric: str | None) -> SweptTask:
     doc = result.eval_docs[0]
     empty = Instance("generate_until", doc, ("", {}), 0, metadata=(result.task_name, 0, 1), resps=[""])
     result.process_results(doc, [result._filtered([empty])])
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def configure(task: SweptTask, repeats: int, num_fewshot: int | None, gen_kwargs: Mapping[str, Any]) -> None:

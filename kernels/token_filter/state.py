@@ -1,4 +1,4 @@
-"""The rule of a filtered layer, and what the layer remembers of each sequence (see `naive.State`)."""
+"""Rule of a filtered layer, and its memory of sequences (see `naive.State`)."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class Rule:
 
     @cached_property
     def kind(self) -> int:
-        """The number of `similarity`, for kernels."""
+        """Number of `similarity`, for kernels."""
         return SIMILARITIES.index(self.similarity)
 
     @property
     def as_printed(self) -> bool:
-        """Whether fusion follows eq. 1 as it is printed."""
+        """Return whether fusion follows eq. 1 as it is printed."""
         return self.fusion == "as_printed"
 
 
 @dataclass
 class Memory:
-    """What a filtered layer remembers of sequences, one a row; decisions write into it.
+    """Memory of a filtered layer, a row for each sequence; decisions write into it.
 
     Attributes:
         begun: whether a sequence has had a token, (rows,).

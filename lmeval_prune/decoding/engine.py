@@ -168,12 +168,12 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     @property
     def unsupported(self) -> str | None:
-        """The reason why this model, as it is now, falls back to `generate`; None if the engine runs it."""
+        """Reason why this model, as it is now, falls back to `generate`; None if the engine runs it."""
         applied = interventions_on(self.model)
         if applied not in self._reasons:
             self._reasons[applied] = why_unsupported(self.model_map)
@@ -206,7 +206,7 @@ class Engine:
 
     @cached_property
     def _measured_budget(self) -> int:
-        """The number of tokens that take a large projection twice as long as a single token, up to 256."""
+        """Number of tokens that take a large projection twice as long as a single token, up to 256."""
         module = max((m for m in self.model.modules() if isinstance(m, nn.Linear)), key=lambda m: m.in_features)
 
         def seconds(tokens: int) -> float:

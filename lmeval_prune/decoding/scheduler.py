@@ -124,7 +124,7 @@ class Scheduler:
                 return
 
     def _has_room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
-        """Whether `row` can start in a pass that has so many tokens, and computes so many logits, already."""
+        """Return whether `row` can start in a pass that has so many tokens, and computes so many logits, already."""
         fits = tokens + len(row.request.prompt) + (self._follow_tokens if logits else 0) <= PASS and logits < PASS // 4
         return len(self.active) < self.runner.cache.count and (fits or not tokens)
 

@@ -55,7 +55,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class PromptGroup:
-    """The requests with one prompt.
+    """Requests with one prompt.
 
     Attributes:
         leader: the sequence that is decoded first.

@@ -52,5 +52,5 @@ class Stopping:
         return any(stop in text for stop in params.stop)
 
     def _most_tokens(self, stop: tuple[str, ...]) -> int:
-        """As many last tokens as lm-eval looks into: some more than a stop text takes."""
+        """Count the last tokens that lm-eval looks into: some more than a stop text takes."""
         return 2 + max(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in stop)

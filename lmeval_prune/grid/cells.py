@@ -95,7 +95,7 @@ class Cell:
 
     def command(self, prepared: Path) -> str:
         """Return the `lm_eval` command that evaluates it."""
-        asked, template = self.evaluation, self.evaluation["apply_chat_template"]
+        evaluation, template = self.evaluation, self.evaluation["apply_chat_template"]
         options: dict[str, Any] = {
             "model": self.model,
             "model_args": json.dumps(self.model_args(prepared)),
@@ -103,11 +103,11 @@ class Cell:
             "seed": self.variant.seed,
             "batch_size": self.batch_size,
             "device": self.device,
-            "limit": asked["limit"],
-            "num_fewshot": asked["num_fewshot"],
-            "gen_kwargs": json.dumps(asked["gen_kwargs"]) if asked["gen_kwargs"] else None,
+            "limit": evaluation["limit"],
+            "num_fewshot": evaluation["num_fewshot"],
+            "gen_kwargs": json.dumps(evaluation["gen_kwargs"]) if evaluation["gen_kwargs"] else None,
             "metadata": json.dumps(self.metadata) if self.metadata else None,
-            "system_instruction": asked["system_instruction"] or None,
+            "system_instruction": evaluation["system_instruction"] or None,
             "apply_chat_template": template if isinstance(template, str) and template else None,
         }
         words = ["lm_eval"]

@@ -321,22 +321,22 @@ def _chosen_on(
     folder: GridFolder, done: Mapping[tuple[str, str], Any], variants: Sequence[str], tables: Mapping[str, Table]
 ) -> tuple[dict[str, set[str]], list[str]]:
     """Collect the texts of questions that each variant was chosen on, and notes on what is unknown."""
-    asked: dict[str, set[str]] = {}  # texts, by names of tasks, columns of the grid or parts of them
+    texts_of: dict[str, set[str]] = {}  # texts, by names of tasks, columns of the grid or parts of them
     for name, table in tables.items():
-        asked.setdefault(name, set()).update(table.texts)
+        texts_of.setdefault(name, set()).update(table.texts)
         for (task, _, _), text in zip(table.questions, table.texts, strict=True):
-            asked.setdefault(task, set()).add(text)
+            texts_of.setdefault(task, set()).add(text)
     chosen: dict[str, set[str]] = {name: set() for name in variants}
     notes = []
     for (variant, _), entry in done.items():
         texts, lost = seen(folder, entry)
-        selected = [asked.get(task, set()) for task in entry["selected_on"]]
+        selected = [texts_of.get(task, set()) for task in entry["selected_on"]]
         chosen[variant] |= texts.union(*selected)
         notes += [f"{variant}: {name} is not there as it was used; its questions are unknown" for name in lost]
         notes += [
             f"{variant}: selected on {task}, which is not compared here; its questions are unknown"
             for task in entry["selected_on"]
-            if task not in asked
+            if task not in texts_of
         ]
     return chosen, notes
 

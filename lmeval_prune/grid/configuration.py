@@ -208,8 +208,8 @@ def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
     _check_pairs("gen_kwargs", settings.get("gen_kwargs"))
     merged = {**defaults, **settings}
     merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}
-    given = {str(name): value for name, value in merged.items() if value is not None}
-    return GridTask.from_dict(given, f"task {settings['task']}")
+    values = {str(name): value for name, value in merged.items() if value is not None}
+    return GridTask.from_dict(values, f"task {settings['task']}")
 
 
 # ---------------------------------------------------------------------- variants
@@ -251,13 +251,13 @@ def _check_settings(block: Mapping[str, Any]) -> None:
 
 def _variant(name: str, settings: dict[str, Any]) -> Variant:
     """Make a variant of settings without axes; what is null is left out."""
-    given = {key: value for key, value in settings.items() if value is not None}
-    separate = {key: given.pop(key) for key in VARIANT_SETTINGS if key in given}
+    arguments = {key: value for key, value in settings.items() if value is not None}
+    separate = {key: arguments.pop(key) for key in VARIANT_SETTINGS if key in arguments}
     if isinstance(tasks := separate.get("selected_on", ()), str):
         separate["selected_on"] = (tasks,)
     if "prepare" in separate:
         separate["prepare"] = _preparation(separate["prepare"])
-    return Variant(name, given, **separate)
+    return Variant(name, arguments, **separate)
 
 
 def _preparation(value: Any) -> dict[str, dict[str, Any]]:

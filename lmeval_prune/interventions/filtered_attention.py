@@ -296,13 +296,13 @@ def _decode(call: AttentionCall, cache: FilteredLayer, absent: torch.Tensor) -> 
 
 
 def _serves(call: AttentionCall) -> bool:
-    """Whether the decode kernel knows all options of this attention."""
+    """Return whether the decode kernel knows all options of this attention."""
     options = {name for name, value in call.options.items() if value is not None and value is not False}
     return options - ({"dropout"} if call.options.get("dropout") == 0 else set()) <= KERNEL_OPTIONS
 
 
 def _both(condition: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """Where both are true; None is true everywhere."""
+    """Join two conditions; None is true everywhere."""
     return condition if other is None else condition & other
 
 

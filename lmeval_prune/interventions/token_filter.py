@@ -141,7 +141,7 @@ class TokenFilter(Intervention):
 
     @property
     def needs_order(self) -> bool:
-        """Whether answers depend on those before them."""
+        """Return whether answers depend on those before them."""
         return self.state == "run" and self.ratio > 0
 
     def joined(self, other: Intervention) -> None:

@@ -294,14 +294,14 @@ class Missing:
     """Requests whose answers are not stored yet, and what is run with them, no two with one key.
 
     Attributes:
-        requests, keys: the requests and their keys in the store.
+        requests, keys: the requests and their keys in the store (without a store, their indices).
         repeats: of each, how many requests for the same document came before it.
         answered: to be called as lm-eval's cache hook is, as soon as some request has its response.
         record: to be called with a key, its response and further columns, where it is known which request was answered.
     """
 
     requests: list[Any]
-    keys: list[str]
+    keys: list[Any]
     repeats: list[int]
     answered: Answered
     record: Callable[..., None]
@@ -367,8 +367,9 @@ def answer(
             store.add(key, response, {**columns_of[key], **columns})
 
     def part(indices: Iterable[int], *reports: Any) -> Missing:
-        columns = [(requests[index], keys[index], repeats[index]) for index in indices]
-        return Missing(*map(list, zip(*columns, strict=True)), *reports)
+        chosen = list(indices)
+        named = [keys[index] for index in chosen]
+        return Missing([requests[index] for index in chosen], named, [repeats[index] for index in chosen], *reports)
 
     if any_rank(bool(missing)) and not missing:
         run(part([0], lambda *_: None, lambda *_, **__: None))

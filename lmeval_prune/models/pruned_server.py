@@ -293,7 +293,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
             InputError: it has none.
         """
         try:
-            return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)  # type: ignore[arg-type]
+            return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
         except ValueError as error:
             raise InputError(_no_template(f" ({first_line(error)})")) from None
 

@@ -106,7 +106,8 @@ class Jobs:
                 self.lm.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, sums[number])
 
         jobs = [
-            self._scoring(_name(requests[number]), *window, index) for index, (number, window) in enumerate(windows)
+            self._scoring(_name(requests[number]), context, continuation, index)
+            for index, (number, (context, continuation)) in enumerate(windows)
         ]
         self._ask(jobs, done, show)
         return sums
@@ -245,7 +246,7 @@ class Jobs:
         payload |= {"return_tokens_as_token_ids": True}  # texts of two tokens can be the same
         return Job("/v1/completions", lambda: payload, lm.answering.variant(), score, name, index=index)
 
-    def _windows(self, text: str) -> list[Any]:
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
         windows = utils.get_rolling_token_windows(
             token_list=self.lm.tok_encode(text),
             prefix_token=self.lm.prefix_token_id,

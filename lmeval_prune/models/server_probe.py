@@ -50,8 +50,8 @@ def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list
             raise InputError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
     if not servers:
         raise missing[0]
-    for error in missing:
-        logger.warning("%s: the others do the work", error)
+    for refusal in missing:
+        logger.warning("%s: the others do the work", refusal)
     return servers
 
 

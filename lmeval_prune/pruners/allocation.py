@@ -1,4 +1,4 @@
-"""How much each layer loses: a budget of parameters or of heads and channels is shared out among pots of equal units.
+"""Shares out a budget of parameters, or of heads and channels, among the layers, each a pot of equal units.
 
 What a layer can lose of one kind, its heads or its channels, is a *pot*. A budget is a share of what is in all pots of
 the layers in play. One of parameters is hit within one unit, or refused; `flap_reference`, which counts by costs of its

@@ -1,4 +1,4 @@
-"""The contract of a pruner: it scores heads and feed-forward channels; the lowest go, as many as the options say.
+"""Contract of a pruner: it scores heads and feed-forward channels; the lowest go, as many as the options say.
 
 A pruner is a frozen dataclass in a file of its own and a line in `PRUNERS` of `table.py`. Its fields are its options.
 It writes `scores`; counting, units, schedules and plans are common to all (`allocation.py`, `schedule.py`).

@@ -50,17 +50,17 @@ class CalibrationText:
         real: Tensor | None = None,
         reading: Mapping[str, Any] | None = None,
     ) -> CalibrationText:
-        """Text as windows of token ids, (windows, tokens)."""
+        """Make it of windows of token ids, (windows, tokens)."""
         real = torch.ones_like(windows) if real is None else real
         return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), reading or {})
 
     @property
     def tokens(self) -> int:
-        """How many tokens are real."""
+        """Number of real tokens."""
         return int(sum(real.sum() for _, real in self.batches))
 
     def about(self) -> dict[str, Any]:
-        """What a plan says of it."""
+        """Return what a plan says of it."""
         state = hashlib.sha256()
         for row, real in ((row, real) for batch in self.batches for row, real in zip(*batch, strict=True)):
             state.update(repr(row[real.bool()].tolist()).encode())
@@ -80,7 +80,7 @@ class CalibrationText:
                     getattr(model, "base_model", model)(**inputs)
 
     def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """Of each batch, on the model's device: token ids, which are real, and what the model is called with.
+        """Yield each batch on the model's device: token ids, which are real, and arguments of the model.
 
         An encoder-decoder reads a batch in both stacks; its decoder begins as for lm-eval, which gives it labels.
         """
@@ -100,7 +100,7 @@ class CalibrationText:
 
 
 class Reached(Exception):  # noqa: N818 - the end of a run, no failure
-    """The model has been run as far as is needed.
+    """Ends a run of a model that has gone as far as is needed.
 
     Args:
         output: what has come out by then.
@@ -149,7 +149,7 @@ def encode(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> list
 
 
 def _begins(tokenizer: Any, text: str) -> bool:
-    """Whether a text begins with the token that lm-eval takes for the beginning of a text."""
+    """Return whether a text begins with the token that lm-eval takes for the beginning of a text."""
     first = _prefix_token_id(tokenizer)
     return first is not None and text.startswith(tokenizer.decode(first))
 
@@ -248,7 +248,7 @@ def read_calibration(
 
 
 def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -> list[list[int]]:
-    """Stretches of ids between special tokens; one that begins with these itself, as a conversation does, gets none."""
+    """Cut ids into stretches between special tokens, but for those that begin with them, as a conversation does."""
     if tokens <= len(before) + len(after):
         raise InputError(f"a window of {tokens} tokens has no room beside its special tokens; give more --tokens")
     rows, start = list[list[int]](), 0
@@ -288,7 +288,7 @@ def _paragraphs(path: Path) -> Iterator[str]:
 
 
 def _problems(name: str) -> tuple[Any, list[Any]]:
-    """A task, and the problems of its training split."""
+    """Return a task, and the problems of its training split."""
     task = load_task(task_manager({"data_split": "train"}), name)
     try:
         return task, list(_training_docs(name, task))
@@ -309,7 +309,7 @@ def _training_docs(name: str, task: Any) -> Iterable[Any]:
 
 
 def _as_text(task: Any, doc: Any) -> str:
-    """A problem and its answer: with the working, where the data has it."""
+    """Write a problem and its answer: with the working, where the data has it."""
     worked = _working(doc)
     if "question" in doc and worked:
         return f"Question: {doc['question']}\nAnswer: {worked}\n\n"
@@ -317,7 +317,7 @@ def _as_text(task: Any, doc: Any) -> str:
 
 
 def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
-    """What lm-eval would ask as the user's turn, and the answer as the assistant's."""
+    """Write what lm-eval would ask as the user's turn, and the answer as the assistant's."""
     turns = {"user": task.doc_to_text(doc), "assistant": _working(doc) or _target(task, doc)}
     messages = [{"role": role, "content": str(content)} for role, content in turns.items()]
     try:

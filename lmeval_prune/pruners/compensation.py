@@ -1,4 +1,4 @@
-"""What makes up for removed inputs of a projection: a bias, or the output projection that does best without them."""
+"""Make up for removed inputs of a projection: by a bias, or by the output projection that does best without them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Flap(Pruner):
 
     @property
     def allocation(self) -> str:  # type: ignore[override]
-        """The method's own allocation, or its reference code's."""
+        """Allocation of the method, or its reference code's."""
         return "flap_reference" if self.reference else "standardised"
 
     def check_model(self, model_map: ModelMap) -> None:

@@ -1,4 +1,4 @@
-"""What a plan removes of each layer, kept until the plan is whole, so that a killed calibration goes on."""
+"""Keeps what a plan removes of each layer until the plan is whole, so that a killed calibration goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmeval_prune.pruners.parts import Removed
 
 @dataclass
 class Removal:
-    """What layers lose, and what makes up for it.
+    """Removed heads and channels of layers, and their compensation.
 
     Attributes:
         removed: by part.

@@ -103,7 +103,7 @@ def row_sums(rows: Rows) -> Tensor:
 
 def _standardised(scores: dict[str, Tensor], removed: Removed) -> dict[str, Tensor]:
     """Return scores with mean 0 and deviation 1 over what is left of all layers, heads and channels apart."""
-    result = {}
+    result: dict[str, Tensor] = {}
     for kind in KINDS:
         of_kind = {key: values for key, values in scores.items() if key.startswith(f"{kind}.")}
         gone = {key: removed.get(key, ()) for key in of_kind}

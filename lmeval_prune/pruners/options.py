@@ -1,9 +1,9 @@
-"""What can be set of a plan. Imports nothing, so that `--help` is quick."""
+"""Settings of a plan and of calibration text. Imports nothing, so that `--help` is quick."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from annotated_types import Ge
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PruneOptions(Settings):
-    """What is removed, beside by which scores.
+    """Settings of how much is removed of a model.
 
     Attributes:
         ratio: share that is removed: of the parameters of what parts names; of --budget heads, of all query heads
@@ -86,7 +86,7 @@ class PruneOptions(Settings):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of parts that lose something, `heads` and `channels`; of options that leave nothing open."""
+        """Kinds of parts that lose something, `heads` and `channels`; of options that leave nothing open."""
         if self.budget == "heads":
             return tuple(kind for kind, ratio in (("heads", self.ratio), ("channels", self.ffn_ratio)) if ratio)
         return ("heads", "channels") if self.parts in ("both", None) else (self.parts,)
@@ -107,7 +107,7 @@ class PruneOptions(Settings):
 
 @dataclass(frozen=True)
 class TextOptions(Settings):
-    """Where calibration text comes from, and how it is read.
+    """Settings of calibration text.
 
     Attributes:
         task: calibration text: training split of this task, e.g. prune_gsm8k
@@ -137,15 +137,15 @@ class TextOptions(Settings):
 
     @property
     def is_named(self) -> bool:
-        """Whether there is to be a text."""
+        """True if a text is named."""
         return bool(self.task or self.text)
 
 
 @dataclass(frozen=True)
 class PruneSettings(TextOptions, PruneOptions):
-    """What is removed, and the calibration text."""
+    """Settings of a plan and of its calibration text."""
 
 
 def pick(kind: type[T], settings: Any) -> T:
     """Make settings of a base class of those of a subclass."""
-    return kind(**{each.name: getattr(settings, each.name) for each in fields(kind)})
+    return kind(**{each.name: getattr(settings, each.name) for each in fields(cast("Any", kind))})

@@ -1,4 +1,4 @@
-"""The parts of a model that a plan removes from: each layer's heads, and each layer's feed-forward channels."""
+"""Parts of a model that a plan removes from: each layer's heads, and each layer's feed-forward channels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Units = Sequence[tuple[int, ...]]  # numbers of heads or channels, or of columns
 
 @dataclass(frozen=True)
 class Part:
-    """The heads of a layer, or its channels: groups of inputs of one projection.
+    """Heads of a layer, or its channels: groups of inputs of one projection.
 
     Attributes:
         block: attention layer or feed-forward block.
@@ -31,7 +31,7 @@ class Part:
 
     @property
     def label(self) -> str:
-        """The layer, `L0`."""
+        """Label of the layer, `L0`."""
         return self.block.label
 
     @property
@@ -41,17 +41,17 @@ class Part:
 
     @property
     def key(self) -> str:
-        """The name of its scores, `heads.L0` or `channels.L0`."""
+        """Name of its scores, `heads.L0` or `channels.L0`."""
         return f"{self.kind}.{self.label}"
 
     @property
     def name(self) -> str:
-        """The name of its projection in a plan, `L0.o_proj` or `L0.down`."""
+        """Name of its projection in a plan, `L0.o_proj` or `L0.down`."""
         return f"{self.label}.{'o_proj' if self.kind == HEADS else 'down'}"
 
     @property
     def projection(self) -> nn.Module:
-        """The projection that reads it."""
+        """Projection that reads it."""
         return self.block.o_proj if isinstance(self.block, AttentionLayer) else self.block.down
 
     @property

@@ -1,4 +1,4 @@
-"""The schedule of dynamic pruning (its eq. 5 and Algorithm 1): stages that remove more and more, each scored anew."""
+"""Schedule of dynamic pruning (its eq. 5 and Algorithm 1): stages that remove more and more, each scored anew."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def stages(
     pruners = {HEADS: pruner, CHANNELS: channel_pruner or pruner}
     options = settled(options, pruner, model_map, channel_pruner)
     check_methods(pruner, pruners[CHANNELS], model_map, options, text is not None, scores)
-    made = {**pruner.identity, "removes": str(options), "options": asdict(options)}
+    record = {**pruner.identity, "removes": str(options), "options": asdict(options)}
     if options.ffn_ratio or pruners[CHANNELS] is not pruner:
-        made |= {"ffn_method": pruner_name(pruners[CHANNELS]), "ffn_options": asdict(pruners[CHANNELS])}
-    made |= {"calibration": text.about()} if text is not None else {}
+        record |= {"ffn_method": pruner_name(pruners[CHANNELS]), "ffn_options": asdict(pruners[CHANNELS])}
+    record |= {"calibration": text.about()} if text is not None else {}
     if isinstance(pruner, SequentialPruner):
-        yield _layer_by_layer(pruner, model_map, options, pruner.required(text), made, progress, work)
+        yield _layer_by_layer(pruner, model_map, options, pruner.required(text), record, progress, work)
         return
     removed, compensation, history = Removed(), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
@@ -92,7 +92,7 @@ def stages(
             pots = pots_of(model_map, budget, compared, removed)
             counts = allocate(pots, budget)
             removed = removed_by(pots, counts, removed)
-            made |= _note(pots, counts, budget)
+            record |= _note(pots, counts, budget)
         if step == options.steps and not any(removed.values()):
             raise _nothing_goes(pruners, model_map, options)
         added, notes = _made_up_for(model_map, removed, text, options, scored.means if step == 1 else None, progress)
@@ -104,7 +104,7 @@ def stages(
             options.allow_empty_layer,
             compensation=compensation,
             scores={key: by_member(values) for key, values in scored.values.items()},
-            made={**made, **notes, "stages": list(history)},
+            made={**record, **notes, "stages": list(history)},
         )
 
 
@@ -150,10 +150,10 @@ def _scored(
     known: Mapping[str, Tensor],
 ) -> Scores:
     """Score the kinds of which no scores are at hand, both at once if they are one method's."""
-    wanted = [kind for kind in kinds if not has_kind(known, kind)]
+    unknown = [kind for kind in kinds if not has_kind(known, kind)]
     values, means = dict(known), None
     same = pruners[HEADS] == pruners[CHANNELS]
-    for together in [wanted] if same and wanted else [[kind] for kind in wanted]:
+    for together in [unknown] if same and unknown else [[kind] for kind in unknown]:
         scores = pruners[together[0]].scores(model_map, text, parts_of(model_map, together), removed)
         values |= scores.values
         means = scores.means if same else None
@@ -174,13 +174,13 @@ def settled(
         InputError: they do not suit these.
     """
     channel_pruner = channel_pruner or pruner
-    options = replace(
-        options,
-        unit=options.unit or _usual_unit(model_map, options.budget),
-        allocation=options.allocation or (pruner.allocation if options.budget == "parameters" else None),
-        compensation=options.compensation or pruner.compensates,
-        parts=_parts(options, pruner, channel_pruner, model_map),
-    )
+    usual: dict[str, Any] = {
+        "unit": options.unit or _usual_unit(model_map, options.budget),
+        "allocation": options.allocation or (pruner.allocation if options.budget == "parameters" else None),
+        "compensation": options.compensation or pruner.compensates,
+        "parts": _parts(options, pruner, channel_pruner, model_map),
+    }
+    options = replace(options, **usual)
     if options.budget == "parameters":
         _refuse(_of_parameters(options, model_map))
     else:
@@ -355,8 +355,7 @@ def _made_up_for(
     lossy = [part for part in parts_of(model_map) if removed.get(part.key)]
     if options.compensation == "least_squares":
         progress("making up for the loss by least squares, layer by layer")
-        settings = (options.compensation, options.damping, options.allow_empty_layer)
-        walk = LayerByLayer(model_map, text, lambda part, *_: removed[part.key], True, True, *settings, None, progress)
+        walk = LayerByLayer(model_map, text, lambda part, *_: removed[part.key], True, True, options, progress=progress)
         removal, notes = walk.run(lossy)
         return removal.compensation, notes
     if means is None or not {part.key for part in lossy} <= means.keys():  # of scores at hand nothing is known
@@ -377,7 +376,7 @@ def _layer_by_layer(
     model_map: ModelMap,
     options: PruneOptions,
     text: CalibrationText,
-    made: dict[str, Any],
+    record: dict[str, Any],
     progress: Progress,
     work: Path | None,
 ) -> Plan:
@@ -386,12 +385,11 @@ def _layer_by_layer(
     pots = pots_of(model_map, budget)
     counts = allocate(pots, budget)
     by_part = {pot.key: count for pot, count in zip(pots, counts, strict=True)}
-    store = LayerStore(work, [made, model_map.weights, model_map.signature()]) if work else None
+    store = LayerStore(work, [record, model_map.weights, model_map.signature()]) if work else None
     select = pruner.selection(options.unit or "head", by_part)
-    empty = options.allow_empty_layer
-    settings = (pruner.pairs, pruner.afresh, options.compensation or "none", options.damping, empty, store, progress)
-    parts = [part for part in parts_of(model_map) if part.key in by_part]
-    removal, notes = LayerByLayer(model_map, text, select, *settings).run(parts)
+    walk = LayerByLayer(model_map, text, select, pruner.pairs, pruner.afresh, options, store, progress)
+    removal, notes = walk.run([part for part in parts_of(model_map) if part.key in by_part])
     stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
     notes = {"parameters": spent(pots, counts, budget), **notes, "stages": [stage]}
-    return plan_of(removal.removed, empty, compensation=removal.compensation, made={**made, **notes})
+    made = {**record, **notes}
+    return plan_of(removal.removed, options.allow_empty_layer, compensation=removal.compensation, made=made)

@@ -29,6 +29,7 @@ from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.moments import Moments
+from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, Part, Removed, Units, weight_of
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class LayerByLayer:
         text: calibration text.
         select: says what goes.
         pairs, afresh: as of `SequentialPruner`.
-        compensation, damping, allow_empty_layer: as of the options.
+        options: of the plan; its compensation, damping and allow_empty_layer count.
         store: what layers lose is kept there, and not computed again.
         progress: is told what happens.
     """
@@ -120,9 +121,7 @@ class LayerByLayer:
     select: Select
     pairs: bool = False
     afresh: bool = False
-    compensation: str = "none"
-    damping: float = 0.01
-    allow_empty_layer: bool = False
+    options: PruneOptions = field(default_factory=lambda: PruneOptions(compensation="none"))
     store: LayerStore | None = None
     progress: Callable[[str], None] = lambda _: None
     replay: Replay = field(init=False)
@@ -133,8 +132,8 @@ class LayerByLayer:
 
     @property
     def solves(self) -> bool:
-        """Whether least squares make up for the loss."""
-        return self.compensation == "least_squares"
+        """True if least squares make up for the loss."""
+        return self.options.compensation == "least_squares"
 
     def run(self, parts: Sequence[Part]) -> tuple[Removal, dict[str, Any]]:
         """Go through the model.
@@ -152,7 +151,7 @@ class LayerByLayer:
         if self.pairs or self.solves:
             notes = _fewer_tokens_than_columns(parts, self.text.tokens)
         by_layer = [[part for part in parts if part.label == layer.label] for layer in self.model_map.attention]
-        last = max((number for number, own in enumerate(by_layer) if own), default=-1)
+        last = max((number for number, layer_parts in enumerate(by_layer) if layer_parts), default=-1)
         for number, layer in enumerate(self.model_map.attention[: last + 1]):
             removal = self.store.load(layer.label) if self.store else None
             if removal is None:
@@ -176,7 +175,7 @@ class LayerByLayer:
                 second = self._damped(part, moments[part.key], removal) if needs_second else None
                 selected.append((part, self.select(part, moments[part.key], second), second))
             for part, members, second in selected:
-                reads_others = part is not together[0] and members and self.compensation != "none"
+                reads_others = part is not together[0] and members and self.options.compensation != "none"
                 if reads_others:  # what the first part lost has changed them
                     moments = self._measured(number, removal, [part])
                     second = self._damped(part, moments[part.key], removal) if self.solves or self.pairs else None
@@ -193,13 +192,13 @@ class LayerByLayer:
         return moments
 
     def _through(self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep: bool = False) -> None:
-        plan = plan_of(removal.removed, self.allow_empty_layer, compensation=dict(removal.compensation))
+        plan = plan_of(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
         with plan.applied_to(self.model_map.model, self.model_map):
             self.replay.through(number, moments, keep)
 
     def _damped(self, part: Part, moments: Moments, removal: Removal) -> Tensor:
-        second, damping = damped(moments.second, self.damping)
-        if damping != self.damping:
+        second, damping = damped(moments.second, self.options.damping)
+        if damping != self.options.damping:
             removal.damping[part.name] = damping
         return second
 
@@ -207,7 +206,7 @@ class LayerByLayer:
         """Take heads or channels away, and make up for them."""
         removal.removed[part.key] = members
         columns, dtype = part.columns(sorted(members)), weight_of(part.projection).dtype
-        if self.compensation == "bias":
+        if self.options.compensation == "bias":
             removal.compensation[f"{part.name}.bias"] = bias_for(part.weight, moments.mean, columns).to(dtype)
         elif self.solves:
             assert second is not None

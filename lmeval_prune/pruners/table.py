@@ -1,4 +1,4 @@
-"""The pruners by their names. A line a pruner; nothing is imported before it is asked for."""
+"""Pruners by their names. A line a pruner; nothing is imported before it is asked for."""
 
 from lmeval_prune.errors import InputError, nearest
 

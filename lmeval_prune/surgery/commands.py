@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,7 @@ def importance(
     scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
     made = {**pruner.identity, **({"calibration": calibration.about()} if calibration else {})}
     Plan(scores=scores, made=made).save(output, model_map)
-    heads = {layer.label: by_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
+    heads: dict[str, Any] = {layer.label: by_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
     draw_head_scores(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{n}") for label, values in heads.items() for n, x in enumerate(values))
     print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")
@@ -105,51 +105,44 @@ def prune(
         device: cpu or cuda; default: a GPU if there is one
     """
     both = PruneSettings(**settings)  # a wrong one is refused before torch is imported
-    reading, wanted = pick(TextOptions, both), pick(PruneOptions, both)
+    reading, pruning = pick(TextOptions, both), pick(PruneOptions, both)
     _check_paths(output, reading)
-    if ffn_options and not ffn_method:
-        raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
-    from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import check_methods, settled, stages
     from lmeval_prune.surgery.cut import cut_to
 
     target = device_named(device)
-    if method:
-        make_pruner(method, options or {})
-    artefact = _scored_plan(scores, wanted) if scores else None
-    known = _usable_scores(artefact, bool(ffn_method))
-    if artefact and artefact.made.get("method") in PRUNERS:
-        method, options = _method_of(str(scores), artefact.made, method, options)
-    pruner = make_pruner(method or "norm_entropy", options or {})
-    channel_pruner = make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
+    artefact, pruner, channel_pruner = _methods(scores, pruning, method, options, ffn_method, ffn_options)
+    known = dict(artefact.scores) if artefact else {}
+    if ffn_method:  # it scores the channels
+        known = {key: values for key, values in known.items() if key.startswith("heads.")}
     bare = skeleton_of(pretrained, revision)
     bare_map = map_model(bare)
-    wanted = settled(wanted, pruner, bare_map, channel_pruner)
+    pruning = settled(pruning, pruner, bare_map, channel_pruner)
     if artefact and not ffn_method:
-        _check_channels(str(scores), known, wanted)
-    check_methods(pruner, channel_pruner, bare_map, wanted, reading.is_named, known)
+        _check_channels(str(scores), known, pruning)
+    check_methods(pruner, channel_pruner, bare_map, pruning, reading.is_named, known)
     if cut:
-        _check_cut(cut, output, pretrained, bare_map, wanted)
+        _check_cut(cut, output, pretrained, bare_map, pruning)
     check_writable(output)
-    uses = _uses_of_text(wanted, pruner, channel_pruner, known)
-    if artefact and reading.is_named and not any(uses.values()):
+    uses = _uses_of_text(pruning, pruner, channel_pruner, known)
+    if scores and reading.is_named and not uses:
         raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
-    calibration = _calibration(bare, pretrained, revision, reading) if any(uses.values()) else None
+    calibration = _calibration(bare, pretrained, revision, reading) if uses else None
     model_map = _loaded(bare, pretrained, revision, target)
     if artefact:
         artefact.fit_to(model_map)
     work = Path(output).with_name(f".{Path(output).name}.layers")
     progress = partial(print, flush=True)
-    *_, plan = stages(pruner, model_map, wanted, calibration, channel_pruner, known, progress, work)
+    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, known, progress, work)
     if artefact:
         plan = replace(plan, made=_made_by_both(plan.made, artefact.made, known, uses, calibration))
     plan.save(output, model_map)
     rmtree(work, ignore_errors=True)  # what was kept of layers while it was made
-    _print_plan(output, plan, model_map, wanted, channel_pruner)
+    _print_plan(output, plan, model_map, pruning, channel_pruner)
     if cut:
         _print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
     return 0
@@ -212,7 +205,7 @@ def _check_paths(output: str, reading: TextOptions) -> None:
         raise InputError(f"no such file: {reading.text}")
 
 
-def _check_cut(cut: str, output: str, pretrained: str, bare_map: Any, wanted: PruneOptions) -> None:
+def _check_cut(cut: str, output: str, pretrained: str, bare_map: Any, pruning: PruneOptions) -> None:
     """Refuse a folder or a model that cannot be cut, and a plan's path in that folder, which is replaced as a whole."""
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
@@ -223,7 +216,7 @@ def _check_cut(cut: str, output: str, pretrained: str, bare_map: Any, wanted: Pr
         raise InputError(f"--output {output} is in --cut {cut}, which gets a copy of the plan; write it elsewhere")
     check_folder(cut, [pretrained])
     check_writable(cut, folder=True)
-    check_cuttable(bare_map, "heads" in wanted.kinds)
+    check_cuttable(bare_map, "heads" in pruning.kinds)
     check_plain(bare_map.model, pretrained)
 
 
@@ -254,7 +247,29 @@ def _loaded(bare: Any, pretrained: str, revision: str | None, device: Any) -> An
     return map_model(model)
 
 
-def _scored_plan(path: str, wanted: PruneOptions) -> Any:
+def _methods(
+    scores: str | None,
+    pruning: PruneOptions,
+    method: str | None,
+    options: dict[str, Any] | None,
+    ffn_method: str | None,
+    ffn_options: dict[str, Any] | None,
+) -> tuple[Any, Any, Any]:
+    """Return the artefact with scores, if there is one, and the pruners of heads and of channels."""
+    from lmeval_prune.pruners.base import make_pruner
+
+    if ffn_options and not ffn_method:
+        raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
+    if method:
+        make_pruner(method, options or {})
+    artefact = _scored_plan(scores, pruning) if scores else None
+    if artefact and artefact.made.get("method") in PRUNERS:
+        method, options = _method_of(str(scores), artefact.made, method, options)
+    pruner = make_pruner(method or "norm_entropy", options or {})
+    return artefact, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
+
+
+def _scored_plan(path: str, pruning: PruneOptions) -> Any:
     """Read an artefact with scores of a whole model."""
     from lmeval_prune.interventions.plan import Plan
 
@@ -263,21 +278,15 @@ def _scored_plan(path: str, wanted: PruneOptions) -> Any:
         raise InputError(f"{path} has no scores; make one with `lmeval-prune importance`")
     if plan.made.get("options", {}).get("steps", 1) > 1:
         raise InputError(f"{path} has scores of what several steps left; make one with `lmeval-prune importance`")
-    if wanted.steps > 1:
+    if pruning.steps > 1:
         raise InputError("scores=FILE serves a single step; leave it out, or --steps")
     return plan
 
 
-def _usable_scores(artefact: Any, other_channels: bool) -> dict[str, Any]:
-    """Return the scores of an artefact, if there is one; those of channels unless another method scores them."""
-    scores = artefact.scores if artefact else {}
-    return {key: values for key, values in scores.items() if not other_channels or key.startswith("heads.")}
-
-
-def _check_channels(path: str, known: Mapping[str, Any], wanted: PruneOptions) -> None:
+def _check_channels(path: str, known: Mapping[str, Any], pruning: PruneOptions) -> None:
     from lmeval_prune.pruners.schedule import has_kind
 
-    if "channels" in wanted.kinds and not has_kind(known, "channels"):
+    if "channels" in pruning.kinds and not has_kind(known, "channels"):
         raise InputError(
             f"{path} has no scores of channels; give --parts heads, --ffn_method, which then scores them, or those "
             f"of `lmeval-prune importance --channels`"
@@ -299,25 +308,24 @@ def _method_of(
     return made["method"], known
 
 
-def _uses_of_text(wanted: PruneOptions, pruner: Any, channel_pruner: Any, known: Mapping[str, Any]) -> dict[str, bool]:
+def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, known: Mapping[str, Any]) -> list[str]:
     """Return for what a calibration text is read, by what a plan calls it."""
     from lmeval_prune.pruners.schedule import has_kind
 
-    def scores(kind: str, method: Any) -> bool:
-        return kind in wanted.kinds and not has_kind(known, kind) and method.reads_text
-
-    return {
-        "calibration": scores("heads", pruner),
-        "ffn_calibration": scores("channels", channel_pruner),
-        "compensation_calibration": wanted.compensation != "none",
-    }
+    scored = {"calibration": ("heads", pruner), "ffn_calibration": ("channels", channel_pruner)}
+    uses = [
+        name
+        for name, (kind, method) in scored.items()
+        if method.reads_text and kind in pruning.kinds and not has_kind(known, kind)
+    ]
+    return [*uses, "compensation_calibration"] if pruning.compensation != "none" else uses
 
 
 def _made_by_both(
     made: Mapping[str, Any],
     earlier: Mapping[str, Any],
     known: Mapping[str, Any],
-    uses: Mapping[str, bool],
+    uses: Sequence[str],
     calibration: Any,
 ) -> dict[str, Any]:
     """Return what made a plan by scores at hand: each text by what it was read for."""
@@ -329,10 +337,10 @@ def _made_by_both(
             made["calibration"] = earlier["calibration"]
         elif has_kind(known, "channels"):
             made["ffn_calibration"] = earlier["calibration"]
-    return made | {name: calibration.about() for name, used in uses.items() if used}
+    return made | {name: calibration.about() for name in uses}
 
 
-def _print_plan(output: str, plan: Any, model_map: Any, wanted: PruneOptions, channel_pruner: Any) -> None:
+def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, channel_pruner: Any) -> None:
     """Say what goes, and where whole units leave less than was asked for."""
     from lmeval_prune.pruners.base import pruner_name
 
@@ -345,13 +353,13 @@ def _print_plan(output: str, plan: Any, model_map: Any, wanted: PruneOptions, ch
     spent = plan.made.get("parameters")
     share = f", {spent['removed'] / spent['removable']:.2%} of what can be removed" if spent else ""
     extension = ""
-    if channel_pruner.parts != "both" and "channels" in wanted.kinds:
+    if channel_pruner.parts != "both" and "channels" in pruning.kinds:
         extension = f" (scores of channels by {pruner_name(channel_pruner)} are an extension of ours, not the paper's)"
     gone = f"{', '.join(counts)} of {model_map.name} go{share}; asked for: {plan.made['removes']}"
     print(f"{output}: {gone}{extension}")
-    for name, kind, ratio in (("ratio", "heads", wanted.ratio), ("ffn_ratio", "channels", wanted.ffn_ratio)):
+    for name, kind, ratio in (("ratio", "heads", pruning.ratio), ("ffn_ratio", "channels", pruning.ffn_ratio)):
         share = f"{report[f'{kind}_pruned'] / max(1, report[f'{kind}_total']):.1%}"
-        if wanted.budget == "heads" and share != f"{ratio:.1%}":
+        if pruning.budget == "heads" and share != f"{ratio:.1%}":
             print(f"  {share} of the {kind}: whole units leave less than --{name} {ratio:g}")
 
 

@@ -204,7 +204,7 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
 
 
 class _Tensors:
-    """The tensors of a model, by name, with what makes up for a plan's loss; rows and columns are taken out of them."""
+    """Tensors of a model, by name, with what makes up for a plan's loss; rows and columns are taken out of them."""
 
     def __init__(self, model_map: ModelMap, plan: Plan) -> None:
         self.names = {module: name for name, module in model_map.model.named_modules()}

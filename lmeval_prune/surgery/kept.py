@@ -1,4 +1,4 @@
-"""What stays of a model's layers, and the rows and columns that it stands in."""
+"""Heads and channels that stay in a model, and the rows and columns that it stands in."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KeptHeads:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the layer keeps its shape."""
+        """True if the layer keeps its shape."""
         return len(self.heads) == self.layer.heads
 
     @property
@@ -68,7 +68,7 @@ class KeptHeads:
             for index, number in enumerate(numbers):
                 old = self.layer.rows(part, number)
                 pieces.setdefault(old.module, []).append((self._start(part, index), range(old.start, old.stop)))
-        ordered = {module: sorted(found, key=lambda piece: piece[0]) for module, found in pieces.items()}
+        ordered = {module: sorted(of_module, key=lambda piece: piece[0]) for module, of_module in pieces.items()}
         return {module: [row for _, rows in pieces for row in rows] for module, pieces in ordered.items()}
 
     def _start(self, part: str, index: int) -> int:
@@ -80,7 +80,7 @@ class KeptHeads:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays of each layer.
+    """Heads and channels that stay in each layer.
 
     Attributes:
         model_map: of the model, as it was.

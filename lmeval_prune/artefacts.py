@@ -334,11 +334,11 @@ def _growing(path: Path, folder: bool = False) -> Iterator[Path]:
 def _own_folder(parent: Path) -> Iterator[Path]:
     """Make a folder whose name says who writes in it, and remove it at the end."""
     _clear(parent, os.getpid())
-    own = Path(tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=parent))
     try:
-        yield own
+        yield folder
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -375,14 +375,14 @@ def _before(path: Path) -> Path:
     return path.parent / f".{path.name}.before"
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(path: Path, other: Path) -> bool:
     """Exchange two names at once, where the system can."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
         return False
     here, exchange = -100, 2
-    return call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    return call(here, os.fsencode(path), here, os.fsencode(other), exchange) == 0
 
 
 def _sync(path: Path) -> None:
@@ -425,8 +425,8 @@ def read_artefact(
     content = from_json(data, path)
     schemas = (schema,) if isinstance(schema, str) else schema
     if not isinstance(content, dict) or content.get("schema") not in schemas:
-        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {str(found)[:80]!r})")
+        name = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {str(name)[:80]!r})")
     number = content.get("schema_version")
     if not isinstance(number, int) or isinstance(number, bool):
         raise InputError(f"{path} is damaged: its schema_version is {str(number)[:40]!r}, not a number")
@@ -594,20 +594,19 @@ def check_finite(tensors: Mapping[str, Any], name: object, remedy: str = "make i
 
 
 def digest(value: Any) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of a JSON value, independent of key order."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a JSON value, independent of key order."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def content_digest(path: PathLike) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of a file's bytes, or of a folder's files and their names.
+    """Return the first 16 hexadecimal digits of the SHA-256 of a file's bytes, or of a folder's files and their names.
 
-    What begins with a dot (locks, halves) does not count, nor does where the file or folder is.
+    Names that begin with a dot (locks, growing files) do not count, nor does where the file or folder is.
     """
     path = Path(path)
     if path.is_dir():
-        files = sorted(one for one in path.rglob("*") if one.is_file())
-        named = [(one.relative_to(path).as_posix(), one) for one in files]
-        return digest([[name, content_digest(one)] for name, one in named if not re.search(r"(^|/)\.", name)])
+        named = [(file.relative_to(path).as_posix(), file) for file in sorted(path.rglob("*")) if file.is_file()]
+        return digest([[name, content_digest(file)] for name, file in named if not re.search(r"(^|/)\.", name)])
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]

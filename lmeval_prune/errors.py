@@ -1,4 +1,4 @@
-"""A user's mistake ends in one line that names the problem and the fix, not in a traceback."""
+"""Errors of users, each printed as one line that names the problem and the fix, not as a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class InputError(ValueError):
-    """Something the user gave us cannot be used. The message is one line: what is wrong, what to do."""
+    """A mistake of the user's. The message is one line: what is wrong, what to do."""
 
 
 class DiskError(InputError):
@@ -72,19 +72,19 @@ def writing(path: object) -> Iterator[None]:
 
 
 def first_line(error: BaseException, length: int = 150) -> str:
-    """An exception's type and the first line of its message."""
+    """Return an exception's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:length]}" if lines else type(error).__name__
 
 
 def first_few(names: Iterable[object], none: str = "none", most: int = 8) -> str:
-    """Names with commas, the first of many; `none` of no names."""
-    every = [str(name) for name in names]
-    return (", ".join(every[:most]) + (f", … ({len(every)} in all)" if len(every) > most else "")) or none
+    """Return names with commas, the first of many; `none` if there are no names."""
+    texts = [str(name) for name in names]
+    return (", ".join(texts[:most]) + (f", … ({len(texts)} in all)" if len(texts) > most else "")) or none
 
 
 def yaml_fault(error: Exception) -> str:
-    """What is wrong with a YAML file, and where."""
+    """Return what is wrong with a YAML file, and where."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if not problem or mark is None:
         return str(error).splitlines()[0]
@@ -92,12 +92,12 @@ def yaml_fault(error: Exception) -> str:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that was probably meant; None if none is near."""
+    """Return the known name that was probably meant; None if none is near."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """A question after the known name that was meant, for the end of a message; empty if none is near."""
+    """Return a question after the known name that was meant, for the end of a message; empty if none is near."""
     meant = closest(name, known, cutoff)
     return f"; did you mean {meant!r}?" if meant is not None else ""
 

@@ -37,7 +37,7 @@ class FrozenMapping(dict[str, Any]):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("settings do not change; make new ones")
 
-    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
 
 
 def frozen(name: str, value: Any) -> Any:

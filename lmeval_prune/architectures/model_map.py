@@ -221,7 +221,7 @@ def _at(layer: Block, path: str) -> Block | None:
 
 def _read_attention(layer: Block, path: str | None, family: Family, count: int | None) -> AttentionLayer | None:
     block = None if path is None else _at(layer, path)
-    output = block and projection_in(block.module, family.output)
+    output = None if block is None else projection_in(block.module, family.output)
     if block is None or output is None:
         return None
     module, inputs = block.module, in_features(output)

@@ -156,19 +156,9 @@ class Arguments(Settings):
                     f"{name}={value} is a {artefact.schema()} artefact that says more than {name} can; give it as mask="
                 )
             return self._with_allowances(converted)
-        known = [each.name for each in fields(kind) if each.init and each.name != "origin"]
-        settings = value if isinstance(value, dict) else {known[0]: value}
-        for key in settings:
-            if key not in known:
-                hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
-                raise InputError(f"{name} has no setting {key!r}{hint}")
-        needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
-        if missing := [key for key in needed if key not in settings]:
-            example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
-            raise InputError(
-                f"{name} needs {', '.join(missing)}; on the command line several settings are given as JSON: "
-                f"--model_args '{example}'"
-            )
+        known = {each.name: each for each in fields(kind) if each.init and each.name != "origin"}
+        settings = value if isinstance(value, dict) else {next(iter(known)): value}
+        _check_settings(name, settings, known)
         return self._with_allowances(kind.from_dict(settings, name))
 
     def _with_allowances(self, intervention: Intervention) -> Intervention:
@@ -210,6 +200,21 @@ _NOT_GIVEN_BY_USERS = {"pretrained", "interventions", "others"}
 def argument_names() -> list[str]:
     """Return the names of our arguments, methods among them."""
     return [*METHODS, *(each.name for each in fields(Arguments) if each.name not in _NOT_GIVEN_BY_USERS)]
+
+
+def _check_settings(name: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse settings that a method does not have, or lacks."""
+    for key in settings:
+        if key not in known:
+            hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
+            raise InputError(f"{name} has no setting {key!r}{hint}")
+    needed = [key for key, each in known.items() if each.default is MISSING and each.default_factory is MISSING]
+    if missing := [key for key in needed if key not in settings]:
+        example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
+        raise InputError(
+            f"{name} needs {', '.join(missing)}; on the command line several settings are given as JSON: "
+            f"--model_args '{example}'"
+        )
 
 
 def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
+from aiohttp import ClientSession
 from tqdm import tqdm
 
 from lmeval_prune.errors import InputError
@@ -294,20 +295,11 @@ class _Run:
 
     async def _look_again(self, server: Server) -> None:
         """Check that a server that failed serves what it did; adapters may have other numbers."""
-        listing = await self._listing(server)
+        listing = await list_models(self.session, server.url, self.dispatcher.kind)
         if listing.roots != server.listing.roots:
             models = ", ".join(map(str, listing.roots.values()))
             raise Failure(f"it serves another model now ({models})", innocent=True)
         server.listing = listing
-
-    async def _listing(self, server: Server) -> Listing:
-        kind, bodies = self.dispatcher.kind, []
-        for path in ("/v1/models", *([kind.lists] if kind.lists else [])):
-            response = await send(self.session, "GET", f"{server.url}{path}")
-            if response.status != 200:
-                raise Failure(f"status {response.status} of {path}, {_message(response)}", innocent=True)
-            bodies.append(read_json(response.body))
-        return read(lambda pair: kind.listing(*pair), [*bodies, None][:2])
 
     # ------------------------------------------------------------------ requests
 
@@ -322,7 +314,7 @@ class _Run:
             raise Failure(f"it answered under {name[:100]!r}, not {variant['model']!r}")
         result = read(job.read, body)
         if kind.lists:  # an answer does not name its adapters: were the numbers still those when it was computed?
-            now = await self._listing(server)
+            now = await list_models(self.session, server.url, kind)
             if now.numbers != listing.numbers:
                 server.listing = now
                 raise Failure("it was started again with its adapters in another order", innocent=True)
@@ -339,6 +331,36 @@ class _Run:
         self.bar.update()
         if not self.left and not self.ended.done():
             self.ended.set_result(None)
+
+
+async def list_models(client: ClientSession, url: str, kind: ServerKind) -> Listing:
+    """Return what a server says that it has.
+
+    Raises:
+        Failure: it is not there, or not the server that it should be.
+    """
+    bodies, hint = [], "is it the server that `server=` says?"
+    for address in (f"{url}/v1/models", *([f"{url}{kind.lists}"] if kind.lists else [])):
+        try:
+            response = await send(client, "GET", address)
+        except Failure as error:
+            if error.innocent:
+                message = f"no server answers at {address} ({error}); start it, or give another base_url"
+            else:
+                message = f"{address} gives no whole answer ({error}); {hint}"
+            raise Failure(message, innocent=error.innocent) from None
+        if response.status != 200:
+            key = response.status in (401, 403)
+            remedy = "give its key in OPENAI_API_KEY" if key else f"{hint} ({_message(response)})"
+            raise Failure(f"{address} answers {response.status}; {remedy}", innocent=True)
+        try:
+            bodies.append(read_json(response.body))
+        except Failure as error:
+            raise Failure(f"{address} does not answer with JSON, or {error}; {hint}") from None
+    try:
+        return read(lambda pair: kind.listing(*pair), [*bodies, None][:2])
+    except Failure:
+        raise Failure(f"{url} does not list its models as a server of `server={kind.name}` does") from None
 
 
 def _check_status(server: Server, job: Job, response: Response) -> None:

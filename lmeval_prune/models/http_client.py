@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from lmeval_prune.errors import InputError, first_line
 
 MOST_BYTES = 32 * 2**20  # of an answer: twice the log-probabilities of a prompt of 128,000 tokens
+T = TypeVar("T")
 ROUNDING = 0.01  # by which a log-probability may be above 0
 
 
@@ -82,36 +83,14 @@ class Connection:
         connector = aiohttp.TCPConnector(limit=0, ssl=self.verify)
         return aiohttp.ClientSession(connector=connector, timeout=limits, headers=self.headers)
 
-    def request(self, method: str, url: str, content: Any = None) -> Response:
-        """Send a single request, within a minute at most; see `send`."""
+    def run(self, call: Callable[[aiohttp.ClientSession], Awaitable[T]]) -> T:
+        """Return the result of a few requests, each within a minute at most."""
 
-        async def ask() -> Response:
+        async def run() -> T:
             async with replace(self, timeout=min(self.timeout, 60.0)).session() as client:
-                return await send(client, method, url, content)
+                return await call(client)
 
-        return asyncio.run(ask())
-
-    def get(self, url: str) -> Any:
-        """Return what is at an address, as JSON.
-
-        Raises:
-            InputError: nothing is, or it cannot be read.
-        """
-        hint = "is it the server that `server=` says?"
-        try:
-            response = self.request("GET", url)
-        except Failure as error:
-            if not error.innocent:
-                raise InputError(f"{url} gives no whole answer ({error}); {hint}") from None
-            raise InputError(f"no server answers at {url} ({error}); start it, or give another base_url") from None
-        if response.status in (401, 403):
-            raise InputError(f"{url} answers {response.status}: give its key in OPENAI_API_KEY")
-        if response.status != 200:
-            raise InputError(f"{url} answers {response.status}; {hint}")
-        try:
-            return read_json(response.body)
-        except Failure as error:
-            raise InputError(f"{url} does not answer with JSON, or {error}; {hint}") from None
+        return asyncio.run(run())
 
 
 async def send(client: aiohttp.ClientSession, method: str, url: str, content: Any = None) -> Response:

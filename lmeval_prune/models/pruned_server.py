@@ -29,7 +29,7 @@ from lmeval_prune.models.http_client import Connection
 from lmeval_prune.models.identity import ModelIdentity, config_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.logs import as_lm_eval_does
-from lmeval_prune.models.once import GivenOnce
+from lmeval_prune.models.once import AnsweringLM
 from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
 from lmeval_prune.models.served_answering import ServedAnswering
 from lmeval_prune.models.server_jobs import Jobs, Scored
@@ -42,7 +42,7 @@ _FOR_LM_EVAL = {
 }
 
 
-class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
+class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     """Asks servers that have adapters which take heads away (`lmeval-prune export adapter`).
 
     Args:
@@ -225,11 +225,6 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
     # ------------------------------------------------------------------ identity
 
     @property
-    def store_rank(self) -> int | None:
-        """Return the number by which this process writes into a store of answers; see `AnswerStore`."""
-        return 0
-
-    @property
     def max_gen_toks(self) -> int:
         """Return the tokens of an answer where a task does not say."""
         return int(self._max_gen_toks)
@@ -328,33 +323,9 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
             raise InputError("--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args")
         super().set_cache_hook(cache_hook)
 
-    @reported
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return texts, each try under its variant."""
-        return self.answering.answer("generate_until", requests, disable_tqdm)
-
-    @reported
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False, **_: Any) -> list[Scored]:
-        """Return the log-likelihoods of given texts.
-
-        Raises:
-            InputError: the server does not tell them.
-        """
-        self._check_scores(requests)
-        return self.answering.answer("loglikelihood", requests, disable_tqdm)
-
-    @reported
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts.
-
-        Raises:
-            InputError: the server does not tell them.
-        """
-        self._check_scores(requests)
-        return self.answering.answer("loglikelihood_rolling", requests, disable_tqdm)
-
-    def _check_scores(self, requests: list[Any]) -> None:
-        if not self.kind.scores or self.chat:
+    def check_requests(self, kind: str, requests: list[Any]) -> None:
+        """Refuse to score given texts where the server does not tell the log-probabilities of a prompt."""
+        if kind != "generate_until" and (not self.kind.scores or self.chat):
             source = "a chat" if self.chat else f"server={self.kind.name}"
             raise InputError(
                 f"task {requests[0].task_name} scores given texts, and {source} does not tell the log-probabilities of "
@@ -363,14 +334,6 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[Scored]:
         return self.jobs.score(requests, not disable_tqdm)
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Return a value of each process; there is one."""
-        return [value]
-
-    def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is true in some process; there is one."""
-        return flag
 
 
 class PrunedServerChatLM(PrunedServerLM):

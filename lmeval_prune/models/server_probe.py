@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from lmeval_prune.errors import InputError, first_few
-from lmeval_prune.models.dispatch import Dispatcher, Gone, Job, Server
-from lmeval_prune.models.http_client import Connection, Failure, log_probability, read, read_json, whole_number
+from lmeval_prune.models.dispatch import Dispatcher, Gone, Job, Server, list_models
+from lmeval_prune.models.http_client import Connection, Failure, log_probability, read, read_json, send, whole_number
 from lmeval_prune.models.served import DENSE, Served, ServerKind
 
 logger = logging.getLogger(__name__)
@@ -39,15 +40,9 @@ def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list
     missing: list[InputError] = []
     for url in urls:
         try:
-            models = connection.get(f"{url}/v1/models")
-        except InputError as error:
-            missing.append(error)
-            continue
-        adapters = connection.get(f"{url}{kind.lists}") if kind.lists else None
-        try:
-            servers.append(Server(url, read(lambda pair: kind.listing(*pair), (models, adapters))))
-        except Failure:
-            raise InputError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
+            servers.append(Server(url, connection.run(partial(list_models, url=url, kind=kind))))
+        except Failure as error:
+            missing.append(InputError(str(error)))
     if not servers:
         raise missing[0]
     for refusal in missing:
@@ -91,7 +86,9 @@ def tokens_of(connection: Connection, kind: ServerKind, url: str, model: str, te
         return [whole_number(token["id"] if isinstance(token, dict) else token) for token in body["tokens"]]
 
     try:
-        response = connection.request("POST", f"{url}/tokenize", kind.tokenize(model, text))
+        response = connection.run(
+            partial(send, method="POST", url=f"{url}/tokenize", content=kind.tokenize(model, text))
+        )
         tokens: list[int] | None = read(numbers, read_json(response.body)) if response.status == 200 else None
     except Failure:
         return None

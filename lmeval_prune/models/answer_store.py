@@ -19,7 +19,7 @@ import json
 import logging
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -226,11 +226,7 @@ def _as_row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read all answers of a store, but lines that a kill cut short.
-
-    Raises:
-        InputError: a file is damaged.
-    """
+    """Read all answers of a store, but lines that a kill cut short; `InputError` if a file is damaged."""
     table = folder / "answers.parquet"
     for row in read_table(table, _TABLE).to_pylist():
         versions = from_json(row["versions"], table) if row["versions"] else None
@@ -252,11 +248,7 @@ def _record(value: Any, path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-    """Read a parquet file of a store as an Arrow table; empty, if there is none.
-
-    Raises:
-        InputError: it is damaged.
-    """
+    """Read a parquet file of a store as an Arrow table; empty, if there is none; `InputError` if it is damaged."""
     try:
         return artefacts.read_table(path, "the store is damaged", columns, schema, _ADDED)
     except FileNotFoundError:
@@ -346,9 +338,8 @@ def answer(
     keys, columns_of = _look_up(store, requests, repeats, kind, depends_on)
     first = {key: index for index, key in reversed(list(enumerate(keys)))}
     grouped = [key for key in dict.fromkeys(keys) if in_groups(requests[first[key]])]
-    groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
-    run_again = {key for group in groups if columns_of.keys() & group for key in group}
-    indices = [first[key] for key in dict.fromkeys(keys) if key in columns_of or key in run_again]
+    run_again = _whole_groups(grouped, columns_of.keys(), size)
+    indices = [first[key] for key in dict.fromkeys(keys) if key in run_again]
 
     def add(key: str, response: Any, **columns: Any) -> None:
         if key not in store.known:  # one of a group may be
@@ -361,6 +352,12 @@ def answer(
             add(key, response)  # the model may not have reported this one on its own
     restore = tuple if kind == "loglikelihood" else lambda x: x
     return [restore(store.known[key]) for key in keys], keys
+
+
+def _whole_groups(grouped: Sequence[str], missing: Collection[str], size: int) -> set[str]:
+    """Return the missing keys, and all keys of groups that have one of them."""
+    groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
+    return {*missing, *(key for group in groups if not set(group).isdisjoint(missing) for key in group)}
 
 
 def _look_up(

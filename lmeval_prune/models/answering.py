@@ -72,11 +72,7 @@ class Answering:
             self.store.close()
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Return the responses to requests of one kind.
-
-        Raises:
-            InputError: tries are to score given texts, or a setting cannot be used.
-        """
+        """Return the responses to requests of one kind; `InputError` if they cannot be answered so."""
         self.lm.check_requests(kind, requests)
         if kind == "generate_until" and self.lm.rank == 0:
             warn_without_template(requests, self.lm.tokenizer)
@@ -99,13 +95,7 @@ class Answering:
 
         A request that comes later, with one of the masks applied, finds its answer.
 
-        Args:
-            requests: of lm-eval's, as for `generate_until`.
-            masks: each comes to what is applied to the model now; None adds nothing.
-            disable_tqdm: show no progress.
-
-        Raises:
-            InputError: a mask does not fit, or a setting cannot be used.
+        Each mask comes to what is applied to the model now; None adds nothing.
         """
         count = len(masks)
         assert self.store and self.lm.engine and not self.router

@@ -71,11 +71,7 @@ class Arguments(Settings):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Parse model_args.
-
-        Raises:
-            InputError: an argument cannot be used, as far as that is known without the model.
-        """
+        """Parse model_args; `InputError` if an argument cannot be used, as far as that is known without the model."""
         names = argument_names()
         others = {name: value for name, value in values.items() if value is not None or name not in names}
         refuse_empty(values, names)
@@ -119,11 +115,7 @@ class Arguments(Settings):
         return {**model, **self.others, **described}
 
     def check_names(self, pretrained: str) -> None:
-        """Find mistakes that loading would report late, or by a traceback.
-
-        Raises:
-            InputError: the model is not there, or the answer store is a file.
-        """
+        """Refuse a model that is not there, or a file as the answer store, before anything is loaded."""
         embedded.check_name(pretrained, dict(self.others))
         if self.responses and Path(self.responses).is_file():
             raise InputError(f"responses={self.responses} is a file; name a folder")
@@ -140,7 +132,7 @@ class Arguments(Settings):
             InputError: naming the argument that was probably meant.
         """
         for name in self.others:
-            if name not in hf_arguments and not hasattr(config, name) and (_hint(name) or config is None):
+            if name not in hf_arguments and not hasattr(config, name) and (_is_near_ours(name) or config is None):
                 raise unknown(name)
 
     # ------------------------------------------------------------------ parsing
@@ -218,20 +210,17 @@ def _check_settings(name: str, settings: Mapping[str, Any], known: Mapping[str, 
 
 
 def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuse empty texts, which a forgotten value or an unset variable of a shell leaves.
-
-    Raises:
-        InputError: naming the argument.
-    """
+    """Refuse empty texts, which a forgotten value or an unset variable of a shell leaves."""
     for name in names:
         if values.get(name) == "":
             raise InputError(f"{name}= is empty; give it a value, or leave it out")
 
 
-def unknown(name: str) -> InputError:
-    """Return the refusal of an argument that nobody knows."""
-    return InputError(f"unknown model_arg {name!r}{_hint(name) or '; leave it out'}")
+def unknown(name: str, known: Iterable[str] = ()) -> InputError:
+    """Return the refusal of an argument that is neither ours nor one of these others that are known."""
+    hint = nearest(name, [*argument_names(), *known]) or "; leave it out"
+    return InputError(f"unknown model_arg {name!r}{hint}")
 
 
-def _hint(name: str) -> str:
-    return nearest(name, argument_names(), cutoff=0.75)
+def _is_near_ours(name: str) -> bool:
+    return bool(nearest(name, argument_names(), cutoff=0.75))

@@ -16,11 +16,7 @@ class GivenOnce(LM):
     @classmethod
     @reported
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
-        """Make a model of model_args and of lm-eval's own options.
-
-        Raises:
-            InputError: both give the same argument.
-        """
+        """Make a model of model_args and of lm-eval's own options; `InputError` if both give the same argument."""
         for name, value in (additional_config or {}).items():
             if value is not None and name in arg_dict:
                 raise InputError(f"{name}= is lm-eval's own option: write --{name} {arg_dict[name]}, not model_args")
@@ -33,21 +29,13 @@ class GivenOnce(LM):
 
 
 class AnsweringLM(GivenOnce):
-    """A model class whose `answering` answers requests, from the answer store where there is one.
-
-    Attributes:
-        store_rank: number by which this process writes into a store; see `AnswerStore`.
-    """
+    """A model class whose `answering` answers requests, from the answer store where there is one."""
 
     answering: Any
-    store_rank: Any = 0
+    store_rank: Any = 0  # by which this process writes into a store; see `AnswerStore`
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse requests that the model cannot answer.
-
-        Raises:
-            InputError: naming the task and what to do.
-        """
+        """Refuse requests that the model cannot answer."""
 
     @reported
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:

@@ -170,14 +170,14 @@ class PrunedHFLM(AnsweringLM, HFLM):
             from transformers import GgufConfig
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
-        own: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
+        auto_class: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
         # a checkpoint whose layers differ is loaded by our own code, whatever lies in the folder
-        self.AUTO_MODEL_CLASS = Checked(class_of(self.config) if has_own_layers(self.config) else own)
+        self.AUTO_MODEL_CLASS = Checked(class_of(self.config) if has_own_layers(self.config) else auto_class)
         try:
             with refused_as(f"the model {args[0] if args else kwargs['pretrained']} cannot be loaded"):
                 self._create_known(*args, gguf_file=gguf_file, **kwargs)
         finally:
-            self.AUTO_MODEL_CLASS = own
+            self.AUTO_MODEL_CLASS = auto_class
 
     def _create_known(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights; transformers gives the model's class the arguments that nobody else knows."""

@@ -31,11 +31,7 @@ Signature = list[tuple[str, float]]  # tokens and their log-probabilities
 
 
 def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
-    """Find the servers that are there, with what they have.
-
-    Raises:
-        InputError: none is, or one is not what it should be.
-    """
+    """Return the servers that are there, with what they have; `InputError` if none is."""
     servers: list[Server] = []
     missing: list[InputError] = []
     for url in urls:
@@ -51,16 +47,7 @@ def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list
 
 
 def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) -> str:
-    """Return the unpruned model's name, which must be one on all servers.
-
-    Args:
-        kind: of the servers.
-        servers: see `reach`.
-        name: given by the user, or None.
-
-    Raises:
-        InputError: a server has another one, or several.
-    """
+    """Return the unpruned model's name, the user's or the only one; `InputError` if it is not one on all servers."""
     for server in servers:
         models = server.listing.models
         if name is None:
@@ -96,23 +83,14 @@ def tokens_of(connection: Connection, kind: ServerKind, url: str, model: str, te
 
 
 class Probe:
-    """Questions to each server, and checks of their answers.
-
-    Args:
-        dispatcher: asks all of them.
-        tokenizer: the model's.
-    """
+    """Questions to each server of a dispatcher, and checks of their answers."""
 
     def __init__(self, dispatcher: Dispatcher, tokenizer: Any) -> None:
         self.dispatcher, self.tokenizer = dispatcher, tokenizer
         self.tokens: list[int] = list(tokenizer.encode(TEXT, add_special_tokens=False))
 
     def run(self, variants: Sequence[Served]) -> None:
-        """Ask every server about the model and these variants; leave out servers that end meanwhile.
-
-        Raises:
-            InputError: a server does not serve what it should.
-        """
+        """Refuse a server that does not serve the model and these variants; leave out those that end meanwhile."""
         pruned = [variant for variant in dict.fromkeys(variants) if variant != DENSE]
         left: list[Server] = []
         for server in self.dispatcher.servers:

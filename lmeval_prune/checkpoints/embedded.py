@@ -140,14 +140,14 @@ def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | No
 
     Args:
         name: on the hub.
-        options: model_args; `revision`, `cache_dir` and `gguf_file` are read.
+        options: model_args; `revision`, `cache_dir`, `subfolder` and `gguf_file` are read.
 
     Raises:
         HFValidationError: the hub has no such names.
     """
     from huggingface_hub import try_to_load_from_cache
 
-    file = options.get("gguf_file") or "config.json"
+    file = "/".join(filter(None, (options.get("subfolder"), options.get("gguf_file") or "config.json")))
     path = try_to_load_from_cache(name, file, options.get("cache_dir"), options.get("revision"))
     return Path(path) if isinstance(path, str) else None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -77,9 +78,7 @@ class Arguments(Settings):
         """
         names = argument_names()
         others = {name: value for name, value in values.items() if value is not None or name not in names}
-        for name in names:
-            if others.get(name) == "":
-                raise InputError(f"{name}= is empty; give it a value, or leave it out")
+        refuse_empty(values, names)
         known = {name: others.pop(name) for name in (*names, "pretrained") if name in others}
         methods = {name: known.pop(name) for name in METHODS if name in known}
         if "router" not in known and (stray := _ROUTER_SETTINGS & known.keys()):
@@ -163,6 +162,13 @@ class Arguments(Settings):
             if key not in known:
                 hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
                 raise InputError(f"{name} has no setting {key!r}{hint}")
+        needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+        if missing := [key for key in needed if key not in settings]:
+            example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
+            raise InputError(
+                f"{name} needs {', '.join(missing)}; on the command line several settings are given as JSON: "
+                f"--model_args '{example}'"
+            )
         return self._with_allowances(kind.from_dict(settings, name))
 
     def _with_allowances(self, intervention: Intervention) -> Intervention:
@@ -204,6 +210,17 @@ _NOT_GIVEN_BY_USERS = {"pretrained", "interventions", "others"}
 def argument_names() -> list[str]:
     """Return the names of our arguments, methods among them."""
     return [*METHODS, *(each.name for each in fields(Arguments) if each.name not in _NOT_GIVEN_BY_USERS)]
+
+
+def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse empty texts, which a forgotten value or an unset variable of a shell leaves.
+
+    Raises:
+        InputError: naming the argument.
+    """
+    for name in names:
+        if values.get(name) == "":
+            raise InputError(f"{name}= is empty; give it a value, or leave it out")
 
 
 def unknown(name: str) -> InputError:

@@ -90,7 +90,7 @@ class ModelIdentity:
         Raises:
             InputError: there are no weights.
         """
-        skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision"}
+        skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision", "subfolder", "gguf_file"}
         arguments = sorted(checkpoint.loading.items())
         return cls(
             config_fingerprint(checkpoint.config),
@@ -98,7 +98,7 @@ class ModelIdentity:
             checkpoint.generation_digest,
             checkpoint.dtype,
             {name: by_content(name, value) for name, value in arguments if name not in skipped},
-            checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision),
+            checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision, **checkpoint.files),
         )
 
     @classmethod

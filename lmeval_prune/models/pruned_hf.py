@@ -92,7 +92,7 @@ class PrunedHFLM(GivenOnce, HFLM):
                 device_named(arguments.others["device"], strictly=False)
             pretrained = embedded.resolve(str(pretrained))
             arguments.check_names(pretrained)
-            self.manifest = manifest_in(pretrained)
+            self.manifest = manifest_in(Path(pretrained, arguments.others.get("subfolder") or ""))
         if arguments.responses and any(intervention.needs_order for intervention in interventions):
             raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
         return pretrained

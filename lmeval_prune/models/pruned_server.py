@@ -22,7 +22,7 @@ from lmeval_prune.checkpoints.loading import refused_as
 from lmeval_prune.errors import InputError, first_line, nearest, reported
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.models.arguments import Arguments, argument_names
+from lmeval_prune.models.arguments import Arguments, argument_names, refuse_empty
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.dispatch import Dispatcher, Server
 from lmeval_prune.models.http_client import Connection
@@ -68,6 +68,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
         as_lm_eval_does()
         known = {each.name for each in fields(ServerOptions)}
         values = {name: value for name, value in {"base_url": base_url, **arguments}.items() if value is not None}
+        refuse_empty(values, known)
         self.options = ServerOptions(**{name: value for name, value in values.items() if name in known})
         others = {name: value for name, value in values.items() if name not in known}
         self.arguments = Arguments.of(others)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from keyword import iskeyword
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
@@ -203,6 +204,8 @@ def _spelled(name: str, value: Any, repeated: set[str]) -> list[str]:
 
 def _value(annotation: Any, word: Any) -> Any:
     """Read the word of a command line by an annotation."""
+    if word == "null" and NoneType in kinds(annotation) and str not in kinds(annotation):
+        return None
     origins = {get_origin(kind) for kind in kinds(annotation)}
     try:
         value = _pairs(word) if dict in origins else _items(word) if tuple in origins else word

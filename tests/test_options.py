@@ -105,6 +105,7 @@ def given(words: str, recipe: str | None = None, folder: Path | None = None) -> 
         ("--dough rye --fan", {"fan": True}),
         ("--fan --dough rye", {"fan": True}),
         ("--dough rye --fan false", {}),
+        ("--dough rye --shelf null --until null", {"until": "null"}),
         ("--dough rye --settings a=1,b=x-y,c={'d':2,'e':3}", {"settings": {"a": 1, "b": "x-y", "c": {"d": 2, "e": 3}}}),
         ('--dough rye --settings {"a":[1,2]}', {"settings": {"a": [1, 2]}}),
         ("--dough rye --notes a=1,2 --notes b", {"notes": ["a=1,2", "b"]}),

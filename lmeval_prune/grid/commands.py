@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.options import first
-
-if TYPE_CHECKING:
-    from lmeval_prune.grid.configuration import Grid
 
 
 @first("grid")
@@ -65,7 +62,7 @@ def run(
     return 0
 
 
-def _check_selected(grid: Grid) -> None:
+def _check_selected(grid: Any) -> None:  # a `Grid`, which `--help` would import to read the annotation
     """Refuse a task in `selected_on` that is neither the grid's nor lm-eval's."""
     names = {name for task in grid.tasks for name in (task.name, task.task)}
     others = [(variant.name, name) for variant in grid.variants for name in variant.selected_on if name not in names]

@@ -256,6 +256,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"heads": "L0H9"}, "L0H9: layer 0 has 4 heads, 0 to 3"),
         ({"heads": "L7H0"}, "no attention in layer 7"),
         ({"heads": "5:3"}, "head '5:3' cannot be read"),
+        ({"heads": '["not valid JSON"]'}, "head 'not valid JSON' cannot be read"),
         ({"heads": "L0H*"}, "give allow_empty_layer=true"),
         ({"head": "L0H1"}, "unknown model_arg 'head'; did you mean 'heads'"),
         ({"response": "store"}, "did you mean 'responses'"),

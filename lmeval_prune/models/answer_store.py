@@ -37,8 +37,8 @@ from lmeval_prune.artefacts import (
     append_to,
     checked,
     digest,
+    file_lock,
     from_json,
-    held,
     lock_of,
     make_folder,
     read_artefact,
@@ -149,7 +149,7 @@ class AnswerStore:
         for number in itertools.count() if rank is None else [rank]:
             path = self.folder / f"rank-{number}.jsonl"
             try:
-                stack.enter_context(held(lock_of(path)))
+                stack.enter_context(file_lock(lock_of(path)))
                 return path
             except Timeout:
                 if rank is not None:
@@ -207,7 +207,7 @@ class AnswerStore:
             for path in self.folder.glob("rank-*.jsonl"):
                 with suppress(Timeout):
                     if path != self.path:
-                        stack.enter_context(held(lock_of(path), timeout=0))
+                        stack.enter_context(file_lock(lock_of(path), timeout=0))
                     paths.append(path)
             if not paths:
                 return

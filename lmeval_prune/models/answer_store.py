@@ -273,7 +273,7 @@ class Missing:
     """
 
     def __init__(
-        self, kind: str, requests: Sequence[Any], keys: Sequence[Any], repeats: Sequence[int], add: Callable[..., None]
+        self, kind: str, add: Callable[..., None], requests: Sequence[Any], keys: Sequence[Any], repeats: Sequence[int]
     ) -> None:
         self.kind, self.requests, self.keys, self.repeats, self.add = kind, list(requests), keys, repeats, add
         self._waiting: dict[str, deque[Any]] = defaultdict(deque)
@@ -346,8 +346,10 @@ def answer(
             store.add(key, response, {**columns_of[key], **columns})
 
     if any_rank(bool(indices)):
-        chosen = [(requests[index], keys[index], repeats[index]) for index in indices or [0]]
-        missing = Missing(kind, *(list(column) for column in zip(*chosen, strict=True)), add)
+        chosen = indices or [0]
+        missing = Missing(
+            kind, add, [requests[i] for i in chosen], [keys[i] for i in chosen], [repeats[i] for i in chosen]
+        )
         for key, response in zip(missing.keys, run(missing), strict=True):
             add(key, response)  # the model may not have reported this one on its own
     restore = tuple if kind == "loglikelihood" else lambda x: x

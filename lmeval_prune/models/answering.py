@@ -183,7 +183,7 @@ class Answering:
                 if "length" in columns:
                     endings[index] = Ending(columns["length"], columns["cut_off"])
 
-            return run(Missing(kind, requests, range(len(requests)), occurrences(requests), add)), [], endings
+            return run(Missing(kind, add, requests, range(len(requests)), occurrences(requests))), [], endings
         groups = (self._in_groups(kind), self._group_size)
         responses, keys = answer(self.store, requests, kind, depends_on, run, self.lm.any_rank, *groups)
         return responses, keys, [self.store.endings.get(key) for key in keys]

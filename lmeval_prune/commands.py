@@ -11,7 +11,7 @@ from lmeval_prune.errors import InputError
 
 
 def run(*words: str) -> int:
-    """Run lm-eval's command line with this package's models and tasks registered."""
+    """Run `lm_eval` with the models and tasks of this package, where `lm_eval` alone does not find them."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *words]

@@ -85,9 +85,7 @@ class AthenaHost(Host):
     @override
     def seen(self, folder: str) -> SeenQuestions:
         about = checkpoint.describe(folder)
-        if (
-            "options" in about and "validated_on" not in about
-        ):  # from an earlier version: draw its validation split again
+        if "options" in about and "validated_on" not in about:  # an earlier version: draw its validation split again
             about["validated_on"] = ProblemSplit.load(self._training_options(folder)).questions.validated
         return SeenQuestions.from_artefact(about)
 

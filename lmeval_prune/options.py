@@ -154,7 +154,7 @@ def _check_required(parser: Parser, command: str, names: set[str]) -> None:
     required = [action.dest for action in parser._actions if action.required]
     missing = [f"--{name}" for name in required if name not in names]
     if missing:
-        raise InputError(f"{command} needs {', '.join(missing)} (or a --config that has them)")
+        raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")
 
 
 def _check_names(parser: Parser, command: str, names: Iterable[str], either: Sequence[str], source: str) -> None:

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import TrainingArguments, set_seed
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import alone
+from lmeval_prune.artefacts import output_lock
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator, Example, examples_of
 from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
@@ -134,7 +134,7 @@ def train(options: TrainOptions) -> Athena:
     if target.exists():
         refuse_other(settings, checkpoint.describe(target).get("options", {}), target)
     else:
-        with alone(target), full_disk_refused(work):
+        with output_lock(target), full_disk_refused(work):
             checkpoint.write(_trained(options, settings, work), target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)

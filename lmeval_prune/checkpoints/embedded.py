@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lmeval_prune.artefacts import alone, new_folder
+from lmeval_prune.artefacts import new_folder, output_lock
 from lmeval_prune.errors import InputError, closest, first_line
 
 
@@ -171,7 +171,7 @@ def resolve(name: str) -> str:
         return str(target)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with alone(target, timeout=-1):  # one process converts, others wait
+        with output_lock(target, timeout=-1):  # one process converts, others wait
             if not (target / "config.json").is_file():
                 print(f"lmeval-prune: converting {name} once to {target}", file=sys.stderr, flush=True)
                 with new_folder(target) as growing:

@@ -97,12 +97,12 @@ def compare(
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
         seed: of tests
     """
-    from lmeval_prune.artefacts import alone
+    from lmeval_prune.artefacts import output_lock
     from lmeval_prune.grid.folder import GridFolder
     from lmeval_prune.grid.report import write, write_lm_eval
     from lmeval_prune.reporting.documents import one_line
 
-    with alone(output or GridFolder(folder).path / "compare"):
+    with output_lock(output or GridFolder(folder).path / "compare"):
         table, notes, paths = write(folder, baseline, output, seed, without_texts)
     if lm_eval:
         paths.append(write_lm_eval(folder, lm_eval))

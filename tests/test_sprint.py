@@ -468,7 +468,7 @@ def test_senseless_options_are_refused(options: dict) -> None:
 
 @pytest.mark.parametrize("sizes", [(), (8, 0)])
 def test_a_refused_list_is_told_its_bounds(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="must be one or more whole numbers separated by commas, each at least 1$"):
+    with pytest.raises(InputError, match=r"must be one or more whole numbers separated by commas, each at least 1$"):
         FitOptions(sizes=sizes)
 
 

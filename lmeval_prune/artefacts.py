@@ -1,8 +1,8 @@
-"""Reading and writing artefacts: whole or not at all, by declared fields, never pickle.
+"""Reading and writing artefacts: atomic writes, declared fields, no pickle.
 
-What is written grows beside its path, in a folder of its writer's own, `.lmeval-prune-…`, and takes its name at the
-end. The folder's name says which process writes in it. A process that writes in the same place for the first time
-removes the folders of processes that have ended, and locks that nobody holds: a kill has left them.
+A file or folder is written in a temporary folder `.lmeval-prune-…` beside its path, and renamed when it is complete.
+The temporary folder's name identifies the writing process. A process that first writes somewhere removes the leftovers
+of a kill: temporary folders of ended processes, and locks that nobody holds.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from lmeval_prune.errors import InputError, disk_error, first_line, writing
 
 logger = logging.getLogger(__name__)
 CREATED_BY = f"lmeval-prune {__version__}"
-TEMPORARY = ".lmeval-prune-"  # folders that grow, and locks, begin so
+TEMPORARY = ".lmeval-prune-"  # prefix of temporary folders and locks
 _WRITER = re.compile(rf"{re.escape(TEMPORARY)}(?P<system>\w+)-(?P<process>\d+)-(?P<began>\d+)-\w+")
-_FORGOTTEN = 7 * 24 * 3600  # seconds after its last write; of a folder whose writer another system knows
-_GRACE = 0.2  # seconds; who clears a folder holds its locks for a moment
-# what to say of numbers that a model has computed
+_FORGOTTEN = 7 * 24 * 3600  # seconds without a write, after which the folder of a writer on another system is removed
+_GRACE = 0.2  # seconds; a process that clears a folder holds its locks for a moment
+# remedy for NaN or infinite values that a model has computed
 COMPUTED = "the model computes what its type cannot hold: give its weights in float32 or bfloat16"
-_TRIES = 20  # to make a folder
+_TRIES = 20  # attempts to create a folder
 _LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-_LONGEST = 200  # bytes of a name; file systems end at 255, and an ending may follow
+_LONGEST = 200  # bytes of a name; file systems allow 255, and a suffix may follow
 _LARGEST = 2**28  # bytes of a JSON file
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
@@ -66,15 +66,15 @@ def file_name(name: str) -> str:
 
 
 @contextmanager
-def alone(path: PathLike, timeout: float = _GRACE) -> Iterator[None]:
-    """Let no other process, or thread, write a file or folder meanwhile.
+def output_lock(path: PathLike, timeout: float = _GRACE) -> Iterator[None]:
+    """Lock an output file or folder against other processes and threads.
 
     Args:
-        path: of the file or folder; it need not be there.
-        timeout: seconds to wait for another one; -1: until it ends.
+        path: of the file or folder; it need not exist.
+        timeout: seconds to wait for another writer; -1: until it ends.
 
     Raises:
-        InputError: one does, or nothing can be written there.
+        InputError: another process or thread writes there, or nothing can be written there.
     """
     with ExitStack() as stack:
         with writing(path):
@@ -82,7 +82,7 @@ def alone(path: PathLike, timeout: float = _GRACE) -> Iterator[None]:
                 target = Path(path).resolve()
                 inside = target.is_dir() and not os.access(target.parent, os.W_OK)
                 lock = lock_of(target / target.name if inside else target)
-                stack.enter_context(_within(lock.parent, lambda: held(lock, timeout, again=True)))
+                stack.enter_context(_within(lock.parent, lambda: file_lock(lock, timeout, again=True)))
             except Timeout:
                 raise InputError(f"another run is writing to {path}; wait for it, or name another output") from None
             except RuntimeError as error:  # a loop of links
@@ -92,21 +92,21 @@ def alone(path: PathLike, timeout: float = _GRACE) -> Iterator[None]:
 
 
 def lock_of(path: Path) -> Path:
-    """Return the path of the lock of a file or folder, which is beside it."""
+    """Return the path of the lock beside a file or folder."""
     return path.parent / f"{TEMPORARY}{file_name(path.name)}.lock"
 
 
 @contextmanager
-def held(path: Path, timeout: float = _GRACE, again: bool = False) -> Iterator[None]:
-    """Hold a lock; its file goes with it. Where the file system knows no locks, warn once and go on.
+def file_lock(path: Path, timeout: float = _GRACE, again: bool = False) -> Iterator[None]:
+    """Hold a lock file, which is removed at the end. If the file system has no locks, warn once and go on.
 
     Args:
-        path: of the lock's file.
-        timeout: seconds to wait for another process or thread; -1: until it ends.
-        again: whether the same thread may hold it already; else any thread may end the block.
+        path: of the lock file.
+        timeout: seconds to wait for another holder; -1: until it ends.
+        again: whether the same thread may hold the lock already; otherwise any thread may end the block.
 
     Raises:
-        Timeout: another one holds it.
+        Timeout: another process or thread holds the lock.
     """
     lock = FileLock(path, is_singleton=again, thread_local=again)
     try:
@@ -130,7 +130,7 @@ def _warn_lockless(reason: str) -> None:
 
 @contextmanager
 def _within(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
-    """Enter a block that needs a folder. It is made; where it was missing and is empty at the end, it goes again."""
+    """Enter a block that needs a folder: create it, and remove it at the end if it was created and is empty."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     with ExitStack() as stack:
         for parent in reversed(missing):
@@ -139,7 +139,7 @@ def _within(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> Ite
 
 
 def make_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[assignment,return-value]
-    """Make a folder and those above it, and what is to be in it; again, if another process removed it while empty."""
+    """Create a folder with its parents and call `then`; repeat if another process removed the empty folder."""
     for left in reversed(range(_TRIES)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -155,26 +155,26 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-# --------------------------------------------------------------------------- what a kill leaves
+# --------------------------------------------------------------------------- leftovers of a kill
 
 
 @functools.lru_cache(maxsize=1024)
 def _clear(folder: Path, process: int) -> None:
-    """Remove what dead writers have left in a folder; once in a process."""
+    """Remove the leftovers of ended writers from a folder, once in each process."""
     for left in folder.glob(f"{TEMPORARY}*"):
         with suppress(Timeout, OSError):
             if left.suffix == ".lock":
-                with held(left, timeout=0):
+                with file_lock(left, timeout=0):
                     pass
             elif os.access(left, os.W_OK) and _is_dead(left):
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _is_dead(growing: Path) -> bool:
-    """Return whether the writer of a folder has ended; of another system's, whether it has long written nothing."""
-    writer = _WRITER.fullmatch(growing.name)
+def _is_dead(temporary: Path) -> bool:
+    """Return whether the writer of a folder has ended; for another system, whether it has not written for a week."""
+    writer = _WRITER.fullmatch(temporary.name)
     if writer is None or writer["system"] != _system():
-        newest = max(part.lstat().st_mtime for part in (growing, *growing.rglob("*")))
+        newest = max(part.lstat().st_mtime for part in (temporary, *temporary.rglob("*")))
         return time.time() - newest > _FORGOTTEN
     try:
         return abs(_began(int(writer["process"])) - int(writer["began"])) > 2
@@ -185,16 +185,16 @@ def _is_dead(growing: Path) -> bool:
 
 
 def _began(process: int) -> int:
-    """Return when a process began, in seconds after the system did: changes of the clock do not count."""
+    """Return the start of a process in seconds after the boot, so that changes of the clock have no effect."""
     boot = psutil.boot_time()
     return round(psutil.Process(process).create_time() - boot)
 
 
 @functools.cache
 def _system() -> str:
-    """Return a name of all in which processes are numbered: host, since it began, and container."""
+    """Return a name of the system that numbers the processes: host, boot and container."""
     parts = [platform.node()]
-    with suppress(OSError):  # Linux's
+    with suppress(OSError):  # these exist on Linux alone
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(Path("/proc/self/ns/pid").readlink())]
     return digest(parts)[:8]
 
@@ -213,99 +213,99 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def write_bytes(path: PathLike, content: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new one, never a part.
+    """Write a file atomically: a reader sees the old content or the new one, never a part.
 
     Raises:
-        InputError: the path is a folder, or its folder cannot be made or written.
-        DiskError: the disk takes no file.
+        InputError: the path is a folder, or its folder cannot be created or written.
+        DiskError: the disk is full or refuses files.
     """
-    with new_file(path) as growing, writing(path):
-        growing.write_bytes(content)
+    with new_file(path) as temporary, writing(path):
+        temporary.write_bytes(content)
 
 
 def check_writable(path: PathLike, folder: bool = False) -> None:
-    """Refuse a path that `write_bytes` would refuse, before the work whose result is to be written there.
+    """Refuse an output path that cannot be written, before the work begins.
 
     Args:
-        path: of a file.
-        folder: whether it is that of a folder; as `new_folder` then.
+        path: of a file or folder.
+        folder: whether it is the path of a folder, as for `new_folder`; otherwise of a file, as for `write_bytes`.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the path cannot be written.
     """
-    with _growing(Path(path).resolve() if folder else Path(path), folder):
+    with _temporary_path(Path(path).resolve() if folder else Path(path), folder):
         pass
 
 
 @contextmanager
 def new_file(path: PathLike) -> Iterator[Path]:
-    """Make a large file that appears whole, when the block ends.
+    """Write a large file atomically: it appears complete, when the block ends.
 
     Yields:
-        Where to write. If the block raises, what stood at the path stays, and nothing else; what it raises is its own,
-        but where the disk is full.
+        A temporary path to write to. If the block raises, the old file stays. Its exception is passed on, unless the
+        disk is full.
 
     Raises:
-        InputError: it cannot be written.
-        DiskError: the disk takes no file.
+        InputError: the path cannot be written.
+        DiskError: the disk is full or refuses files.
     """
-    with _growing(Path(path)) as growing:
+    with _temporary_path(Path(path)) as temporary:
         with _room(path):
-            yield growing
+            yield temporary
         with writing(path):
-            _sync(growing)
-            growing.replace(path)
+            _sync(temporary)
+            temporary.replace(path)
 
 
 @contextmanager
 def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) -> Iterator[Path]:
-    """Make a folder that appears whole, when the block ends, in the place of one that is there.
+    """Write a folder atomically: it appears complete, when the block ends, and replaces an existing folder.
 
-    On systems that cannot exchange two names at once, a kill between two renames leaves the old one as `.NAME.before`;
-    the next call puts it back. Meanwhile no other process makes a folder of that name.
+    On systems that cannot exchange two names in one call, a kill between two renames leaves the old folder as
+    `.NAME.before`; the next call restores it. The path is locked during the block.
 
     Args:
         path: of the folder, or of a link to it.
-        check: called with the folder, at the beginning and just before it is replaced; it refuses what is not to be.
+        check: called with the path, at the beginning and just before the replacement; it may raise to refuse it.
 
     Yields:
-        Where to write. If the block raises, what stood at the path stays, and nothing else.
+        A temporary path to write to. If the block raises, the old folder stays.
 
     Raises:
-        InputError: it cannot be made, or another process is making it.
-        DiskError: the disk takes no file.
+        InputError: the folder cannot be written, or another process is writing it.
+        DiskError: the disk is full or refuses files.
     """
     path = Path(path).resolve()
-    with _growing(path, folder=True) as growing, alone(path):
+    with _temporary_path(path, folder=True) as temporary, output_lock(path):
         if _before(path).is_dir() and not path.exists():
             _before(path).replace(path)
         if check:
             check(path)
         with writing(path):
-            growing.mkdir()
+            temporary.mkdir()
         with _room(path):
-            yield growing
+            yield temporary
         with writing(path):
-            mode = growing.stat().st_mode & 0o666
-            for part in [*growing.rglob("*"), growing]:
+            mode = temporary.stat().st_mode & 0o666
+            for part in [*temporary.rglob("*"), temporary]:
                 if part.is_file():
                     part.chmod(mode)  # weights are written for their owner only
                 _sync(part)
             if check:
                 check(path)
-            _replace_folder(growing, path)
+            _replace_folder(temporary, path)
 
 
-def final_path(growing: Path) -> Path:
-    """Return the path that a growing file or folder will have; others are returned as they are."""
-    return growing.parent.with_name(growing.name) if growing.parent.name.startswith(TEMPORARY) else growing
+def final_path(temporary: Path) -> Path:
+    """Return the final path of a temporary file or folder; other paths are returned unchanged."""
+    return temporary.parent.with_name(temporary.name) if temporary.parent.name.startswith(TEMPORARY) else temporary
 
 
 def append_to(path: Path) -> IO[str]:
     """Open a text file to append to.
 
     Raises:
-        InputError: it is a link, which leads elsewhere.
+        InputError: the path is a symbolic link.
     """
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
@@ -317,8 +317,8 @@ def append_to(path: Path) -> IO[str]:
 
 
 @contextmanager
-def _growing(path: Path, folder: bool = False) -> Iterator[Path]:
-    """Yield a path of the same name in a folder that is this writer's own."""
+def _temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
+    """Yield a path of the same name in a temporary folder of this process."""
     with ExitStack() as stack:
         with writing(path):
             if path.is_dir() and not folder:
@@ -326,13 +326,13 @@ def _growing(path: Path, folder: bool = False) -> Iterator[Path]:
             if path.is_file() and folder:
                 raise InputError(f"{path} is a file; name a folder")
             parent = path.parent.absolute()
-            own = stack.enter_context(_within(parent, lambda: _own_folder(parent)))
-        yield own / path.name
+            own_folder = stack.enter_context(_within(parent, lambda: _own_folder(parent)))
+        yield own_folder / path.name
 
 
 @contextmanager
 def _own_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder whose name says who writes in it, and remove it at the end."""
+    """Create a temporary folder whose name identifies this process, and remove it at the end."""
     _clear(parent, os.getpid())
     folder = Path(tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=parent))
     try:
@@ -343,11 +343,7 @@ def _own_folder(parent: Path) -> Iterator[Path]:
 
 @contextmanager
 def _room(path: PathLike) -> Iterator[None]:
-    """Say in one line that there is no room for what a block writes.
-
-    Raises:
-        DiskError: the disk takes no file.
-    """
+    """Turn an error of a full disk into a `DiskError` of one line."""
     try:
         yield
     except Exception as error:
@@ -356,15 +352,15 @@ def _room(path: PathLike) -> Iterator[None]:
         raise
 
 
-def _replace_folder(growing: Path, path: Path) -> None:
-    """Let a folder take another one's name, which has its own then, or none."""
+def _replace_folder(temporary: Path, path: Path) -> None:
+    """Move a temporary folder to its final path, and an existing folder out of it."""
     if not path.exists() or not any(path.iterdir()):
-        growing.replace(path)
-    elif not _exchange(growing, path):  # no such call on this system: for a moment there is none
+        temporary.replace(path)
+    elif not _exchange(temporary, path):  # no such call on this system: for a moment the path does not exist
         shutil.rmtree(_before(path), ignore_errors=True)
         path.replace(_before(path))
         try:
-            growing.replace(path)
+            temporary.replace(path)
         except OSError:
             _before(path).replace(path)
             raise
@@ -376,13 +372,13 @@ def _before(path: Path) -> Path:
 
 
 def _exchange(path: Path, other: Path) -> bool:
-    """Exchange two names at once, where the system can."""
+    """Exchange two names in one call; return whether the system can."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
         return False
-    here, exchange = -100, 2
-    return call(here, os.fsencode(path), here, os.fsencode(other), exchange) == 0
+    at_cwd, exchange = -100, 2
+    return call(at_cwd, os.fsencode(path), at_cwd, os.fsencode(other), exchange) == 0
 
 
 def _sync(path: Path) -> None:
@@ -394,7 +390,7 @@ def _sync(path: Path) -> None:
 
 
 def write_artefact(path: PathLike, schema: str, version: int, content: dict[str, Any]) -> None:
-    """Write `content` with its schema name and version and the program that made it."""
+    """Write a JSON artefact: `content` with its schema, the schema's version and the program's version."""
     envelope = {"schema": schema, "schema_version": version, "created_by": CREATED_BY, **content}
     write_text(path, json.dumps(envelope, indent=2, ensure_ascii=False) + "\n")
 
@@ -410,8 +406,8 @@ def read_artefact(
     Args:
         path: of the file.
         schema: names of schemas.
-        version: the newest that can be read.
-        fields: type of its content, as of `checked`.
+        version: the newest version that can be read.
+        fields: type of the content, as for `checked`.
 
     Returns:
         Its content, and the SHA-256 of the bytes that were read.
@@ -438,19 +434,19 @@ def read_artefact(
 
 
 def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:
-    """Read a JSON file whose value is of a type, as of `checked`.
+    """Read a JSON file and check the type of its value, as `checked` does.
 
     Raises:
-        InputError: it is missing, is no JSON, or of another type.
+        InputError: the file is missing, is no JSON, or has a value of another type.
     """
     return checked(from_json(_bytes_of(Path(path)), path), fields, path)
 
 
 def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
-    """Read a file with a JSON value a line, each of a type, as of `checked`.
+    """Read a JSON Lines file and check the type of each value, as `checked` does.
 
     Raises:
-        InputError: it is missing, a line is no JSON, or its value of another type.
+        InputError: the file is missing, or a line is no JSON or has a value of another type.
     """
     if not Path(path).is_file():
         raise InputError(f"no such file: {path}")
@@ -460,10 +456,10 @@ def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
 
 
 def from_json(data: bytes | str, path: object) -> Any:
-    """Return the value of a JSON text; numbers of thousands of digits and nesting without end are refused.
+    """Return the value of a JSON text; numbers with thousands of digits and very deep nesting are refused.
 
     Raises:
-        InputError: it is no such text; the message names `path`.
+        InputError: the text is no JSON; the message names `path`.
     """
     import pydantic_core
 
@@ -474,10 +470,10 @@ def from_json(data: bytes | str, path: object) -> Any:
 
 
 def checked(value: Any, kind: Any, path: object) -> Any:
-    """Return a value of JSON that is of a type, as pydantic knows types: `list[str]`, a `TypedDict`, ….
+    """Return a JSON value after pydantic has checked its type, e.g. `list[str]` or a `TypedDict`.
 
     Raises:
-        InputError: it is of another one; the message names `path` and the field.
+        InputError: the value has another type; the message names `path` and the field.
     """
     from pydantic import ValidationError
 
@@ -521,10 +517,10 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
 
     Args:
         path: of the file.
-        sha256: hash of its content, which an artefact names; None if none does.
+        sha256: hash of its content in the artefact beside it; None: not checked.
 
     Raises:
-        InputError: it cannot be read, is another file, or has numbers that are not finite.
+        InputError: the file cannot be read, has another hash, or has NaN or infinite values.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -543,18 +539,18 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
 def read_table(
     path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None, optional: Iterable[str] = ()
 ) -> Any:
-    """Read a parquet file as an Arrow table, and check it whole.
+    """Read a parquet file as an Arrow table, and validate all of it.
 
     Args:
         path: of the file.
-        remedy: what to do about a damaged file, for the message.
-        columns: those that are needed; default all, or those of the schema.
-        schema: types that they are cast to.
+        remedy: the message's advice for a damaged file.
+        columns: the needed columns; default: all, or those of the schema.
+        schema: types to which the columns are cast.
         optional: columns of the schema that are null where the file lacks them.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        InputError: it is damaged.
+        FileNotFoundError: the file does not exist.
+        InputError: the file is damaged.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -575,15 +571,15 @@ def read_table(
 
 
 def check_finite(tensors: Mapping[str, Any], name: object, remedy: str = "make it again") -> None:
-    """Refuse tensors with numbers that are not finite.
+    """Refuse tensors with NaN or infinite values.
 
     Args:
-        tensors: by their names.
-        name: of what has them.
-        remedy: what to do.
+        tensors: tensors by name.
+        name: name of their file or model, for the message.
+        remedy: the message's advice.
 
     Raises:
-        InputError: naming the first of them.
+        InputError: a tensor has such values; the message names the first one.
     """
     for part, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
@@ -602,7 +598,7 @@ def digest(value: Any) -> str:
 def content_digest(path: PathLike) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of a file's bytes, or of a folder's files and their names.
 
-    Names that begin with a dot (locks, growing files) do not count, nor does where the file or folder is.
+    Names that begin with a dot (locks, temporary files) and the path of the file or folder do not count.
     """
     path = Path(path)
     if path.is_dir():

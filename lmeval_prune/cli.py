@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pkgutil import resolve_name
 
 from lmeval_prune import __version__, preflight
-from lmeval_prune.artefacts import alone
+from lmeval_prune.artefacts import output_lock
 from lmeval_prune.errors import InputError, disk_error, nearest
 from lmeval_prune.options import read, summary
 
@@ -85,7 +85,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     with ExitStack() as stack:
         outputs = (options.get(option) for option in OUTPUTS if name not in SHARED)
         for path in dict.fromkeys(map(str, filter(None, outputs))):
-            stack.enter_context(alone(path))
+            stack.enter_context(output_lock(path))
         return int(function(*(rest if takes_words else ()), **options))
 
 

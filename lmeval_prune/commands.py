@@ -11,7 +11,7 @@ from lmeval_prune.errors import InputError
 
 
 def run(*words: str) -> int:
-    """Run lm-eval's own command line with us registered; needs no bridge."""
+    """Run `lm_eval` with the models and tasks of this package; for where `lm_eval` alone does not find them."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *words]

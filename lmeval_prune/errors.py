@@ -102,6 +102,13 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {meant!r}?" if meant is not None else ""
 
 
+def unknown_task(names: Iterable[str], known: Iterable[str]) -> InputError:
+    """Return the refusal of tasks that there are not, with the name that was meant if it is only one."""
+    first, *others = names = list(names)
+    meant = "" if others else nearest(first, known)
+    return InputError(f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them){meant}")
+
+
 def reported(function: F) -> F:
     """Decorate what lm-eval calls: an `InputError` that nobody catches is printed as one line.
 

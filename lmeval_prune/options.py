@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from keyword import iskeyword
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
@@ -153,7 +154,7 @@ def _check_required(parser: Parser, command: str, names: set[str]) -> None:
     required = [action.dest for action in parser._actions if action.required]
     missing = [f"--{name}" for name in required if name not in names]
     if missing:
-        raise InputError(f"{command} needs {', '.join(missing)} (or a --config that has them)")
+        raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")
 
 
 def _check_names(parser: Parser, command: str, names: Iterable[str], either: Sequence[str], source: str) -> None:
@@ -203,6 +204,8 @@ def _spelled(name: str, value: Any, repeated: set[str]) -> list[str]:
 
 def _value(annotation: Any, word: Any) -> Any:
     """Read the word of a command line by an annotation."""
+    if word == "null" and NoneType in kinds(annotation) and str not in kinds(annotation):
+        return None
     origins = {get_origin(kind) for kind in kinds(annotation)}
     try:
         value = _pairs(word) if dict in origins else _items(word) if tuple in origins else word

@@ -16,7 +16,7 @@ from lmeval_prune import tasks
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, unknown_task
 from lmeval_prune.pruners.table import check_pruner
 from lmeval_prune.settings import device_named
 
@@ -64,7 +64,7 @@ def check_task(name: str) -> None:
     matches = (re.search(r"^(?:task|group): (prune_\w+)", text, re.MULTILINE) for text in texts)
     names = {match[1] for match in matches if match}
     if name not in names:
-        raise InputError(f"there is no task {name}{nearest(name, names)}; `lm_eval ls tasks` lists them")
+        raise unknown_task([name], names)
 
 
 def outline(name: str, options: Mapping[str, Any] = embedded.NO_OPTIONS) -> Any:

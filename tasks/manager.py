@@ -5,6 +5,7 @@ That index has 14,000 entries and takes about 15 seconds of CPU time; ours takes
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -14,6 +15,8 @@ from typing import Any
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
+
+from lmeval_prune.errors import reported, unknown_task
 
 
 def with_our_folder(include_path: Any) -> list[str | Path]:
@@ -36,10 +39,19 @@ class LazyTaskManager(TaskManager):
         super().__init__(verbosity, with_our_folder(include_path), include_defaults=False, metadata=metadata)
         self._index: ChainMap[str, Entry] = ChainMap(self._index, LmEvalIndex())  # type: ignore[arg-type]
 
+    @reported
     def match_tasks(self, task_list: list[str]) -> list[str]:
-        """Match names and glob patterns; names that are known already need no listing."""
+        """Match names and glob patterns; names that are known already need no listing.
+
+        Raises:
+            InputError: there is no task of a name that begins with `prune_`.
+        """
         if all(name in self._index.maps[0] for name in task_list):
             return sorted(set(task_list))
+        known = self._index.maps[0]
+        unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in known]
+        if unknown:
+            raise unknown_task(unknown, known)
         matches: list[str] = super().match_tasks(task_list)
         return matches
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmeval_prune.errors import InputError, first_line, nearest
+from lmeval_prune.errors import InputError, first_line, unknown_task
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -37,9 +37,10 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
         InputError: there is none of a name, or its data cannot be loaded.
     """
     unknown = [name for name in names if not Path(name).is_file() and name not in manager.task_index]
-    if unknown or not names:
-        meant = nearest(unknown[0], manager.all_tasks) if len(unknown) == 1 else ""
-        raise InputError(f"there is no task {', '.join(unknown) or 'to run'}{meant}; `lm_eval ls tasks` lists them")
+    if not names:
+        raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
+    if unknown:
+        raise unknown_task(unknown, manager.all_tasks)
     try:
         tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     except InputError:

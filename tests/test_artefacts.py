@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lmeval_prune import HeadMask, InputError, artefacts, map_model, preflight
-from lmeval_prune.artefacts import alone, check_writable, file_name, final_path, new_file, new_folder, write_text
+from lmeval_prune.artefacts import check_writable, file_name, final_path, new_file, new_folder, output_lock, write_text
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
@@ -185,7 +185,7 @@ def test_a_command_writes_alone(
     begun, ended = Event(), Event()
 
     def busy() -> None:
-        with alone(out):
+        with output_lock(out):
             begun.set()
             assert ended.wait(60)
 
@@ -204,13 +204,13 @@ def test_what_commands_write_is_named_by_the_options_that_are_locked() -> None:
 
 
 def test_a_lock_is_gone_when_it_is_released_and_can_be_held_twice(tmp_path: Path) -> None:
-    with alone(tmp_path / "a" / "b" / "out"):
-        with alone(tmp_path / "a" / "b" / "out"):
+    with output_lock(tmp_path / "a" / "b" / "out"):
+        with output_lock(tmp_path / "a" / "b" / "out"):
             pass
         assert here(tmp_path / "a" / "b") == [".lmeval-prune-out.lock"]
     assert here(tmp_path) == []
     (tmp_path / "full").write_text("")
-    with pytest.raises(InputError, match="cannot be written"), alone(tmp_path / "full" / "out"):
+    with pytest.raises(InputError, match="cannot be written"), output_lock(tmp_path / "full" / "out"):
         pass
 
 
@@ -235,7 +235,7 @@ def write_many(folder: Path, rank: int) -> None:
         check_writable(part / f"{rank}.txt")  # a new folder, which is empty for a moment, goes again
         AnswerStore(part / "store", rank).close()
         write_text(part / f"{rank}.txt", str(rank))
-        with alone(part / f"{rank}", timeout=0.2), new_folder(part / f"{rank}") as growing:
+        with output_lock(part / f"{rank}", timeout=0.2), new_folder(part / f"{rank}") as growing:
             (growing / "x").touch()
 
 
@@ -277,7 +277,7 @@ def test_a_file_system_without_locks_is_written(
     write_text(tmp_path / "a.json", "1")
     assert not caplog.records  # a file needs no lock
     for name in "bc":
-        with alone(tmp_path / name), new_folder(tmp_path / name) as growing:
+        with output_lock(tmp_path / name), new_folder(tmp_path / name) as growing:
             (growing / "x").touch()
     store = AnswerStore(tmp_path / "s")
     store.add("key", "text", {})
@@ -317,9 +317,7 @@ def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tmp_path: 
     out.mkdir(parents=True)
     out.parent.chmod(0o555)
     bare = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
-    code = (
-        f"from lmeval_prune.artefacts import alone, new_folder; out = {str(out)!r}\nwith alone(out), new_folder(out): 1"
-    )
+    code = f"from lmeval_prune.artefacts import output_lock, new_folder; out = {str(out)!r}\nwith output_lock(out), new_folder(out): 1"
     done = subprocess.run([*bare, sys.executable, "-c", code], capture_output=True, text=True)
     out.parent.chmod(0o755)
     reason = f"{out} cannot be written: permission denied; name a place that can be written"
@@ -354,7 +352,7 @@ def test_only_what_dead_writers_have_left_is_removed(tmp_path: Path) -> None:
         leftover(tmp_path, "another", process, 0, 8 * day),
     }
     (tmp_path / ".lmeval-prune-x.lock").touch()
-    with alone(tmp_path / "y"):
+    with output_lock(tmp_path / "y"):
         assert {tmp_path / name for name in here(tmp_path)} == {*stay, tmp_path / ".lmeval-prune-y.lock"} - go
 
 
@@ -418,7 +416,7 @@ def test_the_comparison_of_a_grid_is_written_alone(tmp_path: Path, capsys: pytes
     grid, begun, ended = grid_by_hand(tmp_path / "grid", {"a": {"t": [1, 0]}}), Event(), Event()
 
     def busy() -> None:
-        with alone(grid / "compare"):
+        with output_lock(grid / "compare"):
             begun.set()
             assert ended.wait(60)
 

@@ -309,6 +309,21 @@ def test_the_material_leaves_out_the_test_and_what_does_not_ground(options: Trai
     assert found.constants == ()
 
 
+@pytest.mark.parametrize("kind", ["training", "validation"])
+def test_problems_that_are_all_too_long_are_one_line(options: TrainOptions, tmp_path: Path, kind: str) -> None:
+    folder = data_folder(tmp_path / "data")
+    rows = [json.loads(line) for line in (folder / "asdiv.jsonl").read_text().splitlines()]
+    validated = {item.document["question"] for item in ProblemSplit.load(options).validation}
+    for row in rows:
+        if kind == "training" or f"{row['body']} {row['question']}" in validated:
+            row["question"] += " and so on" * 200
+    (folder / "asdiv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=f"all {kind} problems are too long") as raised:
+        training.train(replace(options, data_dir=str(folder), output=str(tmp_path / "host")))
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["data"]
+
+
 # ---------------------------------------------------------------- through lm-eval
 
 
@@ -379,7 +394,7 @@ def test_questions_of_the_training_are_noticed(
         ({"batchsize": 3}, "did you mean 'batch_size'"),
         ({"dtype": "float32"}, "unknown model_arg 'dtype'"),
         ({"batch_size": "many"}, "batch_size=.many. must be a whole number"),
-        ({"batch_size": 0}, "above 0"),
+        ({"batch_size": 0}, "must be a whole number, at least 1, or auto"),
         ({"device": "abacus"}, "device=abacus is not there"),
     ],
 )

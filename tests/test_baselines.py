@@ -964,7 +964,11 @@ def test_a_sequential_score_is_that_of_the_dense_model() -> None:
 @pytest.mark.parametrize(
     ("text", "task", "message"),
     [
-        (None, "prune_tinny", "there is no task prune_tinny; did you mean 'prune_tiny'"),
+        (
+            None,
+            "prune_tinny",
+            "there is no task prune_tinny .*; did you mean 'prune_tiny'",
+        ),
         ("latin.txt", None, "is no text in UTF-8 .* convert it"),
         ("none.txt", None, "no such file"),
     ],

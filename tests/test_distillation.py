@@ -39,7 +39,7 @@ from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training import curves
-from lmeval_prune.training.questions import question_key
+from lmeval_prune.training.questions import SeenQuestions, question_key
 from lmeval_prune.training.trainer import BatchesByLength
 from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
 from tests.conftest import ROOT
@@ -697,6 +697,8 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
         ({"response": False, "feature": False, "task_weight": 0.0}, "nothing would be learned"),
         ({"temperature": 0.0}, "temperature=0.0 must be"),
         ({"ratio": 1.0}, "ratio=1.0 must be a number, at least 0 and below 1"),
+        ({"stages": 0}, "stages=0 must be a whole number, at least 1"),
+        ({"allocation": "log"}, "allocation='log' must be global or uniform"),
     ],
 )
 def test_mistakes_are_one_line_before_any_weights_are_read(
@@ -818,9 +820,49 @@ def test_a_host_with_options_of_another_version_is_one_line(
     model = checkpoint.read(dense.output)
     model.about["options"] |= {"momentum": 0.9}
     checkpoint.write(model, tmp_path / "newer")
-    with pytest.raises(InputError, match=r"athena\.json has no setting 'momentum'") as raised:
+    with pytest.raises(InputError, match=r"newer/athena\.json has no setting 'momentum'") as raised:
         distill(replace(athena, pretrained=str(tmp_path / "newer")))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conclude": 1.0}, "conclude=1.0 must be a number, above 0 and below 1"),
+        ({"width": "wide"}, "width"),
+        ({"constants": None}, "constants"),
+        ({"momentum": 0.9}, "an ATHENA has no setting 'momentum'"),
+    ],
+)
+def test_settings_that_cannot_be_used_name_their_file(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(dense.output, other)
+    content = json.loads((other / "athena.json").read_text())
+    settings = {name: value for name, value in {**content["settings"], **changes}.items() if value is not None}
+    (other / "athena.json").write_text(json.dumps({**content, "settings": settings}))
+    for use in (
+        lambda: checkpoint.read(other),
+        lambda: distill(replace(athena, pretrained=str(other))),
+        lambda: distill(replace(athena, teacher=str(other))),
+    ):
+        with pytest.raises(InputError, match=rf"other/athena\.json.*{message}") as raised:
+            use()
+        assert "\n" not in str(raised.value)
+
+
+def test_a_question_that_stands_in_both_splits_is_a_training_question(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
+) -> None:
+    model = checkpoint.read(dense.output)
+    own = SeenQuestions(frozenset("ab"), frozenset("bc"))
+    model.about |= own.to_artefact()
+    checkpoint.write(model, tmp_path / "host")
+    host = host_of(replace(athena, pretrained=str(tmp_path / "host")))
+    assert host.all_seen(own, [], "fold0").to_artefact() == {"trained_on": ["a", "b", "c"], "validated_on": ["c"]}
+    with pytest.raises(InputError, match="was trained on 1 of the 1 validation problems"):
+        host.all_seen(SeenQuestions(frozenset("c"), frozenset("a")), [], "fold0")
 
 
 def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import lmeval_prune
-from lmeval_prune import decoding
+from lmeval_prune import InputError, Intervention, decoding, map_model
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.interventions import attention_call, probe_pruning
-from lmeval_prune.models.arguments import argument_names
+from lmeval_prune.interventions.table import METHODS
+from lmeval_prune.models.arguments import Arguments, argument_names
 from lmeval_prune.pruners import base
-from tests.conftest import ROOT
+from lmeval_prune.tasks import data
+from lmeval_prune.tasks.named import load_tasks
+from tests import methods
+from tests.conftest import ROOT, task_manager
+from tests.tiny_models import output, tiny, tokens
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
@@ -73,7 +80,7 @@ def test_arguments_and_families_of_the_readme_are_those_of_the_code() -> None:
     readme = ROOT / "README.md"
     rows = re.findall(r"^\| (`.+?) \|", section(readme, "Arguments of `pruned-hf`"), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
-    assert {"heads", "mask", "responses", "engine", "router"} <= named <= set(argument_names())
+    assert {*METHODS, "mask", "responses", "engine", "router"} <= named <= set(argument_names())
     families = section(readme, "Model families, and what is missing").partition("Missing:")[0].partition("hand:")[2]
     assert set(re.findall(r"[a-z][\w-]*", families)) - {"encoders", "encoder-decoders"} == set(FAMILIES)
 
@@ -108,6 +115,35 @@ def test_python_is_shown_with_its_imports(page: Path) -> None:
     assert not ((shown | named) & public()) - set(imported) - defined
 
 
+def test_the_method_of_the_example_works_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file, its line and its row, on the row's families."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Add a method\n")[2]
+    (_, file), (_, line), (_, code) = BLOCK.findall(page)[:3]
+    ((name, target),) = ast.literal_eval(f"{{{line}}}").items()
+    module = types.ModuleType(target.partition(":")[0])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(METHODS, name, target)
+    exec(compile(file, module.__name__, "exec"), vars(module))
+    (row,) = eval(f"[{code}]", vars(methods))
+
+    def method(value: object) -> Intervention:
+        return Arguments.of({name: value}).interventions[0]
+
+    for family in row.families:
+        model = tiny(family)
+        model_map, dense = map_model(model), output(model, tokens())
+        outputs = []
+        for value in (row.value, *row.same, *row.others):
+            with method(value).applied_to(model):
+                outputs.append(output(model, tokens()))
+        equal = [torch.equal(outputs[0], other) for other in (dense, *outputs[1:])]
+        assert equal == [False, *[True] * len(row.same), *[False] * len(row.others)]
+        assert torch.equal(output(model, tokens()), dense)
+        for value, message in row.wrong:
+            with pytest.raises(InputError, match=message):
+                method(value).fit_to(model_map)
+
+
 def test_the_pruner_of_the_example_works_as_it_stands(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +165,28 @@ def test_the_pruner_of_the_example_works_as_it_stands(
     plan = lmeval_prune.Plan.load(tmp_path / "plan.json")
     assert plan.made["method"] == name == "largest_inputs" and plan.made["power"] == 1.0
     assert plan.heads and plan.channels
+
+
+def test_the_task_of_the_example_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its problems, its entry, its task and its pass@k, in a copy of the folder."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Add a task\n")[2]
+    (_, problems), (_, entry), (_, task), (_, pass_at) = BLOCK.findall(page)[:4]
+    folder = tmp_path / "garden"
+    folder.mkdir()
+    (folder / "garden.jsonl").write_text(problems)
+    (folder / "prune_garden.yaml").write_text(task)
+    (folder / "prune_garden_pass8.yaml").write_text(pass_at)
+    for name in ("_chat_answer", "_pass"):
+        shutil.copy(ROOT / "tasks" / name, tmp_path)
+    ((name, data_set),) = eval(f"{{{entry}}}", vars(data)).items()
+    monkeypatch.setitem(data.DATA, name, data_set)
+    monkeypatch.setattr(data, "HERE", tmp_path)
+    files = [str(folder / file) for file in ("prune_garden.yaml", "prune_garden_pass8.yaml")]
+    greedy, sampled = load_tasks(task_manager(), files).values()
+    assert sampled.config.repeats == 8 and sampled.config.generation_kwargs["do_sample"]
+    for document in greedy.test_docs():
+        assert greedy.process_results(document, [f"So it is {document['target']}."])["exact_match"] == 1
+        assert sampled.process_results(document, [["7", document["target"]] * 4])["pass@8"] == 1
 
 
 def test_the_public_names_can_be_seen() -> None:

@@ -157,13 +157,13 @@ class Halved(Intervention):
             if call.store is None:  # a whole text, without a cache
                 place = torch.arange(out.shape[1])
             else:
-                asks = (torch.ones(out.shape[1]) if call.asks is None else call.asks).long()
-                place, at = torch.zeros_like(asks), 0
+                query_mask = (torch.ones(out.shape[1]) if call.query_mask is None else call.query_mask).long()
+                place, at = torch.zeros_like(query_mask), 0
                 for slot, count in zip(call.store.packed.slots, call.store.packed.counts, strict=True):
                     before = call.store.state(call, self, lambda: Counted(call.store.count))  # type: ignore[union-attr]
                     here = slice(at, at + count)
-                    place[here] = before.seen[slot] + asks[here].cumsum(0) - 1
-                    before.seen[slot] += int(asks[here].sum())
+                    place[here] = before.seen[slot] + query_mask[here].cumsum(0) - 1
+                    before.seen[slot] += int(query_mask[here].sum())
                     at += count
             return out * torch.where(place % 3 == 2, 0.5, 1.0).to(out.dtype)[None, :, None, None], weights
 
@@ -205,13 +205,18 @@ def test_two_methods_remember_what_they_remember(first: bool, keep: bool) -> Non
 def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool) -> None:
     model, passed = tiny("llama"), []
     model_map, filtered = map_model(model), TokenFilter(0.4, focus="uniform", warmup=3, keep_skipped_kv=keep)
-    stays, asks = torch.arange(20) % 4 != 1, torch.arange(20) % 4 < 2
+    stored_mask, query_mask = torch.arange(20) % 4 != 1, torch.arange(20) % 4 < 2
 
     def behind(call: AttentionCall, attend: Attend) -> Any:
         passed.append(call)
         return attend(call)
 
-    for before in ({}, {"stays": stays}, {"asks": asks}, {"stays": stays, "asks": stays & asks}):
+    for before in (
+        {},
+        {"stored_mask": stored_mask},
+        {"query_mask": query_mask},
+        {"stored_mask": stored_mask, "query_mask": stored_mask & query_mask},
+    ):
         with ExitStack() as stack:
             put_in_front(model_map, behind, stack)
             stack.enter_context(filtered.applied_to(model))
@@ -223,10 +228,10 @@ def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool
             kept = [~skipped[0] for skipped in interventions_on(model)[0].skipped.values()]
         everything = torch.ones(20, dtype=torch.bool)
         for call, these in zip(passed, kept, strict=True):
-            assert not these.all() and call.asks is not None
-            staying = before.get("stays", everything) if keep else before.get("stays", everything) & these
-            assert torch.equal(everything if call.stays is None else call.stays, staying)
-            assert torch.equal(call.asks, before.get("asks", before.get("stays", everything)) & these)
+            assert not these.all() and call.query_mask is not None
+            staying = before.get("stored_mask", everything) if keep else before.get("stored_mask", everything) & these
+            assert torch.equal(everything if call.stored_mask is None else call.stored_mask, staying)
+            assert torch.equal(call.query_mask, before.get("query_mask", before.get("stored_mask", everything)) & these)
 
 
 @pytest.mark.parametrize("prompts", [3, pytest.param(6, marks=pytest.mark.long)])
@@ -318,7 +323,7 @@ def test_a_store_that_keeps_what_is_skipped_is_found_out(monkeypatch: pytest.Mon
     inner = KVCache.attend
 
     def keeping(self: KVCache, call: Any) -> Any:
-        return inner(self, replace(call, stays=None))
+        return inner(self, replace(call, stored_mask=None))
 
     for dtype in (torch.float64, torch.bfloat16):
         model = tiny("llama", dtype=dtype)
@@ -339,10 +344,10 @@ def test_a_lone_skipped_token_that_attends_all_the_same_is_found_out(monkeypatch
         return (counts == 1).repeat_interleave(counts)
 
     def attending(self: KVCache, call: Any) -> Any:
-        return inner(self, replace(call, asks=call.asks | lone(self)))
+        return inner(self, replace(call, query_mask=call.query_mask | lone(self)))
 
     def keeping(self: KVCache, call: Any) -> Any:
-        return inner(self, replace(call, stays=call.stays | lone(self)))
+        return inner(self, replace(call, stored_mask=call.stored_mask | lone(self)))
 
     for dtype in (torch.float64, torch.bfloat16):
         model = tiny("llama", dtype=dtype)

@@ -105,6 +105,7 @@ def given(words: str, recipe: str | None = None, folder: Path | None = None) -> 
         ("--dough rye --fan", {"fan": True}),
         ("--fan --dough rye", {"fan": True}),
         ("--dough rye --fan false", {}),
+        ("--dough rye --shelf null --until null", {"until": "null"}),
         ("--dough rye --settings a=1,b=x-y,c={'d':2,'e':3}", {"settings": {"a": 1, "b": "x-y", "c": {"d": 2, "e": 3}}}),
         ('--dough rye --settings {"a":[1,2]}', {"settings": {"a": [1, 2]}}),
         ("--dough rye --notes a=1,2 --notes b", {"notes": ["a=1,2", "b"]}),
@@ -143,7 +144,7 @@ def test_the_command_line_counts_over_the_recipe(
 @pytest.mark.parametrize(
     ("words", "recipe", "message"),
     [
-        ("", None, r"bake needs --dough \(or a --config that has them\)"),
+        ("", None, "bake needs --dough, on the command line or in a --config file"),
         ("--doug rye", None, "bake has no option 'doug'; did you mean 'dough'"),
         ("--dough rye --x-y 1", None, "bake has no option 'x_y'$"),
         ("--dough rye", "bake: {degree: 1}", "recipe.yaml: bake has no option 'degree'; did you mean 'degrees'"),

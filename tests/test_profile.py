@@ -88,7 +88,7 @@ def killed(folder: str, work: Workload, threads: int) -> float:
 def test_a_killed_measurement_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmeval_prune.profiling.speed._peak", killed)
     with pytest.raises(
-        InputError, match="the memory of somewhere was killed, probably for want of memory; give smaller"
+        InputError, match="the memory of somewhere was killed, probably for lack of memory; give smaller"
     ):
         peak_memory("somewhere", Workload(16, 2, (1,), 1))
 

@@ -256,6 +256,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"heads": "L0H9"}, "L0H9: layer 0 has 4 heads, 0 to 3"),
         ({"heads": "L7H0"}, "no attention in layer 7"),
         ({"heads": "5:3"}, "head '5:3' cannot be read"),
+        ({"heads": '["not valid JSON"]'}, "head 'not valid JSON' cannot be read"),
         ({"heads": "L0H*"}, "give allow_empty_layer=true"),
         ({"head": "L0H1"}, "unknown model_arg 'head'; did you mean 'heads'"),
         ({"response": "store"}, "did you mean 'responses'"),
@@ -270,7 +271,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' must be"),
         ({"heads": "L0H*", "allow_empty_layer": "no"}, "give allow_empty_layer=true"),
         ({"heads": []}, "names no head"),
-        ({"heads": {}}, "heads needs heads"),
+        ({"heads": {}}, r"heads needs heads; .* given as JSON: --model_args .*\"heads\": \{\"heads\""),
         ({"responses": True}, "responses=True must be"),
         ({"responses": ""}, "responses= is empty"),
         ({"responses": "/dev/null/x"}, "responses=/dev/null/x cannot be used"),
@@ -364,6 +365,21 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
     with pytest.raises(InputError, match="another config and tokenizer than") as error:
         identity.check_loaded(PrunedHFLM(**arguments))
     assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_in_a_subfolder_is_the_one_that_is_loaded(tiny_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "half" / "small")
+    tiny("gpt2", vocab_size=259).save_pretrained(tmp_path / "half")
+    arguments = {"dtype": "float32", "device": "cpu"}
+    inner = {**arguments, "pretrained": str(tmp_path / "half"), "subfolder": "small"}
+    identity = ModelIdentity.of_checkpoint(Checkpoint(Arguments.of(inner).loading))
+    direct = ModelIdentity.of_checkpoint(
+        Checkpoint(Arguments.of({**arguments, "pretrained": str(tiny_folder)}).loading)
+    )
+    assert identity == direct
+    identity.check_loaded(PrunedHFLM(**inner))
+    with pytest.raises(InputError, match="missing"):
+        Checkpoint(Arguments.of({**inner, "subfolder": "missing"}).loading)
 
 
 def test_a_constructor_that_fails_leaves_nothing_on_a_live_model(tiny_folder: Path, tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
         ({"heads": "L1H1"}, "404: it has no adapter L1H1"),
         ({"heads": "L9H1"}, "no attention in layer 9"),
         ({"model": "llama"}, "serves tiny, not llama; another base model"),
-        ({"server": "vlm"}, "server='vlm' must be vllm, sglang or llamacpp"),
+        ({"server": "vlm"}, "server='vlm' must be vllm, sglang or llamacpp; did you mean 'vllm'"),
         ({"server": "llamacpp"}, r"answers 404; is it the server that `server=` says"),
         ({"token_filter": 0.2}, "TokenFilter cannot be served"),
         ({"engine": "batched"}, "engine= is for pruned-hf"),
@@ -355,6 +355,8 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
         ({"think_end_token": "5"}, "is a number; give its text"),
         ({"tokenized_requests": False}, "sent as tokens"),
         ({"dtype": "bfloat"}, "dtype=bfloat is not a type"),
+        ({"dtype": ""}, "dtype= is empty"),
+        ({"adapters": ""}, "adapters= is empty"),
     ],
 )
 def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, arguments: dict, message: str) -> None:

@@ -486,6 +486,19 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRUNERS)
+def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> None:
+    """OPT's feed-forward blocks read (rows · tokens, columns); the padding that they read, too, does not matter."""
+    model_map, pruner, text = map_model(tiny("opt")), make_pruner(name, {}), text_of()
+    parts = parts_of(model_map, ["heads"] if pruner.heads_only else KINDS)
+    ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
+    others = CalibrationText.of("test", torch.where(real.bool(), ids, ids + 1), 2, real)
+    first, second = (pruner.scores(model_map, each, parts, {}).values for each in (text, others))
+    for part in parts:
+        assert len(first[part.key]) == part.size
+        torch.testing.assert_close(first[part.key], second[part.key])
+
+
+@pytest.mark.parametrize("name", PRUNERS)
 def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     """And channels by another method, where one is named for them."""
     model_map, text, pruner = map_model(tiny("llama", num_hidden_layers=4)), text_of(), make_pruner(name, {})

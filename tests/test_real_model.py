@@ -50,20 +50,21 @@ def test_hook_and_script_agree_on_the_real_model(folder: str) -> None:
     assert (dense - expected).abs().max() > 0.1
 
 
-def test_console_command_end_to_end(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "tokens"), [(2, 8), pytest.param(4, 24, marks=pytest.mark.long)])
+def test_console_command_end_to_end(folder: str, tmp_path: Path, limit: int, tokens: int) -> None:
     command = [str(Path(sys.executable).parent / "lm_eval"), "--model", "pruned-hf", "--tasks", "prune_tiny"]
     command += [
         "--model_args",
         "pretrained=smollm2-135m,heads=L5H3+L15H0",
         "--limit",
-        "2",
+        str(limit),
         "--batch_size",
         "4",
     ]
     command += [
         "--apply_chat_template",
         "--gen_kwargs",
-        "max_gen_toks=8",
+        f"max_gen_toks={tokens}",
         "--output_path",
         str(tmp_path / "out"),
     ]
@@ -81,6 +82,8 @@ def test_console_command_end_to_end(folder: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_gguf_file_is_loaded_dequantised_and_can_be_saved(tmp_path: Path, folder: str) -> None:
     from lmeval_prune.architectures import weights_fingerprint
+    from lmeval_prune.models.checkpoint import Checkpoint
+    from lmeval_prune.models.identity import ModelIdentity
     from lmeval_prune.models.pruned_hf import PrunedHFLM
 
     source = embedded.packaged("smollm2-135m")
@@ -88,3 +91,6 @@ def test_gguf_file_is_loaded_dequantised_and_can_be_saved(tmp_path: Path, folder
     wrapped.model.save_pretrained(tmp_path / "saved")
     converted = PrunedHFLM(folder, device="cpu", dtype="float32")
     assert weights_fingerprint(wrapped.model) == weights_fingerprint(converted.model)
+    checkpoint = Checkpoint({"pretrained": str(source.parent), "gguf_file": source.name, "dtype": "float32"})
+    assert checkpoint.map.signature() == wrapped.model_map.signature()
+    ModelIdentity.of_checkpoint(checkpoint).check_loaded(wrapped)

@@ -237,8 +237,9 @@ def test_arguments_that_lm_eval_reports_twice(stored: bool, tiny_folder: Path, t
     assert first == second and lm.answering.lengths["t"]["answers"] == 2
 
 
-def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path) -> None:
-    lm = model(tiny_folder, responses=str(tmp_path / "s"), batch_size="auto:4", max_batch_size=2, max_length=48)
+@pytest.mark.parametrize("length", [48, pytest.param(64, marks=pytest.mark.long)])
+def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path, length: int) -> None:
+    lm = model(tiny_folder, responses=str(tmp_path / "s"), batch_size="auto:4", max_batch_size=2, max_length=length)
     expected = [v for v, _ in model(tiny_folder).loglikelihood(requests("loglikelihood"))]
     lm.loglikelihood(requests("loglikelihood")[:-2])
     assert [v for v, _ in lm.loglikelihood(requests("loglikelihood"))] == pytest.approx(expected, abs=1e-9)

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
+from lmeval_prune.grid import task_identity
 from lmeval_prune.grid.task_identity import code_digest
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, named, results, scored
@@ -219,9 +221,9 @@ def test_one_task_is_wanted_and_a_group_is_named() -> None:
         load_task(manager, "prune_tiny")
     path = next(Path(data.__file__).parent.rglob("prune_tiny_choice.yaml"))
     assert load_task(manager, str(path)).config.task == "prune_tiny_choice"
-    with pytest.raises(InputError, match="there is no task prune_tinny; did you mean 'prune_tiny"):
+    with pytest.raises(InputError, match=r"there is no task prune_tinny .*; did you mean 'prune_tiny"):
         load_tasks(manager, ["prune_tiny", "prune_tinny"])
-    with pytest.raises(InputError, match="there is no task prune_tinny, x; `lm_eval ls tasks` lists them"):
+    with pytest.raises(InputError, match=r"there is no task prune_tinny, x \(`lm_eval ls tasks` lists them\)$"):
         load_tasks(manager, ["prune_tinny", "x"])
     with pytest.raises(InputError, match="there is no task to run"):
         load_tasks(manager, [])
@@ -250,6 +252,10 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
                 manager.load([name])
         with pytest.raises(IndexRead):
             manager.match_tasks(["prune_*"])
+        with pytest.raises(
+            InputError, match=r"there is no task prune_tinny_words .*did you mean 'prune_tiny_words'\?$"
+        ):
+            manager.match_tasks(["prune_tiny", "prune_tinny_words"])
         with pytest.raises(IndexRead):
             manager.list_all_tasks()
         with pytest.raises(InputError, match="cannot be loaded"):
@@ -282,17 +288,44 @@ def test_tasks_of_lm_eval_get_their_own_metadata() -> None:
     assert first._factory is not second._factory and "prune_tiny" in first.all_groups
 
 
+def _module(path: Path) -> Any:
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification and specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
 def test_a_tasks_code_includes_the_word_lists_that_answers_are_read_by(tmp_path: Path) -> None:
     """So answers that were judged by other lists are not taken from a grid's store."""
-    module = tmp_path / "judging.py"
-    module.write_text("def judge(): ...\n")
+    (tmp_path / "judging.py").write_text("def judge(): ...\n")
     (tmp_path / "words").mkdir()
     lists = tmp_path / "words" / "en.yaml"
     lists.write_text("verbs: [is]\n")
-    specification = importlib.util.spec_from_file_location("judging", module)
-    assert specification and specification.loader
-    judging = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(judging)
+    judging = _module(tmp_path / "judging.py")
     before = code_digest(None, {"process_results": judging.judge})
     lists.write_text("verbs: [is, are]\n")
     assert code_digest(None, {"process_results": judging.judge}) != before
+
+
+@pytest.mark.parametrize("helper", ["shared/texts.py", "shared/__init__.py", "datasets.py"])
+def test_a_tasks_code_includes_what_it_imports_from_beside_it(tmp_path: Path, helper: str) -> None:
+    """From a folder without `__init__.py`, too; a folder of data that has the name of a package is passed over."""
+    for folder in ("numpy", "shared"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / helper).write_text("LIMIT = 1\n")
+    names = "try:\n    import shared.texts, datasets\nexcept ImportError: ...\n"
+    (tmp_path / "judging.py").write_text(f"import numpy.linalg\n{names}def judge(): ...\n")
+    judge = _module(tmp_path / "judging.py").judge
+    before = code_digest(None, {"process_results": judge})
+    (tmp_path / helper).write_text("LIMIT = 2\n")
+    (tmp_path / "judging.py").touch()
+    task_identity._with_imports.cache_clear()
+    assert code_digest(None, {"process_results": judge}) != before
+
+
+def test_a_tasks_code_is_the_same_wherever_the_package_is() -> None:
+    """In a checkout `lmeval_prune/tasks` is a link, in an installed package a folder: each file counts once."""
+    files = task_identity._with_imports(Path(results.__file__).resolve(), 0)
+    assert all(file == file.resolve() for file in files)
+    assert {"results.py", "scored.py", "prose.py", "en.yaml"} <= {file.name for file in files}

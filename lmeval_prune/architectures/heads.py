@@ -75,11 +75,11 @@ def head_names(heads: Any) -> tuple[str, ...]:
         text = heads.strip()
         if text[:1] == "[":
             try:
-                return head_names(from_json(text, "heads"))
-            except InputError as error:
-                if "not valid JSON" not in str(error):
-                    raise
+                listed = from_json(text, "heads")
+            except InputError:
                 text = text.strip("[]").replace("'", "").replace('"', "")
+            else:
+                return head_names(listed)
         pieces = re.split(r"\s*[+,;]\s*|\s+", text)
     elif not isinstance(heads, list | tuple):
         raise InputError(f"heads={heads!r} cannot be read; {_HELP}")

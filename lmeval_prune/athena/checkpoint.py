@@ -32,6 +32,16 @@ SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
 
 
+class NeededSettings(TypedDict):
+    """Fields of `AthenaSettings` that must be in `athena.json`."""
+
+    width: int
+    channels: int
+    heads: int
+    constants: list[str]
+    max_length: int
+
+
 class TrainedWith(TypedDict):
     """Training options that are read again."""
 
@@ -42,7 +52,7 @@ class TrainedWith(TypedDict):
 class Contents(TypedDict):
     """Fields of `athena.json`."""
 
-    settings: dict[str, Any]
+    settings: NeededSettings
     head_sha256: str
     options: NotRequired[TrainedWith]
     log: NotRequired[list[dict[str, float]]]
@@ -135,17 +145,29 @@ def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_artefact(path, SCHEMA, SCHEMA_VERSION, Contents)[0]
 
 
+def read_settings(folder: str | os.PathLike[str]) -> AthenaSettings:
+    """Read the settings in `athena.json`.
+
+    Raises:
+        InputError: the folder is not an ATHENA's, or a setting is unknown or out of bounds.
+    """
+    settings = describe(folder)["settings"]
+    try:
+        return AthenaSettings.from_dict(settings, "an ATHENA")
+    except InputError as error:
+        raise InputError(f"{Path(folder) / SETTINGS}: {error}") from None
+
+
 def read(folder: str | os.PathLike[str]) -> Athena:
     """Read a model, in evaluation mode.
 
     Raises:
         InputError: the folder is not an ATHENA's, or its files do not belong together.
     """
-    content = describe(folder)
-    for key in ("schema", "schema_version", "created_by"):
+    content, settings = describe(folder), read_settings(folder)
+    for key in ("schema", "schema_version", "created_by", "settings"):
         content.pop(key, None)
     try:
-        settings = AthenaSettings.from_dict(content.pop("settings"), f"settings in {SETTINGS}")
         state = read_tensors(Path(folder) / HEAD, content.pop("head_sha256"))
         tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER, trust_remote_code=False)
         encoder = with_weights(skeleton_of(f"{folder}/{ENCODER}"), f"{folder}/{ENCODER}")

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers.modeling_outputs import ModelOutput
 
 from lmeval_prune.athena.thoughts import LEAVES, MERGES, OPERATORS, TRANSFORMS
-from lmeval_prune.settings import Count, Settings, Share, ShareBelowOne
+from lmeval_prune.settings import Count, Settings, ShareBelowOne
+
+Probability = Annotated[float, Interval(gt=0, lt=1)]  # whose logit is finite
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class AthenaSettings(Settings):
     max_length: Count = 512
     dropout: ShareBelowOne = 0.2
     max_kept: Count = 60
-    accept: Share = 0.5
-    conclude: Share = 0.95
+    accept: Probability = 0.5
+    conclude: Probability = 0.95
 
 
 @dataclass

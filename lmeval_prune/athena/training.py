@@ -13,13 +13,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import TrainingArguments, set_seed
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import alone
+from lmeval_prune.artefacts import output_lock
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator, Example, examples_of
 from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
+from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import ACCURACY, draw
 from lmeval_prune.training.resuming import (
@@ -53,6 +54,9 @@ class AthenaTrainer(ResumableTrainer):
 
     Extend `compute_loss` for another loss: the outputs hold all logits, and the encoder's attention maps on demand.
     `head_rate` is the learning rate of all but the encoder.
+
+    Raises:
+        InputError: no problem is left to train on or to validate by.
     """
 
     def __init__(
@@ -67,6 +71,11 @@ class AthenaTrainer(ResumableTrainer):
         self.host, self.validation, self.head_rate = model, validation, head_rate
         collator = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)
         judged = examples_of(validation, model.tokenizer, model.settings)
+        if not train or (validation and not judged):
+            raise InputError(
+                f"all {'validation' if train else 'training'} problems are too long for the encoder, or need constants "
+                f"that no training problem has; raise limit or validation"
+            )
         lengths = [len(example.problem.ids) for example in train]
         super().__init__(model, arguments, collator, train, judged, lengths, Progress(), patience)
 
@@ -125,7 +134,7 @@ def train(options: TrainOptions) -> Athena:
     if target.exists():
         refuse_other(settings, checkpoint.describe(target).get("options", {}), target)
     else:
-        with alone(target), full_disk_refused(work):
+        with output_lock(target), full_disk_refused(work):
             checkpoint.write(_trained(options, settings, work), target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
@@ -144,7 +153,6 @@ def _trained(options: TrainOptions, settings: dict[str, Any], work: Path) -> Ath
         dropout=options.dropout,
         max_kept=options.max_kept,
     )
-    write_options(work, settings)
     examples = examples_of(split.train, model.tokenizer, model.settings)
     problems = {"train": len(examples), "validation": len(split.validation)}
     print(
@@ -156,6 +164,7 @@ def _trained(options: TrainOptions, settings: dict[str, Any], work: Path) -> Ath
     others = {"per_device_eval_batch_size": 32}
     arguments = training_arguments(options, work, options.encoder_rate, options.seed, best_by, others=others)
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
+    write_options(work, settings)
     training = trainer.run()
     model.about = {
         "options": settings,

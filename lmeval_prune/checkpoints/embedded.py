@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lmeval_prune.artefacts import alone, new_folder
+from lmeval_prune.artefacts import new_folder, output_lock
 from lmeval_prune.errors import InputError, closest, first_line
 
 
@@ -140,14 +140,14 @@ def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | No
 
     Args:
         name: on the hub.
-        options: model_args; `revision`, `cache_dir` and `gguf_file` are read.
+        options: model_args; `revision`, `cache_dir`, `subfolder` and `gguf_file` are read.
 
     Raises:
         HFValidationError: the hub has no such names.
     """
     from huggingface_hub import try_to_load_from_cache
 
-    file = options.get("gguf_file") or "config.json"
+    file = "/".join(filter(None, (options.get("subfolder"), options.get("gguf_file") or "config.json")))
     path = try_to_load_from_cache(name, file, options.get("cache_dir"), options.get("revision"))
     return Path(path) if isinstance(path, str) else None
 
@@ -171,7 +171,7 @@ def resolve(name: str) -> str:
         return str(target)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with alone(target, timeout=-1):  # one process converts, others wait
+        with output_lock(target, timeout=-1):  # one process converts, others wait
             if not (target / "config.json").is_file():
                 print(f"lmeval-prune: converting {name} once to {target}", file=sys.stderr, flush=True)
                 with new_folder(target) as growing:

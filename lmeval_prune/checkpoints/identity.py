@@ -23,26 +23,32 @@ def weight_files(folder: Path, names: Iterable[str]) -> list[Path]:
     return [folder / name for name in sorted(names) if _WEIGHTS.fullmatch(name) and not _TRAINING.match(name)]
 
 
-def checkpoint_identity(pretrained: str, revision: str | None = None) -> str:
+def checkpoint_identity(
+    pretrained: str, revision: str | None = None, subfolder: str = "", gguf_file: str | None = None
+) -> str:
     """Return a digest of a checkpoint's weights, whatever its folder is called; of a hub's model, of name and commit.
 
     Args:
         pretrained: as for lm_eval, or the name of an embedded model.
         revision: of a hub's model.
+        subfolder, gguf_file: of the folder or the hub's model, as for transformers.
 
     Raises:
         InputError: there is no such model, or a folder has no weights.
     """
-    embedded.check_name(pretrained)
+    embedded.check_name(pretrained, {"gguf_file": gguf_file, "subfolder": subfolder, "revision": revision})
     folder = Path(embedded.resolve(pretrained)).expanduser()
     if folder.is_dir():
-        files = weight_files(folder, (path.name for path in folder.iterdir()))
+        folder = folder / subfolder
+        names = [gguf_file] if gguf_file else [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        files = [path for path in weight_files(folder, names) if path.is_file()]
         if not files:
             raise InputError(f"pretrained={pretrained}: the folder holds no weights")
         return digest([content_digest(path) for path in files])
     try:
-        config = cached_file(pretrained, "config.json", revision=revision)
+        config = cached_file(pretrained, gguf_file or "config.json", revision=revision, subfolder=subfolder)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
     commit: Any = extract_commit_hash(config, None)
-    return digest([pretrained, commit or content_digest(str(config))])
+    variant = [name for name in (subfolder, gguf_file) if name]  # one commit may hold several models
+    return digest([pretrained, commit or content_digest(str(config)), *variant])

@@ -14,8 +14,8 @@ from torch import nn
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.decoding.fallback import Fallback
-from lmeval_prune.decoding.in_use import refuse_in_use
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.model_lock import refuse_locked
 from lmeval_prune.decoding.model_runner import ModelRunner
 from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
@@ -79,7 +79,7 @@ class Engine:
         for name, value, smallest in (("max_rows", max_rows, 1), ("context", context, 2), ("memory", memory, 1)):
             if value is not None and value < smallest:
                 raise InputError(f"{name} must be at least {smallest}, not {value}")
-        refuse_in_use(model)
+        refuse_locked(model)
         self.model = model
         self.model_map = model_map or map_model(model)
         self.stopping = Stopping(tokenizer, end_tokens(getattr(model, "generation_config", None)))

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.in_use import in_use
+from lmeval_prune.decoding.model_lock import locked
 from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.interventions.row_masks import RowMasks
@@ -59,7 +59,7 @@ class Fallback:
             own_batch = number if request.params.do_sample else -1
             batches.setdefault((request.params, len(request.prompt), own_batch), []).append(request)
         model, masks = self.model_map.model, RowMasks()
-        with in_use(self.model_map), masks.applied_to(model, self.model_map), _plain_generation(model):
+        with locked(self.model_map), masks.applied_to(model, self.model_map), _plain_generation(model):
             for (params, *_), group in batches.items():
                 for begin in range(0, len(group), self.rows):
                     batch = group[begin : begin + self.rows]

@@ -163,22 +163,22 @@ class KVCache:
                 # zeros, not uninitialised: a masked position must hold a finite number
                 storage[layer] = new.new_zeros(self.count, new.shape[0], self.length, new.shape[-1])
         keys, values = self.keys[layer], self.values[layer]
-        stays, asks = call.stays, call.stays if call.asks is None else call.asks
-        if asks is None:
+        stored_mask, query_mask = call.stored_mask, call.stored_mask if call.query_mask is None else call.query_mask
+        if query_mask is None:
             keys[layout.slots, :, layout.offsets] = key.transpose(0, 1)
             values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
             return _attend(formula, layout, query, keys, values).unsqueeze(0), None
-        offsets, chosen, chosen_layout = self._thinned(layer, layout, stays, asks)
-        kept = slice(None) if stays is None else stays
+        offsets, chosen, chosen_layout = self._thinned(layer, layout, stored_mask, query_mask)
+        kept = slice(None) if stored_mask is None else stored_mask
         keys[layout.slots[kept], :, offsets] = key[:, kept].transpose(0, 1)
         values[layout.slots[kept], :, offsets] = value[:, kept].transpose(0, 1)
         attended = _attend(formula, chosen_layout, query[:, chosen], keys, values)
-        out = attended.new_zeros(len(asks), *attended.shape[1:])
+        out = attended.new_zeros(len(query_mask), *attended.shape[1:])
         out[chosen] = attended
-        return out.masked_fill_(~asks[:, None, None], 0).unsqueeze(0), None
+        return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None
 
     def _thinned(
-        self, layer: int, layout: Layout, stays: torch.Tensor | None, asks: torch.Tensor
+        self, layer: int, layout: Layout, stored_mask: torch.Tensor | None, query_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Layout]:
         """Make room for the tokens that stay (None for all), each slot's after its last one.
 
@@ -193,21 +193,21 @@ class KVCache:
         def by_slot(tokens: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(counts).index_add_(0, row, tokens.long())
 
-        ends, ask = starts + counts, asks.cpu() | (counts == 1)[row]
-        if stays is not None:
+        ends, ask = starts + counts, query_mask.cpu() | (counts == 1)[row]
+        if stored_mask is not None:
             if layer not in self.lengths:
                 self.lengths[layer] = torch.zeros(self.count, dtype=torch.long)
                 self.positions[layer] = offsets.new_zeros(self.count, self.length, dtype=torch.int32)
-            stay, stored_positions = stays.cpu(), self.positions[layer]
+            stay, stored_positions = stored_mask.cpu(), self.positions[layer]
             lengths, new = torch.where(starts == 0, 0, self.lengths[layer][slots]), by_slot(stay)
             offsets = ((lengths - (new.cumsum(0) - new))[row] + stay.cumsum(0) - 1).to(offsets.device)
             ends = self.lengths[layer][slots] = lengths + new
-            stored_positions[layout.slots[stays], offsets[stays]] = layout.positions[stays].int()
+            stored_positions[layout.slots[stored_mask], offsets[stored_mask]] = layout.positions[stored_mask].int()
         chosen = ask.to(offsets.device)
         rows = zip(slots.tolist(), ends.tolist(), by_slot(ask).tolist(), strict=True)
         spans = spans_of((row for row in rows if row[2]), self.block)
         thinned = Layout(spans, layout.slots[chosen], offsets[chosen], layout.positions[chosen], stored_positions)
-        return offsets if stays is None else offsets[stays], chosen, thinned
+        return offsets if stored_mask is None else offsets[stored_mask], chosen, thinned
 
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:

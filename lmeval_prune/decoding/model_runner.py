@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.in_use import in_use
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
+from lmeval_prune.decoding.model_lock import locked
 from lmeval_prune.interventions.attention_call import Packed, UnsupportedAttention, replace_attention
 from lmeval_prune.interventions.base import uncounted
 from lmeval_prune.interventions.head_mask import HeadMask
@@ -78,7 +78,7 @@ class ModelRunner:
             InputError: the model's layers do not stand in one list, a mask does not fit, or another run has the model.
         """
         skip, rows = LayerSkip(model_map), RowMasks()
-        with in_use(model_map), ExitStack() as stack:
+        with locked(model_map), ExitStack() as stack:
             replace_attention(model_map, cache, stack)
             # without masks, too: under an intervention nothing runs compiled, which would keep what is put in here
             stack.enter_context(rows.applied_to(model_map.model, model_map))

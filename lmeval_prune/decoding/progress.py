@@ -1,4 +1,4 @@
-"""A progress bar in tokens, whose estimate follows how long answers turn out to be."""
+"""A progress bar in tokens, whose estimate follows the lengths of complete answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lmeval_prune.decoding.request import Request
 
 
 class Progress:
-    """Progress bar over the tokens that are expected.
+    """Progress bar over the expected tokens.
 
-    Each answer that is not complete is expected to be as long as the complete ones are on average; before there is any,
-    as long as it may be. Counted in answers, an estimate would be far too long: the first answer to a prompt takes as
-    long as all of its tokens, and those that follow it take over most of them.
+    An incomplete answer is expected to have the mean length of the complete answers; before the first one, its largest
+    length. The bar counts tokens, not answers: the first answer to a prompt takes a step for each token, but its
+    followers copy most of their tokens, so an estimate by answers would be far too long.
 
     Args:
-        requests: whose answers are decoded.
+        requests: the requests that are decoded.
         show: whether the bar is shown.
     """
 
@@ -30,22 +30,22 @@ class Progress:
 
     @property
     def expected(self) -> float:
-        """Expected tokens of an answer."""
+        """Expected number of tokens in an answer."""
         return self.tokens / self.ended if self.ended else self.most
 
     def step(self, active: int) -> None:
-        """Record the tokens of incomplete answers."""
+        """Record the number of tokens in incomplete answers."""
         self.active = active
         self._show()
 
     def end(self, length: int) -> None:
-        """Record a complete answer."""
+        """Record a complete answer of `length` tokens."""
         self.ended, self.tokens = self.ended + 1, self.tokens + length
         self.active = max(self.active - length, 0)
         self._show()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar; it stays on the screen."""
         self.bar.close()
 
     def _show(self) -> None:

@@ -14,16 +14,16 @@ from lmeval_prune.decoding.stopping import Stopping
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Return whether the next token is simply that of the largest logit."""
+    """Return whether the next token is the argmax of the unchanged logits."""
     return not params.do_sample and params.repetition_penalty == 1.0 and params.others == "{}"
 
 
 class Sampler:
-    """Choice of tokens as by `generate`.
+    """Choose tokens as `generate` does.
 
     Args:
-        model: whose `generate` it is.
-        stopping: knows the end tokens that some processors ask for.
+        model: the model; its own `_get_logits_processor` is used.
+        stopping: source of the end tokens that some processors need.
     """
 
     def __init__(self, model: Any, stopping: Stopping) -> None:
@@ -34,13 +34,13 @@ class Sampler:
     def choose(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> int:
         """Choose the next token of `request` after `answer`.
 
-        A draw depends on the request's seed, the position in the answer and the logits alone: one uniform number
-        from a counter-based generator, put through the inverse of the cumulative distribution.
+        A random draw depends on the request's seed, the position in the answer and the logits alone: a uniform number
+        from a counter-based generator is mapped by the inverse of the cumulative distribution.
 
         Args:
             logits: (vocabulary,).
-            request: with its parameters and seed.
-            answer: tokens chosen so far.
+            request: the request, with its parameters and seed.
+            answer: tokens of the answer so far.
         """
         scores = self._scores(logits, request, answer)
         if not request.params.do_sample:
@@ -50,14 +50,14 @@ class Sampler:
         return min(drawn, scores.shape[-1] - 1)
 
     def near_tie(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> bool:
-        """Return whether logits that differ by their rounding might choose another token; arguments as of `choose`.
+        """Return whether a rounding of the logits could change the chosen token; arguments as in `choose`.
 
-        Logits are taken to be right to half of 1e-3, or of 32 roundings of the largest one. An error e of all logits
-        moves a cumulative distribution F by at most 2 e F (1 - F) / temperature (in first order).
+        The assumed error of a logit is half of 1e-3, or of 32 roundings of the largest logit if that is more. An error
+        e of all logits moves a cumulative distribution F by at most 2 e F (1 - F) / temperature (in first order).
         """
         params = request.params
         if params.others != "{}" or (params.do_sample and (params.top_k or params.top_p < 1 or params.min_p)):
-            return True  # a cut may fall either way
+            return True  # rounding may move the cut
         scores = logits.float() if is_plain(params) else self._scores(logits, request, answer)
         best, second = scores.topk(2).values.tolist()
         size = float(logits.abs().max()) if params.do_sample else abs(best)
@@ -77,7 +77,7 @@ class Sampler:
         return scores
 
     def _processors(self, request: Request, device: torch.device) -> LogitsProcessorList:
-        """Processors that `generate` would apply to the logits of this request, in its order."""
+        """Return the logits processors that `generate` would apply to this request, in its order."""
         params, prompt = request.params, request.prompt
         key = (params, prompt if '"encoder_' in params.others else len(prompt), device)
         if key not in self._by_request:
@@ -93,7 +93,7 @@ class Sampler:
 
 
 def _draw(scores: torch.Tensor, request: Request, answer: Sequence[int]) -> tuple[torch.Tensor, float]:
-    """Return the cumulative distribution, and the point in it that is drawn."""
+    """Return the cumulative distribution, and the drawn point in it."""
     cumulative = scores.double().softmax(-1).cumsum(-1)
     generator = numpy.random.Generator(numpy.random.Philox(key=request.seed, counter=len(answer)))
     return cumulative, generator.random() * float(cumulative[-1])

@@ -1,11 +1,11 @@
-"""The order in which sequences are decoded, and what they share.
+"""The order in which sequences are decoded, and the computation that they share.
 
-A *prompt group* is all requests with one prompt. Its request with the highest first pruned layer (the unpruned one, if
-there is one) leads. The leader decodes like any sequence, and the inputs of the layers at which its siblings start to
-differ are kept. Each sibling then *follows* the leader: as long as it chooses the same tokens, all that it needs below
-its first pruned layer is known, so it runs the layers from there up, on the prompt and on a stretch of the leader's
-answer at once, and checks whether it would have written that stretch. Where it differs, it goes on alone, as a row of
-the common batch.
+A *prompt group* is all requests with the same prompt. Its *leader* is the request with the highest first pruned layer
+(the unpruned request, if there is one). The leader decodes like any sequence, and the inputs of the first pruned layers
+of the other requests, its *followers*, are kept. As long as a follower chooses the leader's tokens, its computation
+below its first pruned layer is the leader's. So it runs only the layers from there up, on the prompt and on a stretch
+of the leader's answer in one pass, and checks whether it would have written that stretch. From the first different
+token on, it decodes as a row of the common batch.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.settings import Natural, Settings
 
-PASS = 2048  # tokens of prompts in a pass (or a single prompt): rows that are being decoded never wait for long
+PASS = 2048  # largest number of prompt tokens in a pass, unless a single prompt has more; decoding rows wait for it
 
 
 @dataclass
 class Statistics:
-    """Counts of what runs did."""
+    """Counters of the engine's runs."""
 
     answers: int = 0
     answer_tokens: int = 0
     prompt_tokens: int = 0  # of leaders
-    follow_tokens: int = 0  # of prompts and leaders' answers, run by followers from their first layer up
-    followed: int = 0  # answer tokens that followers took over from their leader
+    follow_tokens: int = 0  # of prompts and leaders' answers, run by followers from their first pruned layer up
+    followed: int = 0  # answer tokens that followers copied from their leader
     steps: int = 0
     step_rows: int = 0
     step_tokens: int = 0
     drafted: int = 0
     draft_accepted: int = 0
-    alone: int = 0  # near-ties decided alone
+    alone: int = 0  # near-ties decided in a batch of one
     layer_tokens: int = 0  # tokens × layers
     head_tokens: int = 0  # tokens whose logits were computed
 
 
 @dataclass(frozen=True)
 class Schedule(Settings):
-    """Switches and bounds of the engine's ideas, for measurements of each.
+    """Switches and bounds for each of the engine's ideas.
 
     Attributes:
-        share: whether requests with one prompt share what is equal among them.
-        follow: number of tokens of the leader's answer that a follower checks at a time; 0 shares the prompt only.
-        refill: whether a waiting request enters as soon as a row is free; else a batch ends as a whole.
-        drafts: largest number of tokens that are proposed to a row by lookup; 0 for none.
-        budget: tokens of a decoding step up to which drafts are proposed. Default: measured, as the number of tokens
-            that take twice as long as one.
+        share: whether requests with the same prompt share computation.
+        follow: number of tokens of the leader's answer that a follower checks in a pass; 0 shares the prompt only.
+        refill: whether a waiting request enters as soon as a row is free; else the whole batch ends first.
+        drafts: largest number of draft tokens for a row; 0 for none.
+        budget: largest number of tokens in a decoding step with drafts. Default: measured, as the number of tokens
+            that take twice as long as a single one.
     """
 
     share: bool = True
@@ -79,13 +79,13 @@ class Scheduler:
     schedule: Schedule
     budget: int
     deterministic: bool
-    leaders: int  # with followers, at most, at a time
-    stepped: Callable[[int], None] = lambda _: None  # called with the tokens of incomplete answers
-    ready: deque[PromptGroup] = field(default_factory=deque)  # their leaders have gone ahead, followers wait
+    leaders: int  # largest number of active leaders with followers
+    stepped: Callable[[int], None] = lambda _: None  # called with the number of tokens in incomplete answers
+    ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
 
     def answers(self) -> Iterator[Sequence]:
-        """Yield sequences as they end."""
+        """Yield each sequence when it ends."""
         before = (self.statistics.layer_tokens, self.statistics.head_tokens)
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
@@ -99,16 +99,16 @@ class Scheduler:
             self.statistics.head_tokens = before[1] + self.runner.head_tokens
             yield from ended
 
-    # ------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------ entering and leaving
 
     def _admit(self) -> None:
-        """Fill free slots: first with followers whose leader has gone ahead, then with new leaders.
+        """Fill free slots: first with followers that can start, then with new leaders.
 
-        Where these are all there are, and slots for all their followers are free, followers do not wait for the rest of
-        their leaders' answers: steps with few rows cost more than what they would take over. Rows that are being
-        decoded wait for one pass of prompts, and for its followers to check their leaders' answers.
+        If no group waits and all followers of the active leaders fit into free slots, followers start at once, before
+        their leaders' answers are complete: steps with few rows would cost more than copied tokens save. Decoding rows
+        wait for at most one pass of prompts, and for the followers' checks after it.
         """
-        others_wait = bool(self.active)
+        rows_wait = bool(self.active)
         while len(self.active) < self.runner.cache.count:
             if self.ready:
                 self._start_followers()
@@ -120,11 +120,11 @@ class Scheduler:
                 for group in leading:
                     self._let_follow(group)
                 continue
-            if others_wait:
+            if rows_wait:
                 return
 
     def _has_room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
-        """Return whether `row` can start in a pass that has so many tokens, and computes so many logits, already."""
+        """Return whether `row` fits into a pass that already has these numbers of tokens and logits."""
         fits = tokens + len(row.request.prompt) + (self._follow_tokens if logits else 0) <= PASS and logits < PASS // 4
         return len(self.active) < self.runner.cache.count and (fits or not tokens)
 
@@ -134,7 +134,7 @@ class Scheduler:
         return row
 
     def _start_leaders(self) -> bool:
-        """Run the prompts of new leaders, if there are any; no more lead at once than memory holds what is kept of."""
+        """Run the prompts of new leaders, at most as many as memory has room for their kept inputs."""
         leading = sum(bool(row.kept_layers()) for row in self.active)
         rows: list[Sequence] = []
         tokens = 0
@@ -158,7 +158,7 @@ class Scheduler:
         return bool(rows)
 
     def _let_follow(self, group: PromptGroup) -> None:
-        """Keep what followers need of their leader's slot, and let them start."""
+        """Save the leader's keys and values for its followers, and let them start."""
         if group.followers and not group.leader_tokens:
             leader = group.leader
             group.leader_tokens = leader.tokens if self._follow_tokens else list(leader.request.prompt)
@@ -166,10 +166,10 @@ class Scheduler:
             self.ready.append(group)
 
     def _start_followers(self) -> None:
-        """Start followers with one first layer: run the prompt and the leader's answer from there up."""
+        """Start followers with the same first pruned layer: run prompt and leader's answer from that layer up."""
         first = self.ready[0].followers[0].first_layer
         rows: list[Sequence] = []
-        known: dict[int, torch.Tensor] = {}  # by group, inputs of layer `first` at all leader's tokens but the last
+        known: dict[int, torch.Tensor] = {}  # by group, inputs of layer `first` at the leader's tokens except the last
         tokens = logits = 0
         for group in self.ready:
             queue = group.followers
@@ -190,14 +190,14 @@ class Scheduler:
             group.shared, group.kept = [], {}
 
     def _follow(self, rows: list[Sequence], first: int, known: list[torch.Tensor]) -> list[Sequence]:
-        """Check a stretch of the leader's answer in each row; return the rows that would have written it all."""
+        """Check a stretch of the leader's answer in each row; return the rows that chose the same tokens."""
         stretches, hidden, skips = [], [], []
         for row, kept in zip(rows, known, strict=True):
             prompt, start = len(row.request.prompt), row.stored
             until = min(max(start, prompt) + self._follow_tokens, len(kept))
             stretches.append(row.group.leader_tokens[start:until])
             hidden.append(kept[start:until])
-            skips.append(max(prompt - 1 - start, 0))  # from the prompt's last token on, logits say what comes next
+            skips.append(max(prompt - 1 - start, 0))  # logits are needed from the prompt's last token on
         logits = self._forward(rows, stretches, skips, first, torch.cat(hidden))
         picks = self._picks(logits, rows)
         matching, line = [], 0
@@ -213,7 +213,7 @@ class Scheduler:
         return matching
 
     def _leave(self) -> list[Sequence]:
-        """Take ended rows out; the last rows move into their slots."""
+        """Remove ended rows; the last rows move into their slots."""
         ended = [row for row in reversed(self.active) if row.ended]  # reversed: no ended row is moved
         for row in ended:
             group = row.group
@@ -229,9 +229,9 @@ class Scheduler:
         return ended
 
     def _close(self, hole: int) -> None:
-        """Fill a free slot: rows stay in the first slots, and longer ones stay, block by block, before shorter ones.
+        """Fill a free slot, so that rows stay in the first slots, and longer rows in earlier blocks.
 
-        Each block gives its longest row to the block before it, the last one the last row.
+        The longest row of each later block moves to the block before it; the last row fills the last block's slot.
         """
         block = self.runner.cache.block
         while following := self.active[(hole // block + 1) * block :][:block]:
@@ -251,7 +251,7 @@ class Scheduler:
     def _forward(
         self, rows: Items[Sequence], tokens: Items[Items[int]], skips: Items[int] | None = None, *args: Any
     ) -> torch.Tensor:
-        """Run new tokens of some rows, keep what their followers need, and return the logits."""
+        """Run new tokens of some rows, keep the layer inputs that their followers need, and return the logits."""
         batch = [
             Chunk(row.slot, row.stored, row.mask, new, skip, row.kept_layers())
             for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
@@ -263,7 +263,7 @@ class Scheduler:
         return logits
 
     def _step(self) -> None:
-        """One more token for every row, or several where drafts are right."""
+        """Decode the next token of each row, or several if drafts are right."""
         rows = self.active
         drafts = self._proposals(rows)
         logits = self._forward(rows, [[row.answer[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
@@ -279,12 +279,12 @@ class Scheduler:
             taken = self._take(row, logits[lines], draft, picks[lines])
             self.statistics.drafted += len(draft)
             self.statistics.draft_accepted += taken - 1
-            for layer in row.kept_layers():  # without what was kept for rejected drafts
+            for layer in row.kept_layers():  # drop the inputs of rejected drafts
                 pieces = row.group.kept[layer]
                 pieces[-1] = pieces[-1][:taken]
 
     def _proposals(self, rows: Items[Sequence]) -> list[list[int]]:
-        """Propose drafts by lookup, as long as the step stays within the budget."""
+        """Propose drafts from the n-gram indices, within the budget of the step."""
         drafts: list[list[int]] = [[] for _ in rows]
         room = self.budget - len(rows)
         if not self.schedule.drafts or room <= 0:
@@ -312,9 +312,9 @@ class Scheduler:
         return min(row.request.params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
 
     def _picks(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[int]:
-        """Return the largest logit's token for each line, if any row needs just that."""
+        """Return the token of the largest logit in each line, if any row is plain greedy; else -1."""
         if any(is_plain(row.request.params) for row in rows):
-            # as `generate` does it: float32, whatever the model's type
+            # in float32 for each model type, as in `generate`
             return logits.float().argmax(-1).tolist()
         return [-1] * len(logits)
 
@@ -322,9 +322,9 @@ class Scheduler:
         """Choose tokens from the logits, as long as the drafts are right.
 
         Args:
-            row: its `stored` counts the tokens up to the first of these logits; right drafts are added to it.
+            row: the sequence; its `stored` counts the tokens up to that of the first logits; each right draft adds one.
             logits: (1 + drafts, vocabulary).
-            draft: tokens that the logits after the first assume.
+            draft: draft tokens; line i + 1 of the logits follows token i.
             picks: tokens of the largest logits.
 
         Returns:
@@ -348,6 +348,6 @@ class Scheduler:
 
 
 def _common_length(tokens: Items[int], others: Items[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(tokens, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.in_use import refuse_in_use
 from lmeval_prune.decoding.kv_cache import KVCache
+from lmeval_prune.decoding.model_lock import refuse_locked
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.errors import first_line
 from lmeval_prune.interventions import interventions_on
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def why_unsupported(model_map: ModelMap) -> str | None:
     """Return why a model, with what is applied to it, is left to `generate`; None if the engine runs it."""
-    refuse_in_use(model_map.model)
+    refuse_locked(model_map.model)
     try:
         _check(model_map)
     except torch.OutOfMemoryError:

@@ -13,7 +13,6 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.batches import Collator, examples_of
 from lmeval_prune.athena.data import ProblemSplit
-from lmeval_prune.athena.model import AthenaSettings
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.host import Host, TrainingExamples
@@ -39,7 +38,7 @@ class AthenaHost(Host):
         for name, default in _LANGUAGE_OPTIONS.items():
             if getattr(options, name) != default:
                 raise InputError(f"{name} is for language models, and {options.pretrained} is an ATHENA; leave it out")
-        self.settings = AthenaSettings.from_dict(self.about["settings"], f"settings in {checkpoint.SETTINGS}")
+        self.settings = checkpoint.read_settings(options.pretrained)
 
     @override
     def skeleton(self, folder: str) -> Any:
@@ -51,7 +50,7 @@ class AthenaHost(Host):
 
     @override
     def check_teacher(self, folder: str) -> None:
-        constants = tuple(checkpoint.describe(folder)["settings"]["constants"])
+        constants = checkpoint.read_settings(folder).constants
         if self.tokenizer_of(folder).get_vocab() != self.tokenizer.get_vocab() or constants != self.settings.constants:
             raise InputError(
                 f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; name "
@@ -87,13 +86,15 @@ class AthenaHost(Host):
     def seen(self, folder: str) -> SeenQuestions:
         about = checkpoint.describe(folder)
         if "options" in about and "validated_on" not in about:  # an older one: its validation split is drawn again
-            about["validated_on"] = ProblemSplit.load(self._trained_with(about["options"])).questions.validated
+            about["validated_on"] = ProblemSplit.load(self._training_options(folder)).questions.validated
         return SeenQuestions.from_artefact(about)
 
-    def _trained_with(self, options: Mapping[str, Any], **changes: Any) -> TrainOptions:
-        """Return the options of a host's training, with changes."""
+    def _training_options(self, folder: str, **changes: Any) -> TrainOptions:
+        """Return the options that an ATHENA was trained with, with changes."""
+        options = checkpoint.describe(folder)["options"]
         fixed = {"output": self.options.output, "data_dir": self.options.data_dir, "patience": 0}
-        return TrainOptions.from_dict({**options, **changes, **fixed}, f"options in {checkpoint.SETTINGS}")
+        about = f"the training in {Path(folder) / checkpoint.SETTINGS}"
+        return TrainOptions.from_dict({**options, **changes, **fixed}, about)
 
     @override
     def examples(self) -> TrainingExamples:
@@ -101,7 +102,7 @@ class AthenaHost(Host):
             raise InputError(f"{self.options.pretrained} does not say what it was trained on; train it anew")
         changes = {name: getattr(self.options, name) for name in ("test", "train", "validation", "limit")}
         changes = {name: value for name, value in changes.items() if value not in (None, ())}
-        options = self._trained_with(self.about["options"], **changes)
+        options = self._training_options(self.options.pretrained, **changes)
         split = ProblemSplit.load(options)
         test = load(options.data, options.test, options.data_dir)
         seen = self.all_seen(split.questions, test, options.test)

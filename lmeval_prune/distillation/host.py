@@ -185,6 +185,7 @@ class Host(ABC):
             InputError: parent or teacher were trained on the test, or on validation problems.
         """
         tested, known = question_keys(test), questions
+        validated = questions.validated - questions.learned  # a question of both is learned here, too
         for folder in filter(None, (self.options.pretrained, self.options.teacher)):
             seen = self.seen(folder)
             if count := len(tested & (seen.learned | seen.validated)):
@@ -192,9 +193,9 @@ class Host(ABC):
                     f"{folder} was trained on {count} of the {len(tested)} questions of the test split {name}; "
                     f"name the test that it was trained for, or another model"
                 )
-            if count := len(questions.validated & seen.learned):
+            if count := len(validated & seen.learned):
                 raise InputError(
-                    f"{folder} was trained on {count} of the {len(questions.validated)} validation problems, which "
+                    f"{folder} was trained on {count} of the {len(validated)} validation problems, which "
                     f"would choose the epoch that has forgotten least; set apart those that it was validated on (the "
                     f"same validation, limit and seed), or give --validation 0"
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -79,10 +79,10 @@ class DistillOptions(Settings):
     unit: str = "head"
     ffn_ratio: float = 0.0
     ffn_multiple: int = 1
-    allocation: str | None = None
+    allocation: Literal["global", "uniform"] | None = None
     p_min: float = 0.0
     growth: float = 1.0
-    stages: int = 3
+    stages: Count = 3
     method: str = "norm_entropy"
     options: dict[str, Any] = field(default_factory=dict)
     ffn_method: str | None = None

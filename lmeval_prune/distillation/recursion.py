@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 
 from lmeval_prune.architectures import loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.artefacts import alone, write_artefact
+from lmeval_prune.artefacts import output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints.embedded import check_name
 from lmeval_prune.checkpoints.pruned import read_manifest
@@ -68,7 +68,7 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         check(host)
         with ExitStack() as stack:
             if this_process().is_main_process:
-                stack.enter_context(alone(target))
+                stack.enter_context(output_lock(target))
             _run_stages(host, settings, target, work)
     if this_process().is_main_process:
         shutil.rmtree(work, ignore_errors=True)

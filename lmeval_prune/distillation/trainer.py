@@ -167,7 +167,7 @@ class DistillTrainer(ResumableTrainer):
         """Return the batches of one update, and their counts over all processes, which divide the losses."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = self.counts(batches).to(device, torch.float32 if device.type == "mps" else torch.float64)
-        self._updates += 1
+        self._updates += bool(batches)
         return batches, self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts
 
     def compute_loss(

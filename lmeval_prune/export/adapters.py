@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
-from lmeval_prune.artefacts import alone, content_digest, digest, new_folder, write_artefact, write_bytes
+from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lock, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
@@ -134,7 +134,7 @@ class AdapterExport:
             InputError: its folder holds something else, the adapter is not exact, or another export writes there.
         """
         try:
-            with alone(self.output):
+            with output_lock(self.output):
                 self._check_folder()
                 for name, mask in self.masks.items():
                     folder = self.output / name

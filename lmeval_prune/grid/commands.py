@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from lmeval_prune.errors import InputError, nearest
 from lmeval_prune.options import first
-
-if TYPE_CHECKING:
-    from lmeval_prune.grid.configuration import Grid
 
 
 @first("grid")
@@ -65,7 +62,7 @@ def run(
     return 0
 
 
-def _check_selected(grid: Grid) -> None:
+def _check_selected(grid: Any) -> None:  # a `Grid`, which `--help` would import to read the annotation
     """Refuse a task in `selected_on` that is neither the grid's nor lm-eval's."""
     names = {name for task in grid.tasks for name in (task.name, task.task)}
     others = [(variant.name, name) for variant in grid.variants for name in variant.selected_on if name not in names]
@@ -100,12 +97,12 @@ def compare(
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
         seed: of tests
     """
-    from lmeval_prune.artefacts import alone
+    from lmeval_prune.artefacts import output_lock
     from lmeval_prune.grid.folder import GridFolder
     from lmeval_prune.grid.report import write, write_lm_eval
     from lmeval_prune.reporting.documents import one_line
 
-    with alone(output or GridFolder(folder).path / "compare"):
+    with output_lock(output or GridFolder(folder).path / "compare"):
         table, notes, paths = write(folder, baseline, output, seed, without_texts)
     if lm_eval:
         paths.append(write_lm_eval(folder, lm_eval))

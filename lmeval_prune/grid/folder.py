@@ -24,7 +24,7 @@ from annotated_types import Interval, Len, Predicate
 from filelock import Timeout
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import file_name, held, new_folder, read_artefact, write_artefact
+from lmeval_prune.artefacts import file_lock, file_name, new_folder, read_artefact, write_artefact
 from lmeval_prune.errors import InputError, nearest
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
@@ -152,7 +152,7 @@ class GridFolder:
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             try:
-                stack.enter_context(held(folder / f"{file_name(key)}.lock", timeout=0))
+                stack.enter_context(file_lock(folder / f"{file_name(key)}.lock", timeout=0))
                 is_held = True
             except Timeout:
                 is_held = False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,12 +182,35 @@ def _source(value: Any) -> Path | None:
 @cache
 def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
     """Return a file, those that it imports, and word lists beside them."""
-    finder = ModuleFinder(path=[str(path.parent)])
-    finder.run_script(str(path))
-    modules: list[Any] = list(finder.modules.values())
-    files = {Path(module.__file__).resolve() for module in modules if module.__file__}
-    if any(name.partition(".")[0] == "lmeval_prune" for name in finder.badmodules):  # not beside the file
-        roots = [Path(root) for package in (scoring, tasks) for root in package.__path__]
+    files: set[Path] = set()
+    waiting, imports_us = [path], False
+    while waiting:
+        file = waiting.pop()
+        if file in files:
+            continue
+        files.add(file)
+        for folder, parts in _imports(file):
+            imports_us |= parts[0] == "lmeval_prune"
+            names = [folder.joinpath(*parts[: number + 1]) for number in range(len(parts))]
+            modules = [module for name in names for module in (name.with_suffix(".py"), name / "__init__.py")]
+            waiting += [module.resolve() for module in modules if module.is_file()]
+    if imports_us:
+        roots = [Path(root).resolve() for package in (scoring, tasks) for root in package.__path__]
         files |= {file for root in roots for file in root.rglob("*.py")}
     words = {words for folder in {file.parent for file in files} for words in folder.glob("words/*.yaml")}
     return frozenset(files | words)
+
+
+def _imports(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield what a file imports, anywhere in it: the folder to look in, and the parts of the name."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # of a compiled module
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((path.parent, alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            folder = path.parents[max(node.level - 1, 0)]
+            module = node.module.split(".") if node.module else []
+            yield from ((folder, [*module, alias.name]) for alias in node.names)

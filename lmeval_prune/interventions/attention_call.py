@@ -90,16 +90,16 @@ class AttentionCall:
     """A call of an attention module.
 
     Attributes:
-        layer: whose attention it is.
-        module: the module that asks: the layer's attention module, or in some families a part of it.
+        layer: the attention layer that is computed.
+        module: the calling module: the layer's attention module, or in some families a part of it.
         query: (batch, heads, tokens, width).
         key, value: (batch, key-value heads, keys, width), after rotary embedding, as they are cached.
-        mask: the model's own mask, as its implementation wants it (None may mean causal); always None before a store.
+        mask: the model's own mask, as its implementation takes it (None may mean causal); always None before a store.
         options: `scaling`, `softcap`, `sliding_window`, `dropout` and the like.
-        store: what stands in place of the model's own attention, if anything does; the batch is then packed.
-        stays: for a store, which of the new tokens are stored, (tokens,); None for all. What is not is seen by none. It
-            is given always or never in a layer.
-        asks: for a store, which tokens attend, (tokens,); None for all that stay. The others get zeros.
+        store: the engine's store, which replaces the model's own attention, or None; with a store the batch is packed.
+        stored_mask: for a store, the new tokens that it keeps, (tokens,); None: all. No token attends to the others. A
+            layer sets it in all calls or in none.
+        query_mask: for a store, the tokens that attend, (tokens,); None: all stored ones. The others get zeros.
     """
 
     layer: AttentionLayer
@@ -110,8 +110,8 @@ class AttentionCall:
     mask: torch.Tensor | None
     options: dict[str, Any]
     store: Store | None = None
-    stays: torch.Tensor | None = None
-    asks: torch.Tensor | None = None
+    stored_mask: torch.Tensor | None = None
+    query_mask: torch.Tensor | None = None
 
 
 Attend = Callable[[AttentionCall], Attended]

@@ -220,9 +220,9 @@ class FilteredAttention:
         skipped = torch.cat(parts)
         totals += torch.stack([torch.ones_like(skipped).sum(), skipped.sum()])
         self.skipped[call.layer.label] = self._unprojected[call.layer.label] = skipped[None]
-        asks = _both(~skipped, call.stays if call.asks is None else call.asks)
-        stays = call.stays if self.keep_skipped_kv else _both(~skipped, call.stays)
-        return attend(replace(call, stays=stays, asks=asks))
+        query_mask = _both(~skipped, call.stored_mask if call.query_mask is None else call.query_mask)
+        stored_mask = call.stored_mask if self.keep_skipped_kv else _both(~skipped, call.stored_mask)
+        return attend(replace(call, stored_mask=stored_mask, query_mask=query_mask))
 
     @torch.inference_mode(False)  # a normal tensor can be written in any mode
     def _totals(self, label: str, device: torch.device) -> torch.Tensor:

@@ -27,9 +27,9 @@ from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, he
 from lmeval_prune.architectures.blocks import in_features, out_features
 from lmeval_prune.artefacts import (
     COMPUTED,
-    alone,
     check_finite,
     file_name,
+    output_lock,
     read_artefact,
     read_tensors,
     write_bytes,
@@ -254,7 +254,7 @@ class Plan(Intervention):
             data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
             sha256 = hashlib.sha256(data).hexdigest()
             content["tensors"] = {"file": f"{path.stem}.{sha256[:8]}.safetensors", "sha256": sha256}
-        with alone(path):
+        with output_lock(path):
             if tensors:
                 write_bytes(path.with_name(content["tensors"]["file"]), data)
             stale = _tensors_file(path)

@@ -19,11 +19,10 @@ import json
 import logging
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypeVar
+from typing import Annotated, Any, NotRequired
 from weakref import finalize
 
 import pyarrow as pa
@@ -38,8 +37,8 @@ from lmeval_prune.artefacts import (
     append_to,
     checked,
     digest,
+    file_lock,
     from_json,
-    held,
     lock_of,
     make_folder,
     read_artefact,
@@ -60,8 +59,6 @@ RESPONSES: dict[str, Any] = {  # by kind of request, what lm-eval's model classe
     "loglikelihood_rolling": Likelihood,
 }
 FILES = ("answers.", "rank-")  # ours begin so
-Answered = Callable[..., None]
-T = TypeVar("T")
 
 _TABLE = pa.schema(
     [
@@ -152,7 +149,7 @@ class AnswerStore:
         for number in itertools.count() if rank is None else [rank]:
             path = self.folder / f"rank-{number}.jsonl"
             try:
-                stack.enter_context(held(lock_of(path)))
+                stack.enter_context(file_lock(lock_of(path)))
                 return path
             except Timeout:
                 if rank is not None:
@@ -210,7 +207,7 @@ class AnswerStore:
             for path in self.folder.glob("rank-*.jsonl"):
                 with suppress(Timeout):
                     if path != self.path:
-                        stack.enter_context(held(lock_of(path), timeout=0))
+                        stack.enter_context(file_lock(lock_of(path), timeout=0))
                     paths.append(path)
             if not paths:
                 return
@@ -229,11 +226,7 @@ def _as_row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read all answers of a store, but lines that a kill cut short.
-
-    Raises:
-        InputError: a file is damaged.
-    """
+    """Read all answers of a store, but lines that a kill cut short; `InputError` if a file is damaged."""
     table = folder / "answers.parquet"
     for row in read_table(table, _TABLE).to_pylist():
         versions = from_json(row["versions"], table) if row["versions"] else None
@@ -255,11 +248,7 @@ def _record(value: Any, path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-    """Read a parquet file of a store as an Arrow table; empty, if there is none.
-
-    Raises:
-        InputError: it is damaged.
-    """
+    """Read a parquet file of a store as an Arrow table; empty, if there is none; `InputError` if it is damaged."""
     try:
         return artefacts.read_table(path, "the store is damaged", columns, schema, _ADDED)
     except FileNotFoundError:
@@ -273,38 +262,36 @@ def write_table(path: Path, table: pa.Table) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-class Recorder:
-    """A cache hook (lm-eval's word) that stores each response when the model reports it.
-
-    lm-eval's model class calls `add_partial(attr, args, response)` as soon as a request is answered.
-    """
-
-    def __init__(self, inner: Any, answered: Answered) -> None:
-        self.inner = inner
-        self.answered = answered
-
-    def add_partial(self, attr: str, req: Iterable[Any], res: Any) -> None:
-        """Pass a response on to the store and to lm-eval's own hook."""
-        self.answered(attr, tuple(req), res)
-        self.inner.add_partial(attr, req, res)
-
-
-@dataclass(frozen=True)
 class Missing:
-    """Requests whose answers are not stored yet, and what is run with them, no two with one key.
+    """Requests whose answers are not stored yet, and what is run with them.
 
     Attributes:
+        kind: of the requests.
         requests, keys: the requests and their keys in the store (without a store, their indices).
         repeats: of each, how many requests for the same document came before it.
-        answered: to be called as lm-eval's cache hook is, as soon as some request has its response.
-        record: to be called with a key, its response and further columns, where it is known which request was answered.
+        add: keeps a response; called with a key, the response and further columns.
     """
 
-    requests: list[Any]
-    keys: list[Any]
-    repeats: list[int]
-    answered: Answered
-    record: Callable[..., None]
+    def __init__(
+        self, kind: str, requests: Sequence[Any], keys: Sequence[Any], repeats: Sequence[int], add: Callable[..., None]
+    ) -> None:
+        self.kind, self.requests, self.keys, self.repeats, self.add = kind, list(requests), keys, repeats, add
+        self._waiting: dict[str, deque[Any]] = defaultdict(deque)
+        for request, key in zip(requests, keys, strict=True):
+            self._waiting[_text(request.args)].append(key)
+
+    def answered(self, attr: str, args: Iterable[Any], response: Any, **columns: Any) -> None:
+        """Add a response that lm-eval reports by a request's arguments: it is that of the next one that has them.
+
+        lm-eval reports a batch by the settings of its first request, so that there may be no further one.
+        """
+        queue = self._waiting.get(_text(args)) if attr == self.kind else None
+        if queue:
+            self.add(queue.popleft(), response, **columns)
+
+
+def _text(args: Iterable[Any]) -> str:
+    return json.dumps(list(args), sort_keys=True, default=str)
 
 
 def occurrences(requests: Iterable[Any]) -> list[int]:
@@ -336,7 +323,7 @@ def answer(
         kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
         depends_on: of a request and its repeat, a JSON value of all that its answer depends on, among it under
             `versions` the versions of the code that computes it; and what is written beside the answer as `head`.
-        run: answers the requests that are missing, and reports each as it is answered.
+        run: answers the requests that are missing, no two with one key, and may report each as it is answered.
         any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
             inside a call, so while one rank has work, each makes the call (with a request it needs not).
         in_groups: whether a request is answered together with others: drawn by `generate` from one stream of random
@@ -349,36 +336,28 @@ def answer(
     """
     repeats = occurrences(requests)
     keys, columns_of = _look_up(store, requests, repeats, kind, depends_on)
-    first: dict[str, int] = {}
-    for index, key in enumerate(keys):
-        first.setdefault(key, index)
-    grouped = [key for key, index in first.items() if in_groups(requests[index])]
-    groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
-    again = {key for group in groups if columns_of.keys() & group for key in group}
-    missing = {key: index for key, index in first.items() if key in columns_of or key in again}
-    reported = in_order((requests[index].args, key) for key, index in missing.items())
+    first = {key: index for index, key in reversed(list(enumerate(keys)))}
+    grouped = [key for key in dict.fromkeys(keys) if in_groups(requests[first[key]])]
+    run_again = _whole_groups(grouped, columns_of.keys(), size)
+    indices = [first[key] for key in dict.fromkeys(keys) if key in run_again]
 
-    def answered(attr: str, args: tuple[Any, ...], response: Any, **columns: Any) -> None:
-        if attr == kind and (key := reported(args)):
-            record(key, response, **columns)
-
-    def record(key: str, response: Any, **columns: Any) -> None:
+    def add(key: str, response: Any, **columns: Any) -> None:
         if key not in store.known:  # one of a group may be
             store.add(key, response, {**columns_of[key], **columns})
 
-    def part(indices: Iterable[int], *reports: Any) -> Missing:
-        chosen = list(indices)
-        named = [keys[index] for index in chosen]
-        return Missing([requests[index] for index in chosen], named, [repeats[index] for index in chosen], *reports)
-
-    if any_rank(bool(missing)) and not missing:
-        run(part([0], lambda *_: None, lambda *_, **__: None))
-    if missing:
-        responses = run(part(missing.values(), answered, record))
-        for key, response in zip(missing, responses, strict=True):
-            record(key, response)  # the model may not have reported this one on its own
+    if any_rank(bool(indices)):
+        chosen = [(requests[index], keys[index], repeats[index]) for index in indices or [0]]
+        missing = Missing(kind, *(list(column) for column in zip(*chosen, strict=True)), add)
+        for key, response in zip(missing.keys, run(missing), strict=True):
+            add(key, response)  # the model may not have reported this one on its own
     restore = tuple if kind == "loglikelihood" else lambda x: x
     return [restore(store.known[key]) for key in keys], keys
+
+
+def _whole_groups(grouped: Sequence[str], missing: Collection[str], size: int) -> set[str]:
+    """Return the missing keys, and all keys of groups that have one of them."""
+    groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
+    return {*missing, *(key for group in groups if not set(group).isdisjoint(missing) for key in group)}
 
 
 def _look_up(
@@ -408,26 +387,3 @@ def _look_up(
     if stored := sum(key in store.known for key in keys):
         logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
     return keys, columns
-
-
-def in_order(requests: Iterable[tuple[Iterable[Any], T]]) -> Callable[[Iterable[Any]], T | None]:
-    """Return a function of a request's arguments: of those that have them, what the next one stands for.
-
-    It is None when there is no further one: lm-eval reports a batch by the settings of its first request.
-
-    Args:
-        requests: arguments, and what each stands for.
-    """
-
-    def text(args: Iterable[Any]) -> str:
-        return json.dumps(list(args), sort_keys=True, default=str)
-
-    waiting: dict[str, deque[T]] = defaultdict(deque)
-    for args, value in requests:
-        waiting[text(args)].append(value)
-
-    def following(args: Iterable[Any]) -> T | None:
-        queue = waiting.get(text(args))
-        return queue.popleft() if queue else None
-
-    return following

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -17,7 +19,7 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation
-from lmeval_prune.models.answer_store import Answered, AnswerStore, Missing, Recorder, answer, in_order, occurrences
+from lmeval_prune.models.answer_store import AnswerStore, Missing, answer, occurrences
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.lengths import Ending, by_task, cut_off, merged, warn_without_template
 from lmeval_prune.models.tries import DENSE
@@ -70,11 +72,8 @@ class Answering:
             self.store.close()
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Return the responses to requests of one kind.
-
-        Raises:
-            InputError: tries are to score given texts, or a setting cannot be used.
-        """
+        """Return the responses to requests of one kind; `InputError` if they cannot be answered so."""
+        self.lm.check_requests(kind, requests)
         if kind == "generate_until" and self.lm.rank == 0:
             warn_without_template(requests, self.lm.tokenizer)
         if self.router:
@@ -96,13 +95,7 @@ class Answering:
 
         A request that comes later, with one of the masks applied, finds its answer.
 
-        Args:
-            requests: of lm-eval's, as for `generate_until`.
-            masks: each comes to what is applied to the model now; None adds nothing.
-            disable_tqdm: show no progress.
-
-        Raises:
-            InputError: a mask does not fit, or a setting cannot be used.
+        Each mask comes to what is applied to the model now; None adds nothing.
         """
         count = len(masks)
         assert self.store and self.lm.engine and not self.router
@@ -182,29 +175,15 @@ class Answering:
     # ------------------------------------------------------------------ answering
 
     def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> Answers:
-        def run(missing: Missing) -> list[Any]:
-            return self._run(kind, missing, disable_tqdm)
-
+        run, depends_on = partial(self._run, disable_tqdm=disable_tqdm), partial(self._depends_on, kind)
         if self.store is None:
-            endings: dict[int, Ending] = {}
-            reported = in_order((request.args, index) for index, request in enumerate(requests))
+            endings: list[Ending | None] = [None] * len(requests)
 
-            def answered(attr: str, args: tuple[Any, ...], _: Any, **columns: Any) -> None:
-                if columns and attr == kind and (index := reported(args)) is not None:
-                    endings[index] = Ending(**columns)
-
-            def record(index: int, response: Any, **columns: Any) -> None:
+            def add(index: int, _: Any, **columns: Any) -> None:
                 if "length" in columns:
                     endings[index] = Ending(columns["length"], columns["cut_off"])
-                self.lm.cache_hook.add_partial(kind, requests[index].args, response)
 
-            indices = list(range(len(requests)))
-            responses = run(Missing(requests, indices, occurrences(requests), answered, record))
-            return responses, [], [endings.get(index) for index in indices]
-
-        def depends_on(request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-            return self._depends_on(kind, request, repeat)
-
+            return run(Missing(kind, requests, range(len(requests)), occurrences(requests), add)), [], endings
         groups = (self._in_groups(kind), self._group_size)
         responses, keys = answer(self.store, requests, kind, depends_on, run, self.lm.any_rank, *groups)
         return responses, keys, [self.store.endings.get(key) for key in keys]
@@ -213,18 +192,19 @@ class Answering:
         """Return whether a request's answer is drawn together with others."""
         return _draws if kind == "generate_until" and self.lm.engine is None else lambda _: False
 
-    def _run(self, kind: str, missing: Missing, disable_tqdm: bool) -> list[Any]:
+    def _run(self, missing: Missing, disable_tqdm: bool) -> list[Any]:
         """Answer requests that are not stored."""
+        kind = missing.kind
         if kind == "generate_until" and self.lm.engine is not None:
             masks = None
             if self.router:
                 pairs = zip(missing.requests, missing.repeats, strict=True)
                 masks = [self.router.masks[self.router.head(request, repeat)] for request, repeat in pairs]
             return self._decode(missing, missing.repeats, masks, disable_tqdm)
-        with self._watched(missing.answered):
+        with self._watched(missing):
             if self.store is None:
                 return self._compute(kind, missing.requests, disable_tqdm)
-            return self._compute_in_parts(kind, missing, disable_tqdm)
+            return self._compute_in_parts(missing, disable_tqdm)
 
     def _decode(
         self, missing: Missing, repeats: Sequence[int], masks: Sequence[HeadMask | None] | None, disable_tqdm: bool
@@ -233,23 +213,25 @@ class Answering:
         lm = self.lm
 
         def keep(index: int, text: str, tokens: list[int], ending: Ending) -> None:
-            missing.record(missing.keys[index], text, tokens=tokens, **ending._asdict())
+            missing.add(missing.keys[index], text, tokens=tokens, **ending._asdict())
+            lm.cache_hook.add_partial(missing.kind, missing.requests[index].args, text)
 
         lm.engine.progress = not disable_tqdm and lm.rank == 0
         greedy = self.router is not None
         return generation.generate_until(lm, lm.engine, missing.requests, repeats, keep, lm.seed, masks, greedy)
 
     @contextmanager
-    def _watched(self, answered: Answered) -> Iterator[None]:
+    def _watched(self, missing: Missing) -> Iterator[None]:
         """Run a block in which lm-eval's own class reports each response, and how a text ended."""
         lm, hook = self.lm, self.lm.cache_hook
         lm.endings.clear()
 
-        def report(attr: str, args: tuple[Any, ...], response: Any) -> None:
+        def add_partial(attr: str, req: Iterable[Any], res: Any) -> None:
             ending = lm.endings.popleft() if attr == "generate_until" and lm.endings else None
-            answered(attr, args, response, **(ending._asdict() if ending else {}))
+            missing.answered(attr, req, res, **(ending._asdict() if ending else {}))
+            hook.add_partial(attr, req, res)
 
-        lm.cache_hook = Recorder(hook, report)
+        lm.cache_hook = SimpleNamespace(add_partial=add_partial)
         try:
             yield
         finally:
@@ -259,9 +241,9 @@ class Answering:
         """Answer by lm-eval's own model class."""
         return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
 
-    def _compute_in_parts(self, kind: str, missing: Missing, disable_tqdm: bool) -> list[Any]:
+    def _compute_in_parts(self, missing: Missing, disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's own model class, so that each answer is reported soon and drawn by a seed of its own."""
-        lm, requests = self.lm, missing.requests
+        lm, kind, requests = self.lm, missing.kind, missing.requests
         before = lm.batch_schedule, lm.batch_size_per_gpu
         lm.batch_schedule = min(lm.batch_schedule, len(requests))  # lm-eval divides the requests by it
         try:

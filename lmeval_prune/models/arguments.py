@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -70,16 +71,10 @@ class Arguments(Settings):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Parse model_args.
-
-        Raises:
-            InputError: an argument cannot be used, as far as that is known without the model.
-        """
+        """Parse model_args; `InputError` if an argument cannot be used, as far as that is known without the model."""
         names = argument_names()
         others = {name: value for name, value in values.items() if value is not None or name not in names}
-        for name in names:
-            if others.get(name) == "":
-                raise InputError(f"{name}= is empty; give it a value, or leave it out")
+        refuse_empty(values, names)
         known = {name: others.pop(name) for name in (*names, "pretrained") if name in others}
         methods = {name: known.pop(name) for name in METHODS if name in known}
         if "router" not in known and (stray := _ROUTER_SETTINGS & known.keys()):
@@ -120,11 +115,7 @@ class Arguments(Settings):
         return {**model, **self.others, **described}
 
     def check_names(self, pretrained: str) -> None:
-        """Find mistakes that loading would report late, or by a traceback.
-
-        Raises:
-            InputError: the model is not there, or the answer store is a file.
-        """
+        """Refuse a model that is not there, or a file as the answer store, before anything is loaded."""
         embedded.check_name(pretrained, dict(self.others))
         if self.responses and Path(self.responses).is_file():
             raise InputError(f"responses={self.responses} is a file; name a folder")
@@ -141,7 +132,7 @@ class Arguments(Settings):
             InputError: naming the argument that was probably meant.
         """
         for name in self.others:
-            if name not in hf_arguments and not hasattr(config, name) and (_hint(name) or config is None):
+            if name not in hf_arguments and not hasattr(config, name) and (_is_near_ours(name) or config is None):
                 raise unknown(name)
 
     # ------------------------------------------------------------------ parsing
@@ -157,12 +148,9 @@ class Arguments(Settings):
                     f"{name}={value} is a {artefact.schema()} artefact that says more than {name} can; give it as mask="
                 )
             return self._with_allowances(converted)
-        known = [each.name for each in fields(kind) if each.init and each.name != "origin"]
-        settings = value if isinstance(value, dict) else {known[0]: value}
-        for key in settings:
-            if key not in known:
-                hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
-                raise InputError(f"{name} has no setting {key!r}{hint}")
+        known = {each.name: each for each in fields(kind) if each.init and each.name != "origin"}
+        settings = value if isinstance(value, dict) else {next(iter(known)): value}
+        _check_settings(name, settings, known)
         return self._with_allowances(kind.from_dict(settings, name))
 
     def _with_allowances(self, intervention: Intervention) -> Intervention:
@@ -206,10 +194,33 @@ def argument_names() -> list[str]:
     return [*METHODS, *(each.name for each in fields(Arguments) if each.name not in _NOT_GIVEN_BY_USERS)]
 
 
-def unknown(name: str) -> InputError:
-    """Return the refusal of an argument that nobody knows."""
-    return InputError(f"unknown model_arg {name!r}{_hint(name) or '; leave it out'}")
+def _check_settings(name: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse settings that a method does not have, or lacks."""
+    for key in settings:
+        if key not in known:
+            hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
+            raise InputError(f"{name} has no setting {key!r}{hint}")
+    needed = [key for key, each in known.items() if each.default is MISSING and each.default_factory is MISSING]
+    if missing := [key for key in needed if key not in settings]:
+        example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
+        raise InputError(
+            f"{name} needs {', '.join(missing)}; on the command line several settings are given as JSON: "
+            f"--model_args '{example}'"
+        )
 
 
-def _hint(name: str) -> str:
-    return nearest(name, argument_names(), cutoff=0.75)
+def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse empty texts, which a forgotten value or an unset variable of a shell leaves."""
+    for name in names:
+        if values.get(name) == "":
+            raise InputError(f"{name}= is empty; give it a value, or leave it out")
+
+
+def unknown(name: str, known: Iterable[str] = ()) -> InputError:
+    """Return the refusal of an argument that is neither ours nor one of these others that are known."""
+    hint = nearest(name, [*argument_names(), *known]) or "; leave it out"
+    return InputError(f"unknown model_arg {name!r}{hint}")
+
+
+def _is_near_ours(name: str) -> bool:
+    return bool(nearest(name, argument_names(), cutoff=0.75))

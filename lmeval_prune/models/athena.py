@@ -13,8 +13,8 @@ from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
 from lmeval_prune.checkpoints.skeleton import skeleton_of
-from lmeval_prune.errors import InputError, nearest, reported
-from lmeval_prune.models.arguments import Arguments, argument_names, unknown
+from lmeval_prune.errors import InputError, reported
+from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import applied
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
 from lmeval_prune.models.once import GivenOnce
@@ -58,8 +58,7 @@ class AthenaLM(GivenOnce):
                 raise InputError(f"{name}= is not for --model athena; leave it out")
         parsed = Arguments.of(arguments)
         for name in parsed.others:
-            meant = nearest(name, [*argument_names(), "pretrained", "batch_size", "device"])
-            raise unknown(name) if not meant else InputError(f"unknown model_arg {name!r}{meant}")
+            raise unknown(name, ("pretrained", "batch_size", "device"))
         self.field, self.batch_size = question_field, _batch(batch_size)
         where = device_named(device, strictly=False)
         self.about = checkpoint.describe(pretrained)
@@ -87,7 +86,7 @@ class AthenaLM(GivenOnce):
 
     @reported
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        r"""The expression that answers each request's document, as `\boxed{…}`; empty if it has no numbers.
+        r"""Return the expression that answers each request's document, as `\boxed{…}`; empty if it has no numbers.
 
         Raises:
             InputError: documents lack the field with the question.
@@ -149,4 +148,7 @@ class AthenaLM(GivenOnce):
 
 
 def _batch(size: Any) -> int:
-    return 32 if str(size).startswith("auto") else int(typed("batch_size", size, Count))
+    try:
+        return 32 if str(size).startswith("auto") else int(typed("batch_size", size, Count))
+    except InputError as error:
+        raise InputError(f"{error}, or auto") from None

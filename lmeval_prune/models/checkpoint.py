@@ -41,25 +41,35 @@ class Checkpoint:
         self._trust = bool(loading.get("trust_remote_code"))
         with self._refused():
             self.config: Any = AutoConfig.from_pretrained(
-                self.path, revision=self.revision, trust_remote_code=self._trust
+                self.path, **self.files, revision=self.revision, trust_remote_code=self._trust
             )
         bare = language_skeleton(self.config, self._trust)
         self.map: ModelMap = map_model(bare, **{name: loading[name] for name in _DESCRIPTION if name in loading})
 
     def _refused(self) -> Any:
-        return refused_as(f"cannot read the model {self.loading['pretrained']}; give pretrained= of one that is here")
+        name = "/".join([str(self.loading["pretrained"]), *self.files.values()])
+        return refused_as(f"cannot read the model {name}; give pretrained= of one that is here")
 
     @property
     def revision(self) -> Any:
         """Return the revision on the hub, if one is named."""
         return self.loading.get("revision")
 
+    @property
+    def files(self) -> dict[str, str]:
+        """Return the files of the folder or of the hub's model that hold it, where they are named."""
+        return {name: str(self.loading[name]) for name in ("subfolder", "gguf_file") if self.loading.get(name)}
+
     @cached_property
     def tokenizer(self) -> Any:
-        """Load the tokenizer."""
-        name = str(self.loading.get("tokenizer") or self.path)
+        """Load the tokenizer from where `hf` does."""
+        files = dict(self.files)
+        if name := self.loading.get("tokenizer"):
+            files.pop("gguf_file", None)
         with self._refused():
-            return AutoTokenizer.from_pretrained(name, revision=self.revision, trust_remote_code=self._trust)
+            return AutoTokenizer.from_pretrained(
+                str(name or self.path), **files, revision=self.revision, trust_remote_code=self._trust
+            )
 
     @cached_property
     def dtype(self) -> str:
@@ -77,7 +87,9 @@ class Checkpoint:
     def generation_config(self) -> dict[str, Any]:
         """Return the model's own settings of generation; empty if it has none."""
         try:
-            config = GenerationConfig.from_pretrained(self.path, revision=self.revision or "main")
+            config = GenerationConfig.from_pretrained(
+                self.path, revision=self.revision or "main", subfolder=self.files.get("subfolder", "")
+            )
         except OSError:
             return {}
         settings: dict[str, Any] = config.to_dict()

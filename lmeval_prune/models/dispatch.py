@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
+from aiohttp import ClientSession
 from tqdm import tqdm
 
 from lmeval_prune.errors import InputError
@@ -41,47 +42,28 @@ class Gone(InputError):  # noqa: N818
 
 @dataclass
 class Job:
-    """A request.
+    """A request."""
 
-    Attributes:
-        path: of the API.
-        payload: makes it when it is sent, without what names the variant.
-        variant: under which it is answered.
-        read: takes the response out of the server's answer; raises `Failure` if it is not there, `Rejection` if it
-            would not be there the next time.
-        name: of the request, for messages.
-        failures: how often it was not answered.
-        index: of the request, for the caller.
-    """
-
-    path: str
-    payload: Callable[[], dict[str, Any]]
-    variant: Served
+    path: str  # of the API
+    payload: Callable[[], dict[str, Any]]  # makes it when it is sent, without what names the variant
+    variant: Served  # under which it is answered
+    # takes the response out of an answer; `Failure` if it is not there, `Rejection` if it would not be the next time
     read: Callable[[dict[str, Any]], Any]
-    name: str = ""
-    failures: int = 0
-    index: int = 0
+    name: str = ""  # of the request, for messages
+    failures: int = 0  # how often it was not answered
+    index: int = 0  # of the request, for the caller
 
 
 @dataclass
 class Server:
-    """A server.
+    """A server."""
 
-    Attributes:
-        url: its address.
-        listing: what it says that it has.
-        strikes: failures in a row that count against it; to be busy does not, for as long as a request may take.
-        reason: the last failure.
-        blamed: variants under which it could not answer since it last answered.
-        closed: while it gets no new requests, the event that ends this.
-    """
-
-    url: str
-    listing: Listing = field(default_factory=Listing)
-    strikes: int = 0
-    reason: str = ""
-    blamed: set[Served] = field(default_factory=set)
-    closed: asyncio.Event | None = None
+    url: str  # its address
+    listing: Listing = field(default_factory=Listing)  # what it says that it has
+    strikes: int = 0  # failures in a row that count against it; to be busy does not, for as long as a request may take
+    reason: str = ""  # the last failure
+    blamed: set[Served] = field(default_factory=set)  # variants under which it could not answer since it last answered
+    closed: asyncio.Event | None = None  # while it gets no new requests, the event that ends this
 
     def answers(self) -> None:
         """Note that it is well: all may ask it."""
@@ -94,37 +76,22 @@ class Server:
 
 @dataclass
 class Dispatcher:
-    """Asks servers.
+    """Asks servers."""
 
-    Attributes:
-        kind: of server.
-        model: the unpruned model's name there.
-        servers: see `Server`.
-        connection: how they are reached.
-        concurrent: requests that a server has at once.
-        retries: so many failures in a row, of a request or a server, are borne.
-        first_wait: (of the class) seconds, after a first failure.
-    """
-
-    kind: ServerKind
-    model: str
-    servers: list[Server]
-    connection: Connection
-    concurrent: int = 64
-    retries: int = 8
-    first_wait: ClassVar[float] = 0.5
+    kind: ServerKind  # of server
+    model: str  # the unpruned model's name there
+    servers: list[Server]  # see `Server`
+    connection: Connection  # how they are reached
+    concurrent: int = 64  # requests that a server has at once
+    retries: int = 8  # so many failures in a row, of a request or a server, are borne
+    first_wait: ClassVar[float] = 0.5  # seconds, after a first failure
 
     def only(self, server: Server, concurrent: int) -> Dispatcher:
         """Return a dispatcher that asks this server, so many requests at once."""
         return replace(self, servers=[server], concurrent=concurrent)
 
     def run(self, jobs: Sequence[Job], done: Callable[[Job, Any], None], show: bool = False) -> None:
-        """Have all jobs answered.
-
-        Args:
-            jobs: in the order in which they are sent.
-            done: called with each job and its response, once, as soon as it is there.
-            show: whether progress is shown.
+        """Have all jobs answered, in their order; `done` is called once with each and its response, as it comes.
 
         Raises:
             InputError: no server answers any more, or some requests are not answered whatever is done; everything else
@@ -294,20 +261,11 @@ class _Run:
 
     async def _look_again(self, server: Server) -> None:
         """Check that a server that failed serves what it did; adapters may have other numbers."""
-        listing = await self._listing(server)
+        listing = await list_models(self.session, server.url, self.dispatcher.kind)
         if listing.roots != server.listing.roots:
             models = ", ".join(map(str, listing.roots.values()))
             raise Failure(f"it serves another model now ({models})", innocent=True)
         server.listing = listing
-
-    async def _listing(self, server: Server) -> Listing:
-        kind, bodies = self.dispatcher.kind, []
-        for path in ("/v1/models", *([kind.lists] if kind.lists else [])):
-            response = await send(self.session, "GET", f"{server.url}{path}")
-            if response.status != 200:
-                raise Failure(f"status {response.status} of {path}, {_message(response)}", innocent=True)
-            bodies.append(read_json(response.body))
-        return read(lambda pair: kind.listing(*pair), [*bodies, None][:2])
 
     # ------------------------------------------------------------------ requests
 
@@ -322,7 +280,7 @@ class _Run:
             raise Failure(f"it answered under {name[:100]!r}, not {variant['model']!r}")
         result = read(job.read, body)
         if kind.lists:  # an answer does not name its adapters: were the numbers still those when it was computed?
-            now = await self._listing(server)
+            now = await list_models(self.session, server.url, kind)
             if now.numbers != listing.numbers:
                 server.listing = now
                 raise Failure("it was started again with its adapters in another order", innocent=True)
@@ -339,6 +297,32 @@ class _Run:
         self.bar.update()
         if not self.left and not self.ended.done():
             self.ended.set_result(None)
+
+
+async def list_models(client: ClientSession, url: str, kind: ServerKind) -> Listing:
+    """Return what a server says that it has; `Failure` if it is not there, or not the server that it should be."""
+    bodies, hint = [], "is it the server that `server=` says?"
+    for address in (f"{url}/v1/models", *([f"{url}{kind.lists}"] if kind.lists else [])):
+        try:
+            response = await send(client, "GET", address)
+        except Failure as error:
+            if error.innocent:
+                message = f"no server answers at {address} ({error}); start it, or give another base_url"
+            else:
+                message = f"{address} gives no whole answer ({error}); {hint}"
+            raise Failure(message, innocent=error.innocent) from None
+        if response.status != 200:
+            key = response.status in (401, 403)
+            remedy = "give its key in OPENAI_API_KEY" if key else f"{hint} ({_message(response)})"
+            raise Failure(f"{address} answers {response.status}; {remedy}", innocent=True)
+        try:
+            bodies.append(read_json(response.body))
+        except Failure as error:
+            raise Failure(f"{address} does not answer with JSON, or {error}; {hint}") from None
+    try:
+        return read(lambda pair: kind.listing(*pair), [*bodies, None][:2])
+    except Failure:
+        raise Failure(f"{url} does not list its models as a server of `server={kind.name}` does") from None
 
 
 def _check_status(server: Server, job: Job, response: Response) -> None:

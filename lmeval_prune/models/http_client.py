@@ -8,54 +8,39 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
 from lmeval_prune.errors import InputError, first_line
 
 MOST_BYTES = 32 * 2**20  # of an answer: twice the log-probabilities of a prompt of 128,000 tokens
+T = TypeVar("T")
 ROUNDING = 0.01  # by which a log-probability may be above 0
 
 
+@dataclass(eq=False)
 class Failure(Exception):  # noqa: N818 - it may pass
-    """A request failed in a way that may pass.
+    """A request that failed in a way that may pass."""
 
-    Args:
-        message: what happened.
-        wait: seconds that the server asks for.
-        innocent: nothing can have been wrong with the request: the server was not reached, or is busy.
-        busy: the server is well, and has too much to do.
-        refused: the server is there, and could not answer this request.
-    """
+    message: str  # what happened
+    wait: float | None = None  # seconds that the server asks for
+    innocent: bool = False  # nothing can have been wrong with the request: the server was not reached, or is busy
+    busy: bool = False  # the server is well, and has too much to do
+    refused: bool = False  # the server is there, and could not answer this request
 
-    def __init__(
-        self,
-        message: str,
-        wait: float | None = None,
-        innocent: bool = False,
-        busy: bool = False,
-        refused: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.wait, self.innocent, self.busy, self.refused = wait, innocent, busy, refused
+    def __str__(self) -> str:
+        return self.message
 
 
 class Rejection(Exception):  # noqa: N818 - nothing is wrong here
-    """The server will not answer this request, or not with anything of use."""
+    """A refusal of a request, which the server would not answer the next time, or not with anything of use."""
 
 
-@dataclass(frozen=True)
-class Response:
-    """What a server answers.
-
-    Attributes:
-        status: of HTTP.
-        body: as it was sent.
-        retry_after: what it says of waiting.
-    """
+class Response(NamedTuple):
+    """The whole answer of a server; `retry_after` is the header of this name."""
 
     status: int
     body: bytes
@@ -64,17 +49,11 @@ class Response:
 
 @dataclass(frozen=True)
 class Connection:
-    """How servers are reached.
+    """Headers and limits by which servers are reached."""
 
-    Attributes:
-        headers: of each request.
-        verify: as aiohttp's `ssl`.
-        timeout: seconds for a request and its whole answer.
-    """
-
-    headers: dict[str, str]
-    verify: Any = True
-    timeout: float = 600.0
+    headers: dict[str, str]  # of each request
+    verify: Any = True  # as aiohttp's `ssl`
+    timeout: float = 600.0  # seconds for a request and its whole answer
 
     def session(self) -> aiohttp.ClientSession:
         """Return a session of requests."""
@@ -82,36 +61,14 @@ class Connection:
         connector = aiohttp.TCPConnector(limit=0, ssl=self.verify)
         return aiohttp.ClientSession(connector=connector, timeout=limits, headers=self.headers)
 
-    def request(self, method: str, url: str, content: Any = None) -> Response:
-        """Send a single request, within a minute at most; see `send`."""
+    def run(self, call: Callable[[aiohttp.ClientSession], Awaitable[T]]) -> T:
+        """Return the result of a few requests, each within a minute at most."""
 
-        async def ask() -> Response:
+        async def run() -> T:
             async with replace(self, timeout=min(self.timeout, 60.0)).session() as client:
-                return await send(client, method, url, content)
+                return await call(client)
 
-        return asyncio.run(ask())
-
-    def get(self, url: str) -> Any:
-        """Return what is at an address, as JSON.
-
-        Raises:
-            InputError: nothing is, or it cannot be read.
-        """
-        hint = "is it the server that `server=` says?"
-        try:
-            response = self.request("GET", url)
-        except Failure as error:
-            if not error.innocent:
-                raise InputError(f"{url} gives no whole answer ({error}); {hint}") from None
-            raise InputError(f"no server answers at {url} ({error}); start it, or give another base_url") from None
-        if response.status in (401, 403):
-            raise InputError(f"{url} answers {response.status}: give its key in OPENAI_API_KEY")
-        if response.status != 200:
-            raise InputError(f"{url} answers {response.status}; {hint}")
-        try:
-            return read_json(response.body)
-        except Failure as error:
-            raise InputError(f"{url} does not answer with JSON, or {error}; {hint}") from None
+        return asyncio.run(run())
 
 
 async def send(client: aiohttp.ClientSession, method: str, url: str, content: Any = None) -> Response:
@@ -140,11 +97,7 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
 
 
 def read(reader: Callable[[Any], Any], value: Any) -> Any:
-    """Read a server's answer, which may be anything.
-
-    Raises:
-        Failure: it cannot be read.
-    """
+    """Read a server's answer, which may be anything; `Failure` if it cannot be read."""
     try:
         return reader(value)
     except InputError:
@@ -154,31 +107,19 @@ def read(reader: Callable[[Any], Any], value: Any) -> Any:
 
 
 def read_json(body: bytes) -> Any:
-    """Return the value of an answer in JSON.
-
-    Raises:
-        Failure: it is none.
-    """
+    """Return the value of an answer in JSON; `Failure` if it is none."""
     return read(json.loads, body)
 
 
 def whole_number(value: Any, least: int = 0) -> int:
-    """Return a whole number of an answer.
-
-    Raises:
-        ValueError: it is none, or less than the least.
-    """
+    """Return a whole number of an answer; `ValueError` if it is none, or less than the least."""
     if type(value) is not int or value < least:
         raise ValueError(f"{value!r} is not a whole number from {least}")
     return value
 
 
 def log_probability(value: Any) -> float:
-    """Return a log-probability of an answer.
-
-    Raises:
-        Rejection: it is none.
-    """
+    """Return a log-probability of an answer; `Rejection` if it is none."""
     if type(value) not in (int, float) or not -sys.float_info.max <= value <= ROUNDING:
         text = repr(value) if isinstance(value, float | str | None) else f"of type {type(value).__name__}"
         raise Rejection(

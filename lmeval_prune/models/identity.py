@@ -37,28 +37,18 @@ ANSWERING = 1
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model as far as answers depend on it. Models of one kind with the same identity answer alike.
+    """A model as far as answers depend on it. Models of one kind with the same identity answer alike."""
 
-    Attributes:
-        config, tokenizer: fingerprints.
-        generation_config: the model's own settings of generation.
-        dtype: of its weights, or in which a server computes.
-        arguments: model_args that change answers.
-        weights: fingerprint of the loaded weights, or digest of a checkpoint's files; None for a server.
-        adapters: digest of PEFT adapters on a loaded model.
-        server: kind of server.
-        checkpoint: digest of the checkpoint that a server serves.
-    """
-
-    config: str
-    tokenizer: str
-    generation_config: str
-    dtype: str
-    arguments: Mapping[str, Any]
+    config: str  # a fingerprint
+    tokenizer: str  # a fingerprint
+    generation_config: str  # the model's own settings of generation
+    dtype: str  # of its weights, or in which a server computes
+    arguments: Mapping[str, Any]  # model_args that change answers
+    # fingerprint of the loaded weights, or digest of a checkpoint's files; None for a server
     weights: str | None = None
-    adapters: str | None = None
-    server: str | None = None
-    checkpoint: str | None = None
+    adapters: str | None = None  # digest of PEFT adapters on a loaded model
+    server: str | None = None  # kind of server
+    checkpoint: str | None = None  # digest of the checkpoint that a server serves
 
     @classmethod
     def of_model(cls, lm: Any) -> Self:
@@ -90,7 +80,7 @@ class ModelIdentity:
         Raises:
             InputError: there are no weights.
         """
-        skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision"}
+        skipped = {*NOT_PART_OF_AN_ANSWER, "pretrained", "revision", "subfolder", "gguf_file"}
         arguments = sorted(checkpoint.loading.items())
         return cls(
             config_fingerprint(checkpoint.config),
@@ -98,7 +88,7 @@ class ModelIdentity:
             checkpoint.generation_digest,
             checkpoint.dtype,
             {name: by_content(name, value) for name, value in arguments if name not in skipped},
-            checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision),
+            checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision, **checkpoint.files),
         )
 
     @classmethod
@@ -119,14 +109,7 @@ class ModelIdentity:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check_loaded(self, lm: Any) -> None:
-        """Check that a loaded model is the one that this identity of its checkpoint was taken of.
-
-        Args:
-            lm: the `PrunedHFLM`.
-
-        Raises:
-            InputError: its configuration, tokenizer or type is another one.
-        """
+        """Refuse a loaded `PrunedHFLM` whose configuration, tokenizer or type is another than its checkpoint's here."""
         loaded = {"config": config_fingerprint(lm.config)}
         if not {"add_bos_token", "use_fast_tokenizer"} & self.arguments.keys():  # with which `hf` loads another one
             loaded["tokenizer"] = lm.tokenizer_on_disk
@@ -149,11 +132,7 @@ def by_content(name: str, value: Any) -> Any:
 
 @cache
 def code_versions(*libraries: str) -> dict[str, Any]:
-    """Return the versions of the code that answers depend on.
-
-    Args:
-        libraries: those that compute, by default lm-eval, which cuts prompts and texts, and transformers.
-    """
+    """Return the versions of the code that answers depend on; by default of lm-eval and transformers, too."""
     return {**{name: version(name) for name in libraries or ("lm_eval", "transformers")}, "answering": ANSWERING}
 
 
@@ -171,12 +150,7 @@ def differing(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
 
 
 def applied(model_map: ModelMap, weights: str | None) -> dict[str, Any]:
-    """Report what is applied to a model, for the results file.
-
-    Args:
-        model_map: of the model.
-        weights: its fingerprint.
-    """
+    """Report what is applied to a model with this fingerprint of its weights, for the results file."""
     info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": weights, "heads": []}
     for intervention in combined(interventions_on(model_map.model)):
         info |= intervention.report(model_map)

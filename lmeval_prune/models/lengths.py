@@ -1,4 +1,4 @@
-"""How long answers are, and how many were cut off by `max_gen_toks`: their accuracy is the limit's, not the model's."""
+"""Lengths of answers, and how many were cut off by `max_gen_toks`: their accuracy is the limit's, not the model's."""
 
 from __future__ import annotations
 
@@ -27,24 +27,14 @@ class Lengths(TypedDict):
 
 
 class Ending(NamedTuple):
-    """The end of an answer.
+    """The end of an answer."""
 
-    Attributes:
-        length: its tokens, an end token included.
-        cut_off: whether there was no room for more, and neither an end token nor a stop text.
-    """
-
-    length: int
-    cut_off: bool
+    length: int  # its tokens, an end token included
+    cut_off: bool  # whether there was no room for more, and neither an end token nor a stop text
 
 
 def lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, Any]:
-    """Return the share of answers that were cut off and the mean number of tokens, as JSON.
-
-    Args:
-        endings: of the answers; None where it is not known.
-        limit: tokens that an answer may have.
-    """
+    """Return the share of answers that were cut off at `limit` tokens and their mean number of tokens, as JSON."""
     endings = list(endings)
     known = [ending for ending in endings if ending is not None]
     return {
@@ -75,13 +65,7 @@ def cut_off(answers: Mapping[str, Any]) -> str:
 
 
 def by_task(requests: Sequence[Any], endings: Sequence[Ending | None], usual: int) -> dict[str, dict[str, Any]]:
-    """Return the lengths of the answers of each task.
-
-    Args:
-        requests: lm-eval's, and
-        endings: of their answers.
-        usual: tokens of an answer where a task does not say.
-    """
+    """Return the lengths of the answers of each task; `usual` is the limit where a task does not say."""
     by_name: dict[str, list[Ending | None]] = {}
     limits: dict[str, int] = {}
     for request, ending in zip(requests, endings, strict=True):

@@ -1,4 +1,4 @@
-"""Refuses in one line what lm-eval's command line and model_args both name."""
+"""Bases of our model classes of lm-eval's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ class GivenOnce(LM):
     @classmethod
     @reported
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
-        """Make a model of model_args and of lm-eval's own options.
-
-        Raises:
-            InputError: both give the same argument.
-        """
+        """Make a model of model_args and of lm-eval's own options; `InputError` if both give the same argument."""
         for name, value in (additional_config or {}).items():
             if value is not None and name in arg_dict:
                 raise InputError(f"{name}= is lm-eval's own option: write --{name} {arg_dict[name]}, not model_args")
@@ -30,3 +26,36 @@ class GivenOnce(LM):
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
         """Make a model of a text; see `create_from_arg_obj`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+
+class AnsweringLM(GivenOnce):
+    """A model class whose `answering` answers requests, from the answer store where there is one."""
+
+    answering: Any
+    store_rank: Any = 0  # by which this process writes into a store; see `AnswerStore`
+
+    def check_requests(self, kind: str, requests: list[Any]) -> None:
+        """Refuse requests that the model cannot answer."""
+
+    @reported
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return a text for each request."""
+        return list(self.answering.answer("generate_until", requests, disable_tqdm))
+
+    @reported
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-likelihoods of given texts, and whether each is what greedy decoding gives."""
+        return list(self.answering.answer("loglikelihood", requests, disable_tqdm))
+
+    @reported
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihoods of whole texts."""
+        return list(self.answering.answer("loglikelihood_rolling", requests, disable_tqdm))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return a value of each process, in the order of ranks."""
+        return [value]
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is true in some process."""
+        return flag

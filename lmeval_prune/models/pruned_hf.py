@@ -35,7 +35,7 @@ from lmeval_prune.models.arguments import Arguments, unknown
 from lmeval_prune.models.identity import ModelIdentity, applied, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
-from lmeval_prune.models.once import GivenOnce
+from lmeval_prune.models.once import AnsweringLM
 from lmeval_prune.models.tries import InTurn
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 from lmeval_prune.profiling.costs import cost_columns
@@ -45,7 +45,7 @@ eval_logger = logging.getLogger(__name__)
 _HF_ARGUMENTS = set(inspect.signature(HFLM.__init__).parameters)
 
 
-class PrunedHFLM(GivenOnce, HFLM):
+class PrunedHFLM(AnsweringLM, HFLM):
     """lm-eval's `hf`, run with interventions applied and answers kept. Everything that `hf` accepts is accepted.
 
     Args:
@@ -92,7 +92,7 @@ class PrunedHFLM(GivenOnce, HFLM):
                 device_named(arguments.others["device"], strictly=False)
             pretrained = embedded.resolve(str(pretrained))
             arguments.check_names(pretrained)
-            self.manifest = manifest_in(pretrained)
+            self.manifest = manifest_in(Path(pretrained, arguments.others.get("subfolder") or ""))
         if arguments.responses and any(intervention.needs_order for intervention in interventions):
             raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
         return pretrained
@@ -170,14 +170,14 @@ class PrunedHFLM(GivenOnce, HFLM):
             from transformers import GgufConfig
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
-        own: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
+        auto_class: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
         # a checkpoint whose layers differ is loaded by our own code, whatever lies in the folder
-        self.AUTO_MODEL_CLASS = Checked(class_of(self.config) if has_own_layers(self.config) else own)
+        self.AUTO_MODEL_CLASS = Checked(class_of(self.config) if has_own_layers(self.config) else auto_class)
         try:
             with refused_as(f"the model {args[0] if args else kwargs['pretrained']} cannot be loaded"):
                 self._create_known(*args, gguf_file=gguf_file, **kwargs)
         finally:
-            self.AUTO_MODEL_CLASS = own
+            self.AUTO_MODEL_CLASS = auto_class
 
     def _create_known(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights; transformers gives the model's class the arguments that nobody else knows."""
@@ -298,22 +298,10 @@ class PrunedHFLM(GivenOnce, HFLM):
             keep_apart(database, self)
         super().set_cache_hook(cache_hook)
 
-    @reported
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answer requests, from the answer store if there is one."""
-        if getattr(self.cache_hook, "dbdict", None) is not None:
+    def check_requests(self, kind: str, requests: list[Any]) -> None:
+        """Refuse requests whose repeats `--use_cache` would answer alike."""
+        if kind == "generate_until" and getattr(self.cache_hook, "dbdict", None) is not None:
             refuse_collapsed(requests)
-        return self.answering.answer("generate_until", requests, disable_tqdm)
-
-    @reported
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Answer requests, from the answer store if there is one."""
-        return self.answering.answer("loglikelihood", requests, disable_tqdm)
-
-    @reported
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Answer requests, from the answer store if there is one."""
-        return self.answering.answer("loglikelihood_rolling", requests, disable_tqdm)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         """Generate as `hf` does, noting how each row's answer ended."""

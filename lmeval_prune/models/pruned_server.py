@@ -13,23 +13,23 @@ from typing import Any
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from lm_eval.models.utils import has_bos_prefix, resolve_max_length
+from lm_eval.models.utils import resolve_max_length
 
 from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import refused_as
-from lmeval_prune.errors import InputError, first_line, nearest, reported
+from lmeval_prune.errors import InputError, first_line, reported
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.models.arguments import Arguments, argument_names
+from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.dispatch import Dispatcher, Server
 from lmeval_prune.models.http_client import Connection
 from lmeval_prune.models.identity import ModelIdentity, config_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.logs import as_lm_eval_does
-from lmeval_prune.models.once import GivenOnce
+from lmeval_prune.models.once import AnsweringLM
 from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
 from lmeval_prune.models.served_answering import ServedAnswering
 from lmeval_prune.models.server_jobs import Jobs, Scored
@@ -42,7 +42,7 @@ _FOR_LM_EVAL = {
 }
 
 
-class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
+class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     """Asks servers that have adapters which take heads away (`lmeval-prune export adapter`).
 
     Args:
@@ -68,6 +68,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
         as_lm_eval_does()
         known = {each.name for each in fields(ServerOptions)}
         values = {name: value for name, value in {"base_url": base_url, **arguments}.items() if value is not None}
+        refuse_empty(values, known)
         self.options = ServerOptions(**{name: value for name, value in values.items() if name in known})
         others = {name: value for name, value in values.items() if name not in known}
         self.arguments = Arguments.of(others)
@@ -112,10 +113,10 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
                     f"a server's adapters take heads away and nothing else: {type(intervention).__name__} cannot be "
                     f"served; give heads=, mask= or router=, or use pruned-hf"
                 )
-        known = [*argument_names(), *(each.name for each in fields(ServerOptions)), *API_OPTIONS]
+        known = [*(each.name for each in fields(ServerOptions)), *API_OPTIONS]
         for name in self.arguments.others:
             if name not in known:
-                raise InputError(f"unknown model_arg {name!r}{nearest(name, known) or '; leave it out'}")
+                raise unknown(name, known)
 
     def _checkpoint(self) -> Checkpoint:
         """Read the model that is served, as far as it is here."""
@@ -224,11 +225,6 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
     # ------------------------------------------------------------------ identity
 
     @property
-    def store_rank(self) -> int | None:
-        """Return the number by which this process writes into a store of answers; see `AnswerStore`."""
-        return 0
-
-    @property
     def max_gen_toks(self) -> int:
         """Return the tokens of an answer where a task does not say."""
         return int(self._max_gen_toks)
@@ -271,20 +267,10 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
     # ------------------------------------------------------------------ prompts
 
     def tok_encode(
-        self,
-        string: Any,
-        left_truncate_len: int | None = None,
-        add_special_tokens: bool | None = None,
-        truncation: bool = False,
-        **_: Any,
-    ) -> Any:
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
+    ) -> list[int]:
         """Return a text's tokens, as `hf` makes them for prompts."""
-        special = add_special_tokens
-        if special is None:
-            special = False if has_bos_prefix(string, self.tokenizer.bos_token) else self.add_bos_token
-        options = {} if special is None else {"add_special_tokens": special}
-        tokens = self.tokenizer.encode(string, truncation=truncation, **options)
-        return tokens[-left_truncate_len:] if left_truncate_len else tokens
+        return list(HFLM.tok_encode(self, string, add_special_tokens, left_truncate_len))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> Any:
         """Return a chat as the prompt's text, by the tokenizer's template, as `hf` does.
@@ -299,11 +285,7 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
 
     @reported
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the tokenizer's template.
-
-        Raises:
-            InputError: it has none.
-        """
+        """Return the tokenizer's template; `InputError` if it has none."""
         if chat_template and not getattr(self.tokenizer, "chat_template", None):
             raise InputError(_no_template(""))
         template: str | None = super().chat_template(chat_template)
@@ -318,42 +300,14 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
 
     @reported
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse `--use_cache`, which would not tell variants apart.
-
-        Raises:
-            InputError: always, if there is such a cache.
-        """
+        """Refuse `--use_cache`, which would not tell variants apart."""
         if getattr(cache_hook, "dbdict", None) is not None:
             raise InputError("--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args")
         super().set_cache_hook(cache_hook)
 
-    @reported
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return texts, each try under its variant."""
-        return self.answering.answer("generate_until", requests, disable_tqdm)
-
-    @reported
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False, **_: Any) -> list[Scored]:
-        """Return the log-likelihoods of given texts.
-
-        Raises:
-            InputError: the server does not tell them.
-        """
-        self._check_scores(requests)
-        return self.answering.answer("loglikelihood", requests, disable_tqdm)
-
-    @reported
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts.
-
-        Raises:
-            InputError: the server does not tell them.
-        """
-        self._check_scores(requests)
-        return self.answering.answer("loglikelihood_rolling", requests, disable_tqdm)
-
-    def _check_scores(self, requests: list[Any]) -> None:
-        if not self.kind.scores or self.chat:
+    def check_requests(self, kind: str, requests: list[Any]) -> None:
+        """Refuse to score given texts where the server does not tell the log-probabilities of a prompt."""
+        if kind != "generate_until" and (not self.kind.scores or self.chat):
             source = "a chat" if self.chat else f"server={self.kind.name}"
             raise InputError(
                 f"task {requests[0].task_name} scores given texts, and {source} does not tell the log-probabilities of "
@@ -362,14 +316,6 @@ class PrunedServerLM(GivenOnce, LocalCompletionsAPI):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[Scored]:
         return self.jobs.score(requests, not disable_tqdm)
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Return a value of each process; there is one."""
-        return [value]
-
-    def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is true in some process; there is one."""
-        return flag
 
 
 class PrunedServerChatLM(PrunedServerLM):

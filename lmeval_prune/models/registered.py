@@ -1,4 +1,4 @@
-"""What rooms above this one have registered here as `MODULE:NAME`: nothing is imported before it is used.
+"""Names of functions that rooms above this one register as `MODULE:NAME`: nothing is imported before it is used.
 
 router     called with `Arguments`, returns the `Tries` of their `router=`
 process    registers us with lm-eval; another process of a run calls it, too
@@ -15,11 +15,7 @@ TARGETS: dict[str, str] = {}
 
 
 def registered(name: str) -> Any:
-    """Import what is registered under a name.
-
-    Raises:
-        InputError: nothing is.
-    """
+    """Import what is registered under a name; `InputError` if nothing is."""
     if name not in TARGETS:
         raise InputError(
             f"{name}= needs lmeval-prune to be registered with lm-eval: unset LMEVAL_PRUNE_NO_BRIDGE, or use "

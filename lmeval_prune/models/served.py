@@ -6,7 +6,6 @@ A served variant is the base model under an adapter that takes heads away (`lmev
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -167,15 +166,10 @@ def _root(url: str) -> str:
 
 @dataclass(frozen=True)
 class Served:
-    """A variant as it is served.
+    """A variant as it is served."""
 
-    Attributes:
-        name: of its adapter; empty for the unpruned model.
-        heads: that it lacks.
-    """
-
-    name: str = ""
-    heads: tuple[str, ...] = ()
+    name: str = ""  # of its adapter; empty for the unpruned model
+    heads: tuple[str, ...] = ()  # that it lacks
 
     def __str__(self) -> str:
         return self.name or "dense"
@@ -186,20 +180,14 @@ DENSE = Served()
 
 @dataclass
 class Listing:
-    """Models and adapters that a server lists.
+    """Models and adapters that a server lists."""
 
-    Attributes:
-        models: names of unpruned models.
-        parents: of adapters that are loaded, the model that they belong to, where it says so.
-        numbers: of adapters that are called by number, their numbers.
-        length: tokens that a request may have, prompt and answer together, where it says so.
-        roots: of unpruned models, where the server has them from, if it says so.
-    """
-
-    models: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)  # names of unpruned models
+    # of adapters that are loaded, the model that they belong to, where it says so
     parents: dict[str, str] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)
-    length: int | None = None
+    numbers: dict[str, int] = field(default_factory=dict)  # of adapters that are called by number, their numbers
+    length: int | None = None  # tokens that a request may have, prompt and answer together, where it says so
+    # of unpruned models, where the server has them from, if it says so
     roots: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -208,8 +196,10 @@ _COMMON = frozenset(
 )
 
 
-class ServerKind(ABC):
-    """A kind of server. All of them answer `/v1/completions`, `/v1/chat/completions` and `/v1/models`.
+class ServerKind:
+    """vLLM, and the base of other kinds of servers, which say in what they differ.
+
+    All of them answer `/v1/completions`, `/v1/chat/completions` and `/v1/models`.
 
     Attributes:
         name: in model_args.
@@ -220,28 +210,22 @@ class ServerKind(ABC):
         settings: of generation, that it knows by lm-eval's names.
     """
 
-    name: str
-    scores = False
-    echoes = False
+    name = "vllm"
+    scores = True
+    echoes = True
     lists: str | None = None
     telling: Mapping[str, Any] = MappingProxyType({"logprobs": 1})
     settings: frozenset[str] = frozenset({*_COMMON, "repetition_penalty", "min_tokens", "stop_token_ids"})
 
-    @abstractmethod
     def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
-        """Return the fields of a request that name the variant.
+        """Return the fields of a request that name the variant; `InputError` if the server does not have it.
 
-        Raises:
-            InputError: the server does not have it.
+        An adapter of vLLM is a model by its own name; one that is not there may be loaded when it is first asked for.
         """
+        return {"model": variant.name or model}
 
     def listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
-        """Read what a server lists.
-
-        Args:
-            models: its answer of `/v1/models`.
-            adapters: of `lists`.
-        """
+        """Read the answers of `/v1/models` and of `lists`."""
         listing = Listing()
         for card in models.get("data") or []:
             if card.get("parent"):
@@ -253,26 +237,12 @@ class ServerKind(ABC):
                     listing.length = whole_number(card["max_model_len"], 1)
         return listing
 
-    @abstractmethod
     def tokenize(self, model: str, text: str) -> dict[str, Any]:
         """Return the request to `/tokenize` for a text's tokens without special ones."""
-
-
-class VLLM(ServerKind):
-    """An adapter is a model by its own name; one that is not there may be loaded when it is first asked for."""
-
-    name, scores, echoes = "vllm", True, True
-
-    def fields(self, model: str, variant: Served, listing: Listing) -> dict[str, Any]:
-        """Name the adapter, or the model."""
-        return {"model": variant.name or model}
-
-    def tokenize(self, model: str, text: str) -> dict[str, Any]:
-        """Return the request; see the base class."""
         return {"model": model, "prompt": text, "add_special_tokens": False}
 
 
-class SGLang(VLLM):
+class SGLang(ServerKind):
     """An adapter is named after the model and a colon."""
 
     name, scores, echoes = "sglang", False, False
@@ -285,7 +255,7 @@ class SGLang(VLLM):
 class LlamaCpp(ServerKind):
     """Adapters have numbers and compose; one that is not mentioned in a request, or in none, applies."""
 
-    name, lists = "llamacpp", "/lora-adapters"
+    name, scores, echoes, lists = "llamacpp", False, False, "/lora-adapters"
     telling = MappingProxyType({"logprobs": 1, "n_probs": 1})
     settings = _COMMON
 
@@ -317,8 +287,8 @@ class LlamaCpp(ServerKind):
         return listing
 
     def tokenize(self, model: str, text: str) -> dict[str, Any]:
-        """Return the request; see the base class."""
+        """Return llama.cpp's request."""
         return {"content": text, "add_special": False}
 
 
-KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (VLLM(), SGLang(), LlamaCpp())}
+KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (ServerKind(), SGLang(), LlamaCpp())}

@@ -55,16 +55,16 @@ class ServedAnswering(Answering):
     def _group_size(self) -> int:
         return 1
 
-    def _run(self, kind: str, missing: Missing, disable_tqdm: bool) -> list[Any]:
+    def _run(self, missing: Missing, disable_tqdm: bool) -> list[Any]:
         def keep(index: int, text: Text) -> None:
             if isinstance(text, NoText) and self.store:
                 self.store.known[missing.keys[index]] = text  # for this run
             else:
-                missing.record(missing.keys[index], text, **(text.ending._asdict() if text.ending else {}))
+                missing.add(missing.keys[index], text, **(text.ending._asdict() if text.ending else {}))
 
-        if kind == "generate_until":
+        if missing.kind == "generate_until":
             return list(self.lm.jobs.generate(missing.requests, missing.repeats, keep, not disable_tqdm))
-        with self._watched(missing.answered):
-            if kind == "loglikelihood":
+        with self._watched(missing):
+            if missing.kind == "loglikelihood":
                 return list(LocalCompletionsAPI.loglikelihood(self.lm, missing.requests, disable_tqdm=disable_tqdm))
             return list(self.lm.jobs.score_whole(missing.requests, not disable_tqdm))

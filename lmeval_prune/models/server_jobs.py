@@ -28,13 +28,9 @@ Done = Callable[[int, Any], None]
 
 
 class Text(str):
-    """A text that a server gives.
+    """A text that a server gives."""
 
-    Attributes:
-        ending: how it ended, where the server says.
-    """
-
-    ending: Ending | None = None
+    ending: Ending | None = None  # where the server says
 
 
 class NoText(Text):
@@ -47,11 +43,7 @@ def seed_of(seed: int, repeat: int) -> int:
 
 
 class Jobs:
-    """Asks for texts and log-likelihoods.
-
-    Args:
-        lm: the `PrunedServerLM`.
-    """
+    """Asks for texts and log-likelihoods, for a `PrunedServerLM`."""
 
     def __init__(self, lm: Any) -> None:
         self.lm = lm
@@ -59,26 +51,14 @@ class Jobs:
         self._tokens = lru_cache(maxsize=4096)(lm.tok_encode)  # variant by variant, the same prompts come again
 
     def generate(self, requests: Sequence[Any], repeats: Sequence[int], done: Done, show: bool) -> list[Any]:
-        """Ask for texts.
-
-        Args:
-            requests: lm-eval's.
-            repeats: of each, how many for the same document came before it.
-            done: called with a request's index and its text, as soon as it is there.
-            show: whether progress is shown.
-
-        Raises:
-            InputError: servers do not answer, or a request cannot be asked.
-        """
+        """Ask for texts; arguments as of `generation.generate_until`."""
         pairs = zip(requests, repeats, strict=True)
         return self._ask([self._generation(*pair, index) for index, pair in enumerate(pairs)], done, show)
 
     def score(self, requests: Sequence[Any], show: bool) -> list[Scored]:
-        """Ask for log-likelihoods of tokens after tokens; each is reported to lm-eval's cache hook as it comes.
+        """Ask for log-likelihoods of requests: texts (or None), context tokens and continuation tokens of each.
 
-        Args:
-            requests: texts (or None), context tokens and continuation tokens of each.
-            show: whether progress is shown.
+        Each is reported to lm-eval's cache hook as it comes.
         """
 
         def done(index: int, response: Scored) -> None:

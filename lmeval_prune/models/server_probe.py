@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from lmeval_prune.errors import InputError, first_few
-from lmeval_prune.models.dispatch import Dispatcher, Gone, Job, Server
-from lmeval_prune.models.http_client import Connection, Failure, log_probability, read, read_json, whole_number
+from lmeval_prune.models.dispatch import Dispatcher, Gone, Job, Server, list_models
+from lmeval_prune.models.http_client import Connection, Failure, log_probability, read, read_json, send, whole_number
 from lmeval_prune.models.served import DENSE, Served, ServerKind
 
 logger = logging.getLogger(__name__)
@@ -30,24 +31,14 @@ Signature = list[tuple[str, float]]  # tokens and their log-probabilities
 
 
 def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
-    """Find the servers that are there, with what they have.
-
-    Raises:
-        InputError: none is, or one is not what it should be.
-    """
+    """Return the servers that are there, with what they have; `InputError` if none is."""
     servers: list[Server] = []
     missing: list[InputError] = []
     for url in urls:
         try:
-            models = connection.get(f"{url}/v1/models")
-        except InputError as error:
-            missing.append(error)
-            continue
-        adapters = connection.get(f"{url}{kind.lists}") if kind.lists else None
-        try:
-            servers.append(Server(url, read(lambda pair: kind.listing(*pair), (models, adapters))))
-        except Failure:
-            raise InputError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
+            servers.append(Server(url, connection.run(partial(list_models, url=url, kind=kind))))
+        except Failure as error:
+            missing.append(InputError(str(error)))
     if not servers:
         raise missing[0]
     for refusal in missing:
@@ -56,16 +47,7 @@ def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list
 
 
 def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) -> str:
-    """Return the unpruned model's name, which must be one on all servers.
-
-    Args:
-        kind: of the servers.
-        servers: see `reach`.
-        name: given by the user, or None.
-
-    Raises:
-        InputError: a server has another one, or several.
-    """
+    """Return the unpruned model's name, the user's or the only one; `InputError` if it is not one on all servers."""
     for server in servers:
         models = server.listing.models
         if name is None:
@@ -91,7 +73,9 @@ def tokens_of(connection: Connection, kind: ServerKind, url: str, model: str, te
         return [whole_number(token["id"] if isinstance(token, dict) else token) for token in body["tokens"]]
 
     try:
-        response = connection.request("POST", f"{url}/tokenize", kind.tokenize(model, text))
+        response = connection.run(
+            partial(send, method="POST", url=f"{url}/tokenize", content=kind.tokenize(model, text))
+        )
         tokens: list[int] | None = read(numbers, read_json(response.body)) if response.status == 200 else None
     except Failure:
         return None
@@ -99,23 +83,14 @@ def tokens_of(connection: Connection, kind: ServerKind, url: str, model: str, te
 
 
 class Probe:
-    """Questions to each server, and checks of their answers.
-
-    Args:
-        dispatcher: asks all of them.
-        tokenizer: the model's.
-    """
+    """Questions to each server of a dispatcher, and checks of their answers."""
 
     def __init__(self, dispatcher: Dispatcher, tokenizer: Any) -> None:
         self.dispatcher, self.tokenizer = dispatcher, tokenizer
         self.tokens: list[int] = list(tokenizer.encode(TEXT, add_special_tokens=False))
 
     def run(self, variants: Sequence[Served]) -> None:
-        """Ask every server about the model and these variants; leave out servers that end meanwhile.
-
-        Raises:
-            InputError: a server does not serve what it should.
-        """
+        """Refuse a server that does not serve the model and these variants; leave out those that end meanwhile."""
         pruned = [variant for variant in dict.fromkeys(variants) if variant != DENSE]
         left: list[Server] = []
         for server in self.dispatcher.servers:

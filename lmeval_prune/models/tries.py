@@ -14,17 +14,12 @@ POLICIES = ("random", "random_top", "best", "oracle")  # values of `router=` tha
 
 
 class Tries(ABC):
-    """Answers the i-th try at a question greedily under the i-th head of an order.
+    """Answers the i-th try at a question greedily under the i-th head of an order."""
 
-    Attributes:
-        masks: of each name that an order may hold, its mask; filled by `fit_to`.
-        allow_empty_layer: whether a layer may lose all its heads.
-    """
-
-    allow_empty_layer = False
+    allow_empty_layer = False  # whether a layer may lose all its heads
 
     def __init__(self) -> None:
-        self.masks: dict[str, HeadMask | None] = {DENSE: None}
+        self.masks: dict[str, HeadMask | None] = {DENSE: None}  # of each name in an order; filled by `fit_to`
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         """Check that the pool fits the model, and make its masks.
@@ -47,11 +42,7 @@ class Tries(ABC):
         """Return all names that an order may hold."""
 
     def prepare(self, requests: Sequence[Any]) -> None:  # noqa: B027 - most have nothing to get ready
-        """Get ready for these requests of lm-eval's.
-
-        Raises:
-            InputError: they cannot be answered so.
-        """
+        """Get ready for these requests of lm-eval's; `InputError` if they cannot be answered so."""
 
     @abstractmethod
     def order(self, request: Any) -> Sequence[str]:
@@ -68,11 +59,7 @@ class Tries(ABC):
 
 
 class InTurn(Tries):
-    """Try i under member i of a pool, the same for every question.
-
-    Args:
-        pool: names of heads, or of several joined by `+`; `dense` for none.
-    """
+    """Try i under member i of a pool (heads, several joined by `+`, or `dense`), the same for every question."""
 
     def __init__(self, pool: Sequence[str]) -> None:
         super().__init__()

@@ -20,9 +20,6 @@ def keep_apart(database: Any, lm: Any) -> None:
     Args:
         database: the cache, sqlitedict's `SqliteDict`; its class is replaced by one that names its table anew.
         lm: the `PrunedHFLM`.
-
-    Raises:
-        InputError: the cache is made otherwise.
     """
     if not hasattr(database, "tablename") or not hasattr(database, "conn"):
         raise InputError(
@@ -50,11 +47,7 @@ def keep_apart(database: Any, lm: Any) -> None:
 
 
 def refuse_collapsed(requests: Iterable[Any]) -> None:
-    """Refuse requests whose repeats the cache would answer alike.
-
-    Raises:
-        InputError: naming the task and what to do.
-    """
+    """Refuse requests whose repeats the cache would answer alike."""
     for request in requests:
         settings = request.args[1]
         if generation.samples(settings) and settings.get("do_sample") is None:

@@ -1,4 +1,4 @@
-"""Measure models by the clock, in turn in one run, and the memory that each needs in a process of its own."""
+"""Measure the speed of models, alternating in one run, and the peak memory of each in a separate process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lmeval_prune.profiling.costs import random_inputs
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts and decoded tokens that are timed.
+    """Size of the timed prompts and answers.
 
     Attributes:
-        prompt: tokens of a prompt.
-        new: tokens decoded after it; of causal models.
-        batches: prompts at once.
+        prompt: tokens in a prompt.
+        new: tokens decoded after it, by causal models.
+        batches: batch sizes.
         rounds: number of times that each model is timed.
-        clock: `wall`, or `processor`: the time in which this process had a processor, the fairer measure on a busy
+        clock: `wall` for elapsed time, or `processor` for the processor time of this process: fairer on a busy
             machine, with one thread.
     """
 
@@ -45,14 +45,10 @@ class Workload:
 
 
 def check_length(folder: str, work: Workload) -> None:
-    """Refuse a workload that is longer than a model's positions.
-
-    Raises:
-        InputError: it is.
-    """
-    bare = skeleton_of(folder)
-    positions = position_limit(bare)
-    tokens = work.prompt + (work.new if _is_causal(bare) else 0)
+    """Refuse a workload with more tokens than the model has positions."""
+    skeleton = skeleton_of(folder)
+    positions = position_limit(skeleton)
+    tokens = work.prompt + (work.new if _is_causal(skeleton) else 0)
     if positions and tokens > positions:
         raise InputError(f"{folder} has {positions} positions, and the workload {tokens} tokens; give a smaller prompt")
 
@@ -60,14 +56,15 @@ def check_length(folder: str, work: Workload) -> None:
 def measure(
     models: Mapping[str, Any], work: Workload, progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, dict[str, float]]:
-    """Time models in turn: tokens a second, the median over rounds.
+    """Time models alternately; return tokens per second, the median over rounds.
 
     Returns:
-        By model and figure: `prefill_1`, `decode_1` and the like of causal models, `forward_1` of others.
+        By model and figure, with the batch size: `prefill_1`, `decode_1` for causal models, `forward_1` for others.
     """
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in models}
     for model in models.values():
-        _timed(model, work, min(work.batches), 2)  # warm
+        _timed(model, work, min(work.batches), 2)  # warm up
+
     for number in range(work.rounds):
         for batch in work.batches:
             for name, model in models.items():
@@ -81,10 +78,10 @@ def measure(
 
 
 def peak_memory(folder: str, work: Workload) -> float:
-    """Return the MiB that a process needs at most for the largest batch, beyond what it has before it loads the model.
+    """Return the peak memory in MiB at the largest batch, above what a process uses before it loads the model.
 
     Raises:
-        InputError: that process was killed.
+        InputError: the measuring process was killed.
     """
     if torch.cuda.is_available():
         model = load_pretrained(folder).cuda()
@@ -97,7 +94,7 @@ def peak_memory(folder: str, work: Workload) -> float:
             return pool.submit(_peak, folder, work, torch.get_num_threads()).result()
     except BrokenProcessPool:
         raise InputError(
-            f"the process that measures the memory of {folder} was killed, probably for want of memory; "
+            f"the process that measures the memory of {folder} was killed, probably for lack of memory; "
             "give smaller batches or a shorter prompt"
         ) from None
 
@@ -112,9 +109,9 @@ def _peak(folder: str, work: Workload, threads: int) -> float:
 
 
 def highest_memory() -> int:
-    """Return the bytes that this process had at most.
+    """Return the peak memory of this process in bytes.
 
-    On Linux, `getrusage` counts from the peak of the parent process; `/proc` does not.
+    `/proc` is read first: on Linux, the peak of `getrusage` includes that of the parent process.
     """
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.is_file() else []
@@ -134,14 +131,14 @@ def _timed(model: Any, work: Workload, batch: int, new: int) -> dict[str, float]
 
 
 def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall", **reading: Any) -> dict[str, float]:
-    """Time a causal model: the tokens a second of reading prompts (`prefill`), and of decoding after them (`decode`).
+    """Time a causal model: tokens per second in reading prompts (`prefill`) and in decoding after them (`decode`).
 
     Args:
-        model: a stock model, with whatever is applied to it.
+        model: a stock model, with any interventions applied.
         ids: prompts, shape (batch, tokens).
         new: tokens to decode.
         clock: as in `Workload`.
-        reading: more arguments of the forward pass over the prompts.
+        reading: further arguments of the forward pass over the prompts.
     """
     with torch.no_grad():
         out, prefill = _clocked(lambda: model(ids, use_cache=True, **reading), ids.device, clock)
@@ -161,7 +158,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def _clocked(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:
-    """Return a function's value and the seconds that it took."""
+    """Return the value of a function and the seconds of its call."""
     now = time.perf_counter if clock == "wall" else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize()

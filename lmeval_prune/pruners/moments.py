@@ -5,7 +5,7 @@ Products of pairs are computed in the inputs' own type, float32 or better, and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -120,6 +120,33 @@ class ReferenceFluctuation(Moments):
         return self.mean.new_tensor(0.0) + self.distances / max(1, self.windows - 1)
 
 
+def read_inputs(
+    model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], collect: Callable[[Part, Tensor, Tensor], None]
+) -> None:
+    """Run a text, and hand on what the projections of some parts read.
+
+    Args:
+        model_map: of the model, with whatever is applied to it.
+        text: calibration text.
+        parts: the parts.
+        collect: called once a batch and part with the part, its inputs (rows, tokens, columns), and which tokens are
+            real and no padding (rows, tokens).
+    """
+    real = torch.ones(0)
+
+    def hand_on(part: Part, x: Tensor) -> Tensor:
+        collect(
+            part, x.detach().reshape(*real.shape, -1), real.bool()
+        )  # some projections read (rows · tokens, columns)
+        return x
+
+    with ExitStack() as stack:
+        for part in parts:
+            change_input(part.projection, partial(hand_on, part), stack)
+        for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
+            pass
+
+
 def input_moments(
     model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], kind: type[Moments] = Moments
 ) -> dict[str, Moments]:
@@ -132,17 +159,7 @@ def input_moments(
         kind: class of the moments.
     """
     moments = {part.key: kind(in_features(part.projection)) for part in parts}
-    real = torch.ones(0)
-
-    def collect(key: str, x: Tensor) -> Tensor:
-        moments[key].add_batch(x, real)
-        return x
-
-    with ExitStack() as stack:
-        for part in parts:
-            change_input(part.projection, partial(collect, part.key), stack)
-        for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
-            pass
+    read_inputs(model_map, text, parts, lambda part, x, real: moments[part.key].add_batch(x, real))
     for part in parts:
         moments[part.key].check(part.name)
     return moments

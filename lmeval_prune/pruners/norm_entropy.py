@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap, Rows
-from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.attention_statistics import AttentionRows, attention_statistic
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.moments import read_inputs
 from lmeval_prune.pruners.parts import CHANNELS, HEADS, KINDS, Part, Removed, weight_of
 from lmeval_prune.settings import Share
 
@@ -127,19 +125,13 @@ def activation_entropies(
         return {}
     sums = {part.key: torch.zeros(2, part.size, dtype=torch.float64) for part in blocks}
     counts = dict.fromkeys(sums, 0)
-    real = torch.ones(0)
 
-    def collect(key: str, x: Tensor) -> Tensor:
-        size = x.detach().flatten(0, -2)[real.flatten().bool()].abs().double()
-        sums[key] += torch.stack([size.sum(0), torch.xlogy(size, size).sum(0)]).cpu()
-        counts[key] += len(size)
-        return x
+    def collect(part: Part, x: Tensor, real: Tensor) -> None:
+        size = x[real].abs().double()
+        sums[part.key] += torch.stack([size.sum(0), torch.xlogy(size, size).sum(0)]).cpu()
+        counts[part.key] += len(size)
 
-    with ExitStack() as stack:
-        for part in blocks:
-            change_input(part.projection, partial(collect, part.key), stack)
-        for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
-            pass
+    read_inputs(model_map, text, blocks, collect)
     entropies = {}
     for key, (total, weighted) in sums.items():
         alive = total > 0

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import alone, digest, read_artefact, read_tensors, write_artefact, write_bytes
+from lmeval_prune.artefacts import digest, output_lock, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.tries import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
@@ -93,7 +93,7 @@ class Router:
         data = save({"theta": self.theta.contiguous(), "heads": self.heads.contiguous()})
         sha256 = hashlib.sha256(data).hexdigest()
         content = {"pool": self.pool, "encoder": self.encoder, "tensors_sha256": sha256, **self.about}
-        with alone(folder):
+        with output_lock(folder):
             write_bytes(Path(folder) / "router.safetensors", data)
             write_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, content)
 

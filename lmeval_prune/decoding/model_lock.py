@@ -1,4 +1,4 @@
-"""Locks on models: the engine puts modules of its own into a model, so that one run has it at a time."""
+"""Locks on models: the engine wraps modules of a model, so only one run may use the model at a time."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import nn
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 
-_IN_USE: WeakSet[nn.Module] = WeakSet()  # attention modules of models that engines decode on
+_LOCKED: WeakSet[nn.Module] = WeakSet()  # attention modules of models that engines decode on
 
 
 @contextmanager
-def in_use(model_map: ModelMap) -> Iterator[None]:
+def locked(model_map: ModelMap) -> Iterator[None]:
     """Lock a model for the block.
 
     Raises:
-        InputError: another run has it.
+        InputError: another run uses the model.
     """
-    refuse_in_use(model_map.model)
+    refuse_locked(model_map.model)
     modules = [layer.module for layer in model_map.attention]
-    _IN_USE.update(modules)
+    _LOCKED.update(modules)
     try:
         yield
     finally:
-        _IN_USE.difference_update(modules)
+        _LOCKED.difference_update(modules)
 
 
-def refuse_in_use(model: nn.Module) -> None:
+def refuse_locked(model: nn.Module) -> None:
     """Refuse a model that an engine is decoding on."""
-    if any(module in _IN_USE for module in model.modules()):
+    if any(module in _LOCKED for module in model.modules()):
         raise InputError("the engine is decoding on this model already; finish or close that run first")

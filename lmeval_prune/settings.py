@@ -98,7 +98,8 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
         choices = [
             str(choice) for kind in kinds(annotation) if get_origin(kind) is Literal for choice in get_args(kind)
         ]
-        hint = nearest(str(plain), choices)
+        is_bare_truth = isinstance(plain, bool) and str in kinds(annotation)
+        hint = "; quotes make one of a word such as true" if is_bare_truth else nearest(str(plain), choices)
         raise InputError(f"{name}={value!r} must be {describe(annotation)}{hint}") from None
 
 

@@ -571,6 +571,13 @@ def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
     assert fewer == plan.made["parameters"]["removed"] > 0
 
 
+def test_heads_are_named_in_the_order_of_layers_whatever_step_they_went_in() -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    for seed in range(6):
+        *_, plan = stages(RandomScores(seed), model_map, PruneOptions(0.5, budget="heads", steps=4))
+        assert plan.heads == plan.fit_to(model_map).heads
+
+
 @pytest.mark.parametrize("unit", ["group", "balanced"])
 def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -184,7 +184,7 @@ class Projection:
         """Columns of a head or channel."""
         return self.block.head_dim if isinstance(self.block, AttentionLayer) else 1
 
-    @property
+    @cached_property
     def units(self) -> Tensor:
         """Numbers of the heads or channels that have weights: a cut checkpoint's fillers have none."""
         return self.weights.cpu().unflatten(0, (-1, self.width)).sum(1).nonzero().flatten()

@@ -81,7 +81,7 @@ class ModelMap:
 
     @property
     def is_causal(self) -> bool:
-        """Return whether each token attends to earlier tokens alone; bidirectional modules declare `is_causal=False`."""
+        """Return whether each token attends to earlier tokens alone; others declare `is_causal=False`."""
         modules = (module for layer in self.attention for module in layer.module.modules())
         return self.stacks == ("",) and all(getattr(module, "is_causal", True) for module in modules)
 

@@ -32,9 +32,14 @@ SIZES = {
 }
 
 
+def folder_of(name: str, request: pytest.FixtureRequest) -> Path | None:
+    """Return the folder of a data set; None where it is packaged. Without the folder the test is skipped."""
+    return None if data.DATA[name].packaged else request.getfixturevalue("shared_data")
+
+
 @pytest.mark.parametrize(("name", "split"), SIZES)
-def test_sizes_and_fields(name: str, split: str, shared_data: Path) -> None:
-    rows = data.load(name, split, shared_data)
+def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest) -> None:
+    rows = data.load(name, split, folder_of(name, request))
     assert len(rows) == SIZES[name, split]
     assert all(row["question"].strip() and str(row.get("target", "x")).strip() for row in rows)
 
@@ -49,8 +54,8 @@ def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long)])  # of the rows
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv_a", "math23k", "tiny_words"])
-def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, shared_data: Path) -> None:
-    rows = list(data.load(name, "all" if name == "asdiv_a" else "test", shared_data))[::step]
+def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, request: pytest.FixtureRequest) -> None:
+    rows = list(data.load(name, "all" if name == "asdiv_a" else "test", folder_of(name, request)))[::step]
     score = results.mathematics if name == "math500" else results.number
     forms = ["\\boxed{%s}", "So it is\n#### %s"] + ([] if name == "math500" else ["The answer is %s."])
     missed = {r["target"] for r in rows for form in forms if score(r, [form % r["target"]])["exact_match"] != 1}

@@ -169,7 +169,7 @@ def _bounds(annotation: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def is_readable(annotation: Any) -> bool:
-    """Whether a type is made of those that users write; `Any` alone and unions of two kinds are not read."""
+    """Return whether a type is made of those that users write; `Any` alone and unions of two kinds are not read."""
     others = [kind for kind in kinds(annotation) if kind is not types.NoneType]
     if len(others) != 1 or others == [Any]:
         return False

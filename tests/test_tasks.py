@@ -16,6 +16,7 @@ from lmeval_prune.grid import task_identity
 from lmeval_prune.grid.task_identity import code_digest
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, named, results, scored
+from lmeval_prune.tasks.manager import LazyTaskManager
 from lmeval_prune.tasks.named import load_task, load_tasks
 from tests.conftest import ROOT, task_manager
 
@@ -284,6 +285,16 @@ def test_lm_evals_tasks_are_listed_after_ours(monkeypatch: pytest.MonkeyPatch) -
     assert {*manager.all_subtasks, *manager.all_groups, *manager.all_tags} == set(manager.all_tasks)
     assert "gsm8k" in manager.match_tasks(["gsm*"]) and manager.task_index["gsm8k"].yaml_path == Path("theirs.yaml")
     assert manager.task_index["prune_gsm8k"].kind is Kind.PY_TASK and "missing" not in manager.task_index
+
+
+@pytest.mark.parametrize("path", [ROOT / "tasks", str(ROOT / "lmeval_prune" / "tasks"), "tasks"])
+def test_our_folder_is_read_once_however_it_is_named(
+    path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(ROOT)
+    manager = LazyTaskManager(include_path=path)
+    assert manager.include_path == [path] and "prune_tiny" in manager.task_index
+    assert "overrides" not in caplog.text
 
 
 def test_tasks_of_lm_eval_get_their_own_metadata() -> None:

@@ -84,7 +84,7 @@ class ProbePruning(Intervention):
 
     @property
     def needs_order(self) -> bool:
-        """Whether answers depend on those before them."""
+        """Return whether answers depend on earlier answers."""
         return self.state == "run" and self.ratio > 0
 
     def resolve(self, model_map: ModelMap) -> Self:
@@ -132,7 +132,7 @@ class ProbePruning(Intervention):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What runs inside the block is not counted, and is no history; see the base class."""
+        """Leave passes inside the block out of counts and history; see the base class."""
         chooser = self.chooser
         before = chooser and copy.deepcopy((chooser.history, chooser.batches, chooser.left_out))
         try:

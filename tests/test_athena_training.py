@@ -394,7 +394,7 @@ def test_questions_of_the_training_are_noticed(
         ({"batchsize": 3}, "did you mean 'batch_size'"),
         ({"dtype": "float32"}, "unknown model_arg 'dtype'"),
         ({"batch_size": "many"}, "batch_size=.many. must be a whole number"),
-        ({"batch_size": 0}, "must be a whole number, at least 1"),
+        ({"batch_size": 0}, "must be a whole number, at least 1, or auto"),
         ({"device": "abacus"}, "device=abacus is not there"),
     ],
 )

@@ -571,6 +571,13 @@ def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
     assert fewer == plan.made["parameters"]["removed"] > 0
 
 
+def test_heads_are_named_in_the_order_of_layers_whatever_step_they_went_in() -> None:
+    model_map = map_model(tiny("llama", num_hidden_layers=4))
+    for seed in range(6):
+        *_, plan = stages(RandomScores(seed), model_map, PruneOptions(0.5, budget="heads", steps=4))
+        assert plan.heads == plan.fit_to(model_map).heads
+
+
 @pytest.mark.parametrize("unit", ["group", "balanced"])
 def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
@@ -829,7 +836,7 @@ def test_what_falls_short_is_said(
     words = ["prune", "--pretrained", str(tiny_folder), "--method", "flap", "--budget", "heads", "--ffn_ratio", "0.3"]
     given = ["--text", str(tmp_path / "text.txt"), "--tokens", "32", "--output", plan]
     assert main([*words, "--ffn_multiple", "16", *given]) == 0
-    assert "% of the channels: whole units leave less than --ffn_ratio 0.3" in capsys.readouterr().out
+    assert "% of the channels: less than --ffn_ratio 0.3, as only whole units" in capsys.readouterr().out
     assert "gives 15 of 64 windows of 32 tokens" in caplog.text
     tiny("llama", seed=1).save_pretrained(tmp_path / "other")
     assert main(["cut", "--pretrained", str(tmp_path / "other"), "--plan", plan, "--output", str(tmp_path / "x")]) == 2

@@ -81,7 +81,7 @@ def test_fields_are_read_by_their_types(registered: None, value: Any, expected: 
         ({"every": True}, "scale.every=True must be a whole number"),
         ({"every": None}, "scale.every=None must be a whole number"),
         ({"layers": [1]}, r"scale.layers=\[1\] must be a whole number"),
-        ({"rule": True}, "scale.rule=True must be text"),
+        ({"rule": True}, "scale.rule=True must be text; quotes make one"),
         ({"rule": None}, "scale.rule=None must be text"),
         ({"rule": float("inf")}, "scale.rule=inf must be text"),
         ({"rule": ["all"]}, r"scale.rule=\['all'\] must be text"),

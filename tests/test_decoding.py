@@ -180,6 +180,18 @@ def test_many_options_and_orders_give_what_generate_gives(**case: Any) -> None:
     check_any_options_and_order(**case)
 
 
+@pytest.mark.parametrize("mask", [None, HeadMask("L0H1")], ids=str)
+def test_a_compiled_model_runs_eagerly(mask: HeadMask | None) -> None:
+    """Code that is compiled while the cache and skippable layers are in the model would keep them."""
+    model, passes = tiny("llama"), list[Any]()
+    requests = [Request((5, 6, 7 + n), mask, SamplingParams(6, ()), tag=n) for n in range(3)]
+    expected = answers(Engine(model), requests)
+    model.compile(backend=lambda graph, _: (passes.append(graph), graph)[1])
+    engine = Engine(model)
+    assert engine.unsupported is None and len(passes) == 1  # the check's pass of the model as it is
+    assert answers(engine, requests) == expected and len(passes) == 1
+
+
 def test_drafts_and_followers_are_used() -> None:
     """What the other tests compare did run on every path."""
     model = model_of("llama")

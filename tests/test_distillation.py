@@ -971,7 +971,7 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     assert "was made with other options" in capsys.readouterr().err
     less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
     assert main(["distill", "--config", str(recipe), *less]) == 0
-    assert "25.0% of the heads: whole units leave less than --ratio 0.4" in capsys.readouterr().out
+    assert "25.0% of the heads: less than --ratio 0.4, as only whole units" in capsys.readouterr().out
 
 
 def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import lmeval_prune
-from lmeval_prune import decoding
+from lmeval_prune import InputError, Intervention, decoding, map_model
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.interventions import attention_call, probe_pruning
 from lmeval_prune.interventions.table import METHODS
-from lmeval_prune.models.arguments import argument_names
+from lmeval_prune.models.arguments import Arguments, argument_names
 from lmeval_prune.pruners import base
 from lmeval_prune.tasks import data
 from lmeval_prune.tasks.named import load_tasks
+from tests import methods
 from tests.conftest import ROOT, task_manager
+from tests.tiny_models import output, tiny, tokens
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
@@ -110,6 +113,35 @@ def test_python_is_shown_with_its_imports(page: Path) -> None:
     shown = {node.id for node in nodes if isinstance(node, ast.Name)}
     named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\(|`|\.)", prose(page)))
     assert not ((shown | named) & public()) - set(imported) - defined
+
+
+def test_the_method_of_the_example_works_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file, its line and its row, on the row's families."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Add a method\n")[2]
+    (_, file), (_, line), (_, code) = BLOCK.findall(page)[:3]
+    ((name, target),) = ast.literal_eval(f"{{{line}}}").items()
+    module = types.ModuleType(target.partition(":")[0])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(METHODS, name, target)
+    exec(compile(file, module.__name__, "exec"), vars(module))
+    (row,) = eval(f"[{code}]", vars(methods))
+
+    def method(value: object) -> Intervention:
+        return Arguments.of({name: value}).interventions[0]
+
+    for family in row.families:
+        model = tiny(family)
+        model_map, dense = map_model(model), output(model, tokens())
+        outputs = []
+        for value in (row.value, *row.same, *row.others):
+            with method(value).applied_to(model):
+                outputs.append(output(model, tokens()))
+        equal = [torch.equal(outputs[0], other) for other in (dense, *outputs[1:])]
+        assert equal == [False, *[True] * len(row.same), *[False] * len(row.others)]
+        assert torch.equal(output(model, tokens()), dense)
+        for value, message in row.wrong:
+            with pytest.raises(InputError, match=message):
+                method(value).fit_to(model_map)
 
 
 def test_the_pruner_of_the_example_works_as_it_stands(

@@ -170,7 +170,13 @@ class Halved(Intervention):
         put_in_front(model_map, handler, stack)
 
 
-@pytest.mark.parametrize(("first", "keep"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("first", "keep"),
+    [
+        *((False, True), (True, False)),
+        *(pytest.param(both, both, marks=pytest.mark.long) for both in (False, True)),
+    ],
+)
 def test_two_methods_remember_what_they_remember(first: bool, keep: bool) -> None:
     """Each for itself, in the same layers, in either order; slots move, prompts are shared."""
     model = model_of("llama")
@@ -228,10 +234,11 @@ def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool
             assert torch.equal(call.query_mask, before.get("query_mask", before.get("stored_mask", everything)) & these)
 
 
-def test_decisions_where_the_tensors_are_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prompts", [3, pytest.param(6, marks=pytest.mark.long)])
+def test_decisions_where_the_tensors_are_are_the_same(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, without its kernels."""
     model, found = model_of("llama"), []
-    requests = some_requests(model, seed=4, prompts=3)
+    requests = some_requests(model, seed=4, prompts=prompts)
     for on_device in (False, True):
         monkeypatch.setattr(ops, "on_device", lambda _, on_device=on_device: on_device)
         with TokenFilter(**QUICK).applied_to(model):
@@ -300,12 +307,13 @@ def test_slots_take_what_memory_counts(
     assert held <= memory < held + 2 * held // cache.count
 
 
-def test_a_draw_is_that_of_the_request_alone() -> None:
+@pytest.mark.parametrize(("number", "rows"), [(4, 3), pytest.param(6, 4, marks=pytest.mark.long)])
+def test_a_draw_is_that_of_the_request_alone(number: int, rows: int) -> None:
     model = model_of("llama")
     sampled = SamplingParams(20, (), do_sample=True, temperature=0.8)
-    requests = [Request((5, 6, 7), HeadMask("L1H1") if n % 2 else None, sampled, n, tag=n) for n in range(4)]
+    requests = [Request((5, 6, 7), HeadMask("L1H1") if n % 2 else None, sampled, n, tag=n) for n in range(number)]
     with TokenFilter(**QUICK).applied_to(model):
-        together = answers(Engine(model, max_rows=3), requests)
+        together = answers(Engine(model, max_rows=rows), requests)
         for one in requests:
             assert answers(Engine(model), [one])[one.tag] == together[one.tag]
 
@@ -394,9 +402,10 @@ def test_one_threshold_for_a_run_is_left_to_generate() -> None:
         assert "depend on those before them" in str(Engine(model).unsupported)
 
 
-def test_answers_and_counts_do_not_depend_on_the_rows(tiny_folder: Path) -> None:
+@pytest.mark.parametrize(("times", "numbers"), [(3, (3, 16)), pytest.param(5, (1, 4, 16), marks=pytest.mark.long)])
+def test_answers_and_counts_do_not_depend_on_the_rows(times: int, numbers: tuple[int, ...], tiny_folder: Path) -> None:
     rng = random.Random(0)
-    texts = [prompt[: rng.randint(1, len(prompt))] for prompt in PROMPTS * 3]
+    texts = [prompt[: rng.randint(1, len(prompt))] for prompt in PROMPTS * times]
     asked = [request("generate_until", (text, dict(GENERATE)), i) for i, text in enumerate(texts)]
 
     def run(**arguments: Any) -> tuple[list[str], Any]:
@@ -404,5 +413,5 @@ def test_answers_and_counts_do_not_depend_on_the_rows(tiny_folder: Path) -> None
         return lm.generate_until(asked), lm.pruning_info()["token_filter_skipped"]
 
     expected = run(batch_size=1)
-    for rows in (3, 16):
+    for rows in numbers:
         assert run(engine="batched", engine_rows=rows) == expected

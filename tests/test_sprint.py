@@ -466,6 +466,12 @@ def test_senseless_options_are_refused(options: dict) -> None:
         FitOptions(**options)
 
 
+@pytest.mark.parametrize("sizes", [(), (8, 0)])
+def test_a_refused_list_is_told_its_bounds(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"must be one or more whole numbers separated by commas, each at least 1$"):
+        FitOptions(sizes=sizes)
+
+
 def test_fitting_from_a_store_counts_what_it_leaves_out(tmp_path: Path) -> None:
     texts = [
         "How many apples?",

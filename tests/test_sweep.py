@@ -189,6 +189,21 @@ def test_few_shot_prompts_are_lm_evals_own(tiny_folder: Path, tmp_path: Path) ->
         assert len(sweep(tiny_folder, tmp_path / f"s{chat}", limit=4, **options).questions) == 4
 
 
+def test_prompts_that_a_task_draws_are_the_same_when_a_sweep_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+    task = Path(few_shot(tmp_path))
+    (tmp_path / "drawing.py").write_text(
+        "import random\nimport numpy as np\n"
+        "def prompt(doc): return f'{doc[\"ask\"]} {random.random()} {np.random.rand()}'\n"
+    )
+    text = task.read_text().replace('doc_to_text: "{{ask}}"', "doc_to_text: !function drawing.prompt")
+    task.write_text(text)
+    options = {"tasks": (str(task),), "heads": "L0H0", "gen_kwargs": {}, "limit": 2}
+    first = sweep(tiny_folder, tmp_path / "s", **options)
+    random.seed(), np.random.seed(7)
+    again = sweep(tiny_folder, tmp_path / "s", **options)  # refuses other prompts
+    assert again.questions == first.questions and len({row["prompt"] for row in first.questions}) == 2
+
+
 def few_shot(folder: Path) -> str:
     """A user's own YAML: two filters, another name for the question, two splits."""
     for name in ("train", "held"):

@@ -16,6 +16,7 @@ from lmeval_prune.grid import task_identity
 from lmeval_prune.grid.task_identity import code_digest
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import data, named, results, scored
+from lmeval_prune.tasks.manager import LazyTaskManager
 from lmeval_prune.tasks.named import load_task, load_tasks
 from tests.conftest import ROOT, task_manager
 
@@ -32,9 +33,14 @@ SIZES = {
 }
 
 
+def folder_of(name: str, request: pytest.FixtureRequest) -> Path | None:
+    """Return the folder of a data set; None where it is packaged. Without the folder the test is skipped."""
+    return None if data.DATA[name].packaged else request.getfixturevalue("shared_data")
+
+
 @pytest.mark.parametrize(("name", "split"), SIZES)
-def test_sizes_and_fields(name: str, split: str, shared_data: Path) -> None:
-    rows = data.load(name, split, shared_data)
+def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest) -> None:
+    rows = data.load(name, split, folder_of(name, request))
     assert len(rows) == SIZES[name, split]
     assert all(row["question"].strip() and str(row.get("target", "x")).strip() for row in rows)
 
@@ -49,8 +55,8 @@ def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long)])  # of the rows
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv_a", "math23k", "tiny_words"])
-def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, shared_data: Path) -> None:
-    rows = list(data.load(name, "all" if name == "asdiv_a" else "test", shared_data))[::step]
+def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, request: pytest.FixtureRequest) -> None:
+    rows = list(data.load(name, "all" if name == "asdiv_a" else "test", folder_of(name, request)))[::step]
     score = results.mathematics if name == "math500" else results.number
     forms = ["\\boxed{%s}", "So it is\n#### %s"] + ([] if name == "math500" else ["The answer is %s."])
     missed = {r["target"] for r in rows for form in forms if score(r, [form % r["target"]])["exact_match"] != 1}
@@ -279,6 +285,16 @@ def test_lm_evals_tasks_are_listed_after_ours(monkeypatch: pytest.MonkeyPatch) -
     assert {*manager.all_subtasks, *manager.all_groups, *manager.all_tags} == set(manager.all_tasks)
     assert "gsm8k" in manager.match_tasks(["gsm*"]) and manager.task_index["gsm8k"].yaml_path == Path("theirs.yaml")
     assert manager.task_index["prune_gsm8k"].kind is Kind.PY_TASK and "missing" not in manager.task_index
+
+
+@pytest.mark.parametrize("path", [ROOT / "tasks", str(ROOT / "lmeval_prune" / "tasks"), "tasks"])
+def test_our_folder_is_read_once_however_it_is_named(
+    path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(ROOT)
+    manager = LazyTaskManager(include_path=path)
+    assert manager.include_path == [path] and "prune_tiny" in manager.task_index
+    assert "overrides" not in caplog.text
 
 
 def test_tasks_of_lm_eval_get_their_own_metadata() -> None:

@@ -75,14 +75,13 @@ def smollm2() -> tuple[Any, Any]:
 # --------------------------------------------------------------------------- decisions
 
 
-@settings(max_examples=40, deadline=None)
-@given(
+CASES = (
     st.integers(1, 4), st.integers(1, 6), st.integers(1, 40), st.floats(0, 1), st.sampled_from(SIMILARITIES),
     st.sampled_from(["inverse_variance", "as_printed"]), st.floats(0, 0.99), st.integers(1, 12), st.floats(1e-4, 1), st.integers(0, 10**6),
 )  # fmt: skip
-def test_decisions_are_the_references(
-    heads, width, length, share, similarity, fusion, smoothing, warmup, step, seed
-) -> None:
+
+
+def check_decisions(heads, width, length, share, similarity, fusion, smoothing, warmup, step, seed) -> None:
     """Two rows, one padded on the left; states, anchors and decisions, over two calls."""
     rng = torch.Generator().manual_seed(seed)
     key, value = (torch.randn(2, heads, length, width, generator=rng, dtype=torch.float64) + 0.7 for _ in range(2))
@@ -104,6 +103,19 @@ def test_decisions_are_the_references(
         assert memory.states[row, [SEEN, SKIPPED]].tolist() == [state.seen, state.skipped]
         if state.anchor_key is not None:
             torch.testing.assert_close(memory.anchor_key[row], state.anchor_key, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(*CASES))
+def test_decisions_are_the_references(case: tuple[Any, ...]) -> None:
+    check_decisions(*case)
+
+
+@pytest.mark.long
+@settings(max_examples=200, deadline=None)
+@given(st.tuples(*CASES))
+def test_many_decisions_are_the_references(case: tuple[Any, ...]) -> None:
+    check_decisions(*case)
 
 
 def test_a_share_of_1_skips_all_after_the_warmup_at_once() -> None:

@@ -1,12 +1,12 @@
-"""Token Filtering's similarities of many tokens at once, on any device: the anchors by a scan in chunks.
+"""Token Filtering's similarities of many tokens in parallel, on any device: anchors are scanned in chunks.
 
-The anchor that token i of a chunk meets, with n_j the number of tokens up to and including j and m_i of those before i,
-padding not counted:
+The anchor for token i of a chunk, with n_j the number of tokens up to and including j, and m_i the number of tokens
+before i (without padding), is
 
     anchor_i = s^(m_i) · carry + Σ_{j<i} w_j s^(m_i − n_j) x_j,    w_j = 1 − s, or 1 for the first token of a row,
 
-where `carry` is the anchor with which the chunk begins. So anchors within chunks are one product with small lower
-triangular matrices, and carries, which are sums over chunks of the same kind, are another.
+where `carry` is the anchor at the beginning of the chunk. So the anchors within chunks are a product with small lower
+triangular matrices. The carries are similar sums over chunks, and are a second product.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 
 from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
-CHUNK = 64  # tokens
-SLICE = 2**24  # numbers of anchors held at once
+CHUNK = 64  # tokens in a chunk
+SLICE = 2**24  # largest number of anchor values in memory
 
 
 def similarities(
     key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule
 ) -> torch.Tensor:
-    """Compute the similarity S of each token to the anchors that it meets (eqs. 1, 2); update `begun` and the anchors.
+    """Compute the similarity S of each token to its anchors (eqs. 1, 2); update `begun` and the anchors.
 
-    Arguments as in `ops.decide`. Returns (rows, tokens) in the anchors' type, not a number for the first token of a
-    row, which has no similarity, and anything for padding.
+    Arguments as in `ops.decide`. Returns (rows, tokens) in the anchors' type: NaN for the first token of a row, which
+    has no similarity; values of padding are undefined.
     """
     rows, heads, tokens, width = key.shape
     scores = memory.anchor_key.new_zeros(rows, tokens)
-    is_padding = ~valid[:, None, :, None]  # which may be anything, not only numbers
+    is_padding = ~valid[:, None, :, None]  # padding may hold any value, also NaN
     size = max(1, SLICE // max(1, heads * tokens * max(width, value.shape[-1])))
     for part in (slice(row, row + size) for row in range(0, rows, size)):
         weights = _Weights(valid[part], memory.begun[part], rule.smoothing, scores.dtype)
@@ -44,7 +44,7 @@ def similarities(
 
 
 class _Weights:
-    """Matrices of the scan: weights of tokens in their chunk's anchors, and of chunks in what is carried on."""
+    """Weights of the scan: of tokens in the anchors of their chunk, and of chunks in the carries."""
 
     def __init__(self, valid: torch.Tensor, begun: torch.Tensor, smoothing: float, dtype: torch.dtype) -> None:
         padded = torch.nn.functional.pad(valid, (0, -valid.shape[1] % CHUNK))
@@ -53,23 +53,23 @@ class _Weights:
         padded, enters = (tensor.unflatten(1, (-1, CHUNK)) for tensor in (padded, enters))
         after = padded.cumsum(2)  # tokens of the chunk up to and including each, n
         total = after[..., -1:]
-        before = torch.cat([after - padded.long(), total], 2)  # m; one more: the end of the chunk
+        before = torch.cat([after - padded.long(), total], 2)  # m, with an extra entry for the end of the chunk
         self.of_tokens = _decays(before, after, smoothing, dtype) * enters[:, :, None]
         self.of_carry = smoothing ** before[..., :-1].to(dtype)
         ends = total[..., 0].cumsum(1)
-        starts = torch.cat([torch.zeros_like(ends[:, :1]), ends], 1)  # one more: the end of the row
+        starts = torch.cat([torch.zeros_like(ends[:, :1]), ends], 1)  # with an extra entry for the end of the row
         self.of_chunks = _decays(starts, ends, smoothing, dtype)
         self.of_anchor = smoothing ** starts.to(dtype)
 
 
 def _decays(before: torch.Tensor, after: torch.Tensor, smoothing: float, dtype: torch.dtype) -> torch.Tensor:
-    """s^(m_i − n_j) for j < i, (…, one more than n, n); 0 elsewhere."""
+    """Return s^(m_i − n_j) for j < i, else 0; shape (…, n + 1, n)."""
     exponents = (before[..., :, None] - after[..., None, :]).clamp_(min=0).to(dtype)
     return (smoothing**exponents).tril_(-1)
 
 
 def _cosines(x: torch.Tensor, weights: _Weights, anchor: torch.Tensor) -> torch.Tensor:
-    """Cosine of each token's vector to the anchor that it meets, (rows, heads, tokens); updates the anchor."""
+    """Return the cosine of each token's vector to its anchor, (rows, heads, tokens); update the anchor."""
     tokens = x.shape[2]
     chunks = torch.nn.functional.pad(x, (0, 0, 0, -tokens % CHUNK)).unflatten(2, (-1, CHUNK))
     sums = weights.of_tokens[:, None] @ chunks  # (rows, heads, chunks, CHUNK + 1, width)

@@ -30,7 +30,7 @@ _ORDER = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
 
 
 class ModelMap:
-    """Where everything is in a live model; made by `map_model`.
+    """Positions of the heads and channels in a live model; built by `map_model`.
 
     Attributes:
         model: the model.
@@ -81,13 +81,13 @@ class ModelMap:
 
     @property
     def is_causal(self) -> bool:
-        """Whether each token attends to those before it alone; bidirectional modules say that they are not causal."""
+        """Return whether each token attends to earlier tokens alone; others declare `is_causal=False`."""
         modules = (module for layer in self.attention for module in layer.module.modules())
         return self.stacks == ("",) and all(getattr(module, "is_causal", True) for module in modules)
 
     @property
     def predicts_next_token(self) -> bool:
-        """Whether it gives logits of the next token, from the tokens before it alone."""
+        """Return whether it gives logits of the next token, from the tokens before it alone."""
         has_head = getattr(self.model, "get_output_embeddings", lambda: None)() is not None
         return self.is_causal and has_head and bool(getattr(self.model, "can_generate", bool)())
 

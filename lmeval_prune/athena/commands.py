@@ -18,7 +18,7 @@ def train(**options: Any) -> int:
     try:
         model = training.train(settings)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on beside {settings.output}")
+        print(f"interrupted; run the same command again to resume {settings.output}")
         return 130
     rows = [row for row in model.about["log"] if ACCURACY in row]
     if rows:

@@ -1,4 +1,4 @@
-"""Training problems of ATHENA: documents with their equations, and their split."""
+"""Training problems of ATHENA: documents with their equations, split into training and validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmeval_prune.training.questions import Document, SeenQuestions, other_folds
 
 @dataclass(frozen=True)
 class GroundedProblem:
-    """A document whose equation is over the numbers of its problem."""
+    """A document whose equation uses only numbers of its problem and constants."""
 
     document: Document
     problem: Problem
@@ -27,7 +27,7 @@ class GroundedProblem:
 
     @classmethod
     def of(cls, document: Document) -> GroundedProblem | None:
-        """Read a document; None if its equation is not over its numbers."""
+        """Read a document; return None if its equation needs other numbers."""
         try:
             problem = Problem.of_document(document)
             return cls(document, problem, gold_equation(document, problem))
@@ -35,25 +35,25 @@ class GroundedProblem:
             return None
 
     def steps(self, constants: Sequence[str]) -> int:
-        """Return how many steps its equation takes."""
+        """Return the number of steps to its equation."""
         leaves = [*(("num", i) for i in range(len(self.problem.numbers))), *(("con", value) for value in constants)]
         return len(labelled_steps(leaves, *self.equation))
 
     def is_solved_by(self, expression: str) -> bool:
-        """Return whether an expression is right, by the rule of the `_equation` tasks."""
+        """Return whether an expression solves the problem, by the rule of the `_equation` tasks."""
         written = self.document.get("formula") or self.document.get("equation") or ""
         return expression_is_right(expression, self.document["target"], written, {})
 
 
 @dataclass(frozen=True)
 class ProblemSplit:
-    """Problems that a model is trained and validated on.
+    """Problems for training and validation.
 
     Attributes:
-        train, validation: problems.
-        constants: of the training equations.
-        ungrounded: how many documents were left out, for their equation needs a number that the text does not have.
-        repeated: how many were left out, for their question is one of the test, too.
+        train, validation: the problems.
+        constants: constants of the training equations.
+        ungrounded: number of documents left out because their equation needs a number that the text does not have.
+        repeated: number of documents left out because the test has their question, too.
     """
 
     train: list[GroundedProblem]
@@ -64,10 +64,10 @@ class ProblemSplit:
 
     @classmethod
     def load(cls, options: TrainOptions) -> ProblemSplit:
-        """Load the training splits, and set the validation split apart.
+        """Load the training splits and draw the validation split.
 
         Raises:
-            InputError: a split does not exist or is the test split under another name, or too little is left.
+            InputError: a split does not exist or equals the test split, or too few problems are left.
         """
         test = load(options.data, options.test, options.data_dir)
         names = options.train or other_folds(options.data, options.test)
@@ -76,22 +76,22 @@ class ProblemSplit:
         if options.limit is not None:
             rows = random.Random(options.seed).sample(rows, min(options.limit, len(rows)))
         problems = [problem for row in rows if (problem := GroundedProblem.of(row))]
-        chosen = _validation_indices(problems, options)
-        train = [problem for index, problem in enumerate(problems) if index not in chosen]
-        if not train or (options.validation and not chosen):
+        validation_indices = _validation_indices(problems, options)
+        train = [problem for index, problem in enumerate(problems) if index not in validation_indices]
+        if not train or (options.validation and not validation_indices):
             raise InputError(f"{len(problems)} problems are too few to train and validate; raise limit or validation")
         constants = set().union(*(constants_of(problem.equation.targets) for problem in train))
-        validation = [problems[index] for index in sorted(chosen)]
+        validation = [problems[index] for index in sorted(validation_indices)]
         return cls(train, validation, tuple(sorted(constants, key=Fraction)), len(rows) - len(problems), repeated)
 
     @property
     def questions(self) -> SeenQuestions:
-        """Digests of the questions of both parts."""
+        """Return digests of the training and validation questions."""
         return SeenQuestions(*(question_keys(item.document for item in part) for part in (self.train, self.validation)))
 
 
 def _validation_indices(problems: Sequence[GroundedProblem], options: TrainOptions) -> set[int]:
-    """Draw the problems of the validation split, of each complexity its share."""
+    """Draw the indices of the validation problems, with the same share of each complexity."""
     rows = [{"index": index, "part": item.document["complexity"]} for index, item in enumerate(problems)]
     thousandths = round(1000 * options.validation)
     drawn = stratified(rows, "validation", (1000 - thousandths, thousandths, 0), "part", options.seed)

@@ -1,4 +1,4 @@
-"""Options of ATHENA's training. Imports nothing heavy, so that `--help` is quick."""
+"""Options of ATHENA's training. Without slow imports, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class TrainOptions(Settings):
     """Options of ATHENA's training.
 
     Attributes:
-        output: folder of the model; an interrupted training goes on beside it
+        output: folder of the model; the same command resumes an interrupted training
         data: data set with equations: asdiv_a or math23k
-        test: split that is kept for the test; nothing of it is looked at
+        test: split for the test; its questions are left out of the training
         train: splits to train on (default: the other folds)
-        validation: share of the training problems that chooses the best epoch; 0 takes the last one
-        limit: so many training problems, drawn by the seed
-        encoder: of the BERT family: hub name, folder, or embedded model
-        epochs: at most so many passes over the training problems
-        patience: stop after so many epochs without a better validation accuracy; 0 never
-        batch: problems a step
-        accumulate: steps that make one update
+        validation: share of the training problems that chooses the best epoch; 0: the last epoch
+        limit: number of training problems, drawn by the seed (default: all)
+        encoder: model of the BERT family: hub name, folder, or embedded model
+        epochs: largest number of passes over the training problems
+        patience: number of epochs without a better validation accuracy before training stops; 0: no early stop
+        batch: problems in a step
+        accumulate: steps in an update
         encoder_rate: learning rate of the encoder
-        head_rate: learning rate of all else
+        head_rate: learning rate of all other weights
         decay: weight decay
-        warmup: share of the updates in which the rates rise
-        clip: largest norm of a gradient
-        dropout: of all but the encoder
-        max_kept: thoughts of a problem at most
-        seed: of weights, order, dropout and validation split
+        warmup: share of the updates in which the learning rates rise
+        clip: largest norm of the gradient
+        dropout: dropout of all modules except the encoder
+        max_kept: largest number of thoughts kept for a problem
+        seed: seed of weights, order, dropout and validation split
         data_dir: folder with the data file (default LMEVAL_PRUNE_DATA, else the public source)
     """
 

@@ -31,11 +31,11 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """A word problem whose numbers are apart from its text.
+    """A word problem, split into text and numbers.
 
     Attributes:
         pieces: the text before, between and after the numbers.
-        numbers: their values.
+        numbers: values of the numbers.
     """
 
     pieces: tuple[str, ...]
@@ -43,7 +43,7 @@ class Problem:
 
     @classmethod
     def of(cls, text: str) -> Problem:
-        """Find the numbers of an English text: in digits, and in words up to nine hundred and ninety-nine."""
+        """Split an English text at its numbers: digits, and number words up to 999."""
         pieces, numbers, end = list[str](), list[Fraction](), 0
         for match in _NUMBER.finditer(text):
             pieces.append(text[end : match.start()])
@@ -53,7 +53,7 @@ class Problem:
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any], field: str = "question") -> Problem:
-        """Read the bare question of a document, whose numbers may be marked already (`masked_text`, `numbers`).
+        """Read the bare question of a document, or its `masked_text` and `numbers` if its numbers are marked already.
 
         Raises:
             ValueError: a marked number cannot be read.
@@ -62,11 +62,11 @@ class Problem:
             return cls.of(document[field])
         pieces, numbers = document["masked_text"].split("[NUM]"), [readings(text) for text in document["numbers"]]
         if not all(numbers) or len(pieces) != len(numbers) + 1:
-            raise ValueError(f"the numbers {document['numbers']} cannot be read, or are not those of the text")
+            raise ValueError(f"the numbers {document['numbers']} cannot be read, or do not match the text")
         return cls(tuple(pieces), tuple(values[-1] for values in numbers))
 
     def masked(self, mask: str) -> str:
-        """Return the text in lower case, with a mask for each number."""
+        """Return the text in lower case, with a mask token for each number."""
         return mask.join(piece.replace(mask, " ").lower() for piece in self.pieces)
 
 
@@ -80,13 +80,13 @@ def _value(match: re.Match[str]) -> Fraction:
 
 
 def gold_equation(document: Mapping[str, Any], problem: Problem) -> Equation:
-    """Read the equation of a document over the numbers of its problem.
+    """Read the equation of a document, with the numbers of its problem as leaves.
 
-    Written-out numbers (`formula`) are matched by value, of equal numbers the first unused one; names (`equation`) are
-    `n0`, `n1`, … and, for constants, those of the document's `names`.
+    A `formula` has written-out numbers, which are matched by value: of equal numbers, the first unused number. An
+    `equation` has names: `n0`, `n1`, … for numbers, and the document's `names` for constants.
 
     Raises:
-        ValueError: it needs a number that the problem does not have.
+        ValueError: the equation needs a number that the problem does not have.
     """
     unused = list(range(len(problem.numbers)))
     constants = {name: value for name, value in (document.get("names") or {}).items() if not re.match(r"n\d", name)}
@@ -99,10 +99,10 @@ def gold_equation(document: Mapping[str, Any], problem: Problem) -> Equation:
                 return ("con", value)
         else:
             equal = [index for index, value in enumerate(problem.numbers) if value == token]
-            if chosen := [index for index in equal if index in unused] or equal:
-                if chosen[0] in unused:
-                    unused.remove(chosen[0])
-                return ("num", chosen[0])
+            if matches := [index for index in equal if index in unused] or equal:
+                if matches[0] in unused:
+                    unused.remove(matches[0])
+                return ("num", matches[0])
         raise ValueError(f"{token} is no number of the problem")
 
     return parse((document.get("formula") or document.get("equation") or "").split("=")[0], leaf)

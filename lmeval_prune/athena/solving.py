@@ -46,7 +46,7 @@ class Search:
 
     @property
     def ended(self) -> bool:
-        """Whether an answer is likely enough, a limit is reached, or no new thought comes."""
+        """Return whether the search ends: an answer is likely enough, a limit is reached, or no thought is new."""
         return (
             self.expansion.ended
             or self.expansion.depth == self.settings.steps

@@ -62,7 +62,7 @@ class Expansion:
 
     @property
     def ended(self) -> bool:
-        """Whether the next step has no new thought to use."""
+        """Return whether the next step has no new thought to use."""
         return self.depth > 0 and self._used[self.depth % 2] == len(self.kept)
 
     def candidates(self) -> list[Candidate]:

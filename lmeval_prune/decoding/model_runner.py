@@ -80,9 +80,10 @@ class ModelRunner:
         skip, rows = LayerSkip(model_map), RowMasks()
         with locked(model_map), ExitStack() as stack:
             replace_attention(model_map, cache, stack)
+            # without masks, too: under an intervention nothing runs compiled, which would keep what is put in here
+            stack.enter_context(rows.applied_to(model_map.model, model_map))
             masking: Callable[..., AbstractContextManager[None]] = nullcontext
             if any(masks):
-                stack.enter_context(rows.applied_to(model_map.model, model_map))
                 masking = partial(rows.using, rows.table(masks))
             stack.enter_context(skip.installed())
             yield cls(model_map, cache, skip, masking)

@@ -1,4 +1,4 @@
-"""ATHENA as a host of distillation: the heads of its encoder are pruned, its judgements on the gold graph compared."""
+"""ATHENA in distillation: heads of its encoder are pruned, and its judgements on the gold graph are compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LANGUAGE_OPTIONS = {"task": None, "chat": False, "answer": "{}", "answer_field"
 
 
 class AthenaHost(Host):
-    """ATHENA as a host. Data, test and validation split are those that it was trained with."""
+    """Host for an ATHENA model, with the data, test and validation splits of its training."""
 
     metric, greater = ACCURACY, True
     token, use = "mask_token", "stands for numbers"
@@ -85,7 +85,7 @@ class AthenaHost(Host):
     @override
     def seen(self, folder: str) -> SeenQuestions:
         about = checkpoint.describe(folder)
-        if "options" in about and "validated_on" not in about:  # an older one: its validation split is drawn again
+        if "options" in about and "validated_on" not in about:  # an earlier version: draw its validation split again
             about["validated_on"] = ProblemSplit.load(self._training_options(folder)).questions.validated
         return SeenQuestions.from_artefact(about)
 
@@ -125,7 +125,7 @@ class AthenaHost(Host):
 
     @override
     def items(self, inputs: Mapping[str, Any]) -> int:
-        return len(inputs["labels"])  # of candidates and kept thoughts
+        return len(inputs["labels"])  # labels of candidates and kept thoughts
 
     @override
     def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -133,7 +133,7 @@ class AthenaHost(Host):
 
     @override
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
-        # of candidates one by one, and of the choice among each problem's kept thoughts
+        # candidates are independent; answers are a choice among the kept thoughts of a problem
         temperature = self.options.temperature
         reasons = judgement_divergence(teacher.reason, student.reason, temperature)
         return reasons + choice_divergence(teacher.answer, student.answer, student.kept_problem, temperature)

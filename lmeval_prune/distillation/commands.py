@@ -21,18 +21,21 @@ def distill(**options: Any) -> int:
     try:
         note = recursion.distill(settings)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on beside {settings.output}")
+        print(f"interrupted; run the same command again to resume {settings.output}")
         return 130
     if not recursion.this_process().is_main_process:
         return 0
-    heads, all_ = 0, note["stages"][0]["removed"]["heads_total"]
+    heads, total_heads = 0, note["stages"][0]["removed"]["heads_total"]
     for stage in note["stages"]:
         removed = stage["removed"]
         heads += removed["heads"]
-        gone = f"{removed['heads']} heads, {removed['channels']} channels removed, {heads} of {all_} heads in all"
-        print(f"stage {stage['stage']}: {gone}; {stage['parameters'] / 1e6:.2f} million parameters are left")
-    if heads < share_of(settings.ratio, all_):
-        print(f"{heads / all_:.1%} of the heads: whole units leave less than --ratio {settings.ratio:g}")
+        summary = (
+            f"{removed['heads']} heads, {removed['channels']} channels removed, {heads} of {total_heads} heads in all"
+        )
+        print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
+    if heads < share_of(settings.ratio, total_heads):
+        share = f"{heads / total_heads:.1%} of the heads"
+        print(f"{share}: less than --ratio {settings.ratio:g}, as only whole units are removed")
     splits = note["material"]["splits"]
     if "data" in splits:
         task, model = f"prune_{splits['data']}_equation", "athena"

@@ -227,7 +227,7 @@ class LanguageHost(Host):
 
     @cached_property
     def takes_logits_to_keep(self) -> bool:
-        """Whether the model can leave out logits that are not used."""
+        """Return whether the model can leave out logits that are not used."""
         return "logits_to_keep" in inspect.signature(self.skeleton(self.options.pretrained).forward).parameters
 
     @override

@@ -122,12 +122,12 @@ class DistillOptions(Settings):
 
     @property
     def taught(self) -> bool:
-        """Whether there is a teacher."""
+        """Return whether there is a teacher."""
         return self.distill_weight > 0 and (self.response or self.feature)
 
     @property
     def compares_maps(self) -> bool:
-        """Whether attention maps are compared."""
+        """Return whether attention maps are compared."""
         return self.distill_weight > 0 and self.feature
 
     def pruning(self) -> PruneOptions:

@@ -59,7 +59,7 @@ def adapter(
         try:
             counts = Counter(_print_new(export.output / name, is_new) for name, is_new in export.run())
         except KeyboardInterrupt:
-            print(f"interrupted; the same command goes on in {output}")
+            print(f"interrupted; run the same command again to resume {output}")
             return 130
         print(
             f"{output}: {counts[True]} adapters written, {counts[False]} kept; rank {export.rank}, {export.dtype}; "

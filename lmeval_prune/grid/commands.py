@@ -49,7 +49,7 @@ def run(
             parsed, output, Here() if runner == "here" else OnRay(ray_address, cpus, gpus, memory), retry_failed
         )
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on in {output}")
+        print(f"interrupted; run the same command again to resume {output}")
         return 130
     for variant, task, reason in summary.failed:
         print(f"failed: {variant} on {task}: {reason}")

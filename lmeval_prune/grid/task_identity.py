@@ -1,4 +1,4 @@
-"""What a task's prompts and scores depend on: its configuration, its questions and exemplars, and its code."""
+"""Identity of a task: the configuration, questions, exemplars and code that determine its prompts and scores."""
 
 from __future__ import annotations
 

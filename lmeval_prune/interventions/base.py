@@ -174,7 +174,7 @@ class Intervention(Settings, ABC):
 
     @property
     def needs_order(self) -> bool:
-        """Whether answers depend on those before them, so that none can be taken from a store."""
+        """Return whether answers depend on earlier answers, so that they cannot come from a store."""
         return False
 
     def slot_bytes(self, model_map: ModelMap, length: int) -> int:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -84,7 +84,7 @@ class ProbePruning(Intervention):
 
     @property
     def needs_order(self) -> bool:
-        """Whether answers depend on those before them."""
+        """Return whether answers depend on earlier answers."""
         return self.state == "run" and self.ratio > 0
 
     def resolve(self, model_map: ModelMap) -> Self:
@@ -132,7 +132,7 @@ class ProbePruning(Intervention):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What runs inside the block is not counted, and is no history; see the base class."""
+        """Leave passes inside the block out of counts and history; see the base class."""
         chooser = self.chooser
         before = chooser and copy.deepcopy((chooser.history, chooser.batches, chooser.left_out))
         try:
@@ -184,7 +184,7 @@ class Projection:
         """Columns of a head or channel."""
         return self.block.head_dim if isinstance(self.block, AttentionLayer) else 1
 
-    @property
+    @cached_property
     def units(self) -> Tensor:
         """Numbers of the heads or channels that have weights: a cut checkpoint's fillers have none."""
         return self.weights.cpu().unflatten(0, (-1, self.width)).sum(1).nonzero().flatten()

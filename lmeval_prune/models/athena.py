@@ -148,4 +148,7 @@ class AthenaLM(GivenOnce):
 
 
 def _batch(size: Any) -> int:
-    return 32 if str(size).startswith("auto") else int(typed("batch_size", size, Count))
+    try:
+        return 32 if str(size).startswith("auto") else int(typed("batch_size", size, Count))
+    except InputError as error:
+        raise InputError(f"{error}, or auto") from None

@@ -1,1 +1,1 @@
-"""How lm-eval finds us. Nothing is imported here: `bridge` passes at every interpreter start."""
+"""Registration with lm-eval. Imports nothing, because `bridge` runs at every interpreter start."""

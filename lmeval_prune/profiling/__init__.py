@@ -1,1 +1,1 @@
-"""What a model costs: parameters, arithmetic, time and memory."""
+"""Costs of a model: parameters, FLOPs, time and memory."""

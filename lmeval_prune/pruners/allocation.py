@@ -182,12 +182,13 @@ def share_of(ratio: float, count: float) -> int:
 
 
 def removed_by(pots: Sequence[Pot], counts: Sequence[int], before: Removed) -> Removed:
-    """Return what is removed in all when each pot loses so many units, its lowest."""
-    removed = {key: set(members) for key, members in before.items()}
-    for pot, count in zip(pots, counts, strict=True):
-        for unit in pot.units[: count - pot.removed]:
-            removed.setdefault(pot.key, set()).update(unit)
-    return removed
+    """Return what is removed in all when each pot loses so many units, its lowest; pots in their order."""
+    lost = {
+        pot.key: before.get(pot.key, set()).union(*pot.units[: count - pot.removed])
+        for pot, count in zip(pots, counts, strict=True)
+    }
+    others = {key: members for key, members in before.items() if key not in lost}
+    return others | {key: members for key, members in lost.items() if members}
 
 
 def spent(pots: Sequence[Pot], counts: Sequence[int], budget: Budget) -> dict[str, int]:

@@ -212,14 +212,7 @@ def read_calibration(
         raise InputError("windows and batch must be at least 1, tokens at least 2")
     if apply_chat_template:
         check_chat(tokenizer, text)
-    pieces: list[Any]
-    write: Callable[[Any], str] = str
-    if text is not None:
-        name, pieces = f"file {Path(text).name}", list(_paragraphs(Path(text)))
-    else:
-        loaded, pieces = _problems(str(task))
-        name = f"training split of {task}"
-        write = partial(_as_chat, tokenizer, loaded) if apply_chat_template else partial(_as_text, loaded)
+    name, pieces, write = _source(tokenizer, text, task, apply_chat_template)
     if not pieces:
         raise InputError(f"the calibration text ({name}) is empty; give another")
     random.Random(seed).shuffle(pieces)
@@ -239,12 +232,20 @@ def read_calibration(
         logger.warning(
             "the calibration text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens
         )
-    around = {"before": before, "after": after}
-    reading = {
-        "special_tokens": {side: tokenizer.convert_ids_to_tokens(ids) for side, ids in around.items()},
-        "apply_chat_template": apply_chat_template,
-    }
+    special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
+    reading = {"special_tokens": special, "apply_chat_template": apply_chat_template}
     return CalibrationText.of(name, torch.tensor(rows), batch, reading=reading)
+
+
+def _source(
+    tokenizer: Any, text: str | None, task: str | None, apply_chat_template: bool
+) -> tuple[str, list[Any], Callable[[Any], str]]:
+    """Return the name of a text, its pieces, and what writes a piece."""
+    if text is not None:
+        return f"file {Path(text).name}", list(_paragraphs(Path(text))), str
+    loaded, pieces = _problems(str(task))
+    write = partial(_as_chat, tokenizer, loaded) if apply_chat_template else partial(_as_text, loaded)
+    return f"training split of {task}", pieces, write
 
 
 def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -> list[list[int]]:

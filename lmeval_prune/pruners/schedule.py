@@ -70,18 +70,14 @@ def stages(
     pruners = {HEADS: pruner, CHANNELS: channel_pruner or pruner}
     options = settled(options, pruner, model_map, channel_pruner)
     check_methods(pruner, pruners[CHANNELS], model_map, options, text is not None, scores)
-    record = {**pruner.identity, "removes": str(options), "options": asdict(options)}
-    if options.ffn_ratio or pruners[CHANNELS] is not pruner:
-        record |= {"ffn_method": pruner_name(pruners[CHANNELS]), "ffn_options": asdict(pruners[CHANNELS])}
-    record |= {"calibration": text.about()} if text is not None else {}
+    record = _record(pruner, pruners[CHANNELS], options, text)
     if isinstance(pruner, SequentialPruner):
         yield _layer_by_layer(pruner, model_map, options, pruner.required(text), record, progress, work)
         return
     removed, compensation, history = Removed(), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
-        with plan_of(removed, options.allow_empty_layer, compensation=compensation).applied_to(
-            model_map.model, model_map
-        ):
+        so_far = plan_of(removed, options.allow_empty_layer, compensation=compensation)
+        with so_far.applied_to(model_map.model, model_map):
             known = scores if step == 1 else NO_SCORES
             for kind in options.kinds:
                 if not has_kind(known, kind):
@@ -99,13 +95,19 @@ def stages(
         compensation = {**compensation, **added}
         shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
         history.append({"step": step, **shares, **count_removed(removed)})
-        yield plan_of(
-            removed,
-            options.allow_empty_layer,
-            compensation=compensation,
-            scores={key: by_member(values) for key, values in scored.values.items()},
-            made={**record, **notes, "stages": list(history)},
-        )
+        values = {key: by_member(columns) for key, columns in scored.values.items()}
+        made = {**record, **notes, "stages": list(history)}
+        yield plan_of(removed, options.allow_empty_layer, compensation=compensation, scores=values, made=made)
+
+
+def _record(
+    pruner: Pruner, channel_pruner: Pruner, options: PruneOptions, text: CalibrationText | None
+) -> dict[str, Any]:
+    """Return what a plan says of its methods, settled options and text."""
+    record = {**pruner.identity, "removes": str(options), "options": asdict(options)}
+    if options.ffn_ratio or channel_pruner is not pruner:
+        record |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
+    return record | ({"calibration": text.about()} if text is not None else {})
 
 
 def budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int | None = None) -> list[Budget]:

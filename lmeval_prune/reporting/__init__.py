@@ -1,1 +1,1 @@
-"""What every report shares: statistics, tables, documents and the look of figures."""
+"""Parts that all reports share: statistics, tables, documents and the style of figures."""

@@ -25,7 +25,7 @@ def sweep(**options: Any) -> int:
     try:
         outcomes = Sweep(settings).run()
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on in {settings.output}")
+        print(f"interrupted; run the same command again to resume {settings.output}")
         return 130
     if outcomes is None:
         return 0

@@ -41,8 +41,8 @@ def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
     Raises:
         InputError: it has numbers that are not finite.
     """
-    found = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
-    vectors = torch.as_tensor(found).detach().to("cpu", torch.float32).clone()
+    embeddings = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
+    vectors = torch.as_tensor(embeddings).detach().to("cpu", torch.float32).clone()
     check_finite({"vectors": vectors}, "the sentence encoder")
     return vectors
 

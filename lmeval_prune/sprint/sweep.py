@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+import numpy as np
 from lm_eval.api.task import ConfigurableTask, Task
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
 from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
@@ -174,6 +176,8 @@ class Sweep:
     ) -> None:
         """Build the requests as the evaluation will: the store is prepared by their prompts."""
         chat = self.options.apply_chat_template
+        random.seed(DEFAULT_RANDOM_SEED)  # as the evaluation does: a run that goes on has the same prompts
+        np.random.seed(DEFAULT_OTHER_SEED)
         for name, task in tasks.items():
             if len(doc_ids[name]) < lm.world_size:
                 raise InputError(

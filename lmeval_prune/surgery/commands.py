@@ -341,7 +341,7 @@ def _made_by_both(
 
 
 def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, channel_pruner: Any) -> None:
-    """Say what goes, and where whole units leave less than was asked for."""
+    """Print the removed units, and where whole units are less than the requested share."""
     from lmeval_prune.pruners.base import pruner_name
 
     report = plan.report(model_map)["plan"]
@@ -360,7 +360,7 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
     for name, kind, ratio in (("ratio", "heads", pruning.ratio), ("ffn_ratio", "channels", pruning.ffn_ratio)):
         share = f"{report[f'{kind}_pruned'] / max(1, report[f'{kind}_total']):.1%}"
         if pruning.budget == "heads" and share != f"{ratio:.1%}":
-            print(f"  {share} of the {kind}: whole units leave less than --{name} {ratio:g}")
+            print(f"  {share} of the {kind}: less than --{name} {ratio:g}, as only whole units are removed")
 
 
 def _print_cut(folder: str, cut: Any) -> None:

@@ -31,13 +31,15 @@ Signature = list[tuple[str, float]]  # tokens and their log-probabilities
 
 
 def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
-    """Return the servers that are there, with what they have; `InputError` if none is."""
+    """Return the servers that answer, with their models; `InputError` if none answers, or one is of another kind."""
     servers: list[Server] = []
     missing: list[InputError] = []
     for url in urls:
         try:
             servers.append(Server(url, connection.run(partial(list_models, url=url, kind=kind))))
         except Failure as error:
+            if not error.innocent:  # it answers, and not as such a server does
+                raise InputError(str(error)) from None
             missing.append(InputError(str(error)))
     if not servers:
         raise missing[0]

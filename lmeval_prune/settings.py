@@ -95,12 +95,15 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
             raise ValueError
         return result
     except ValueError:  # pydantic's ValidationError is one
-        choices = [
-            str(choice) for kind in kinds(annotation) if get_origin(kind) is Literal for choice in get_args(kind)
-        ]
-        is_bare_truth = isinstance(plain, bool) and str in kinds(annotation)
-        hint = "; quotes make one of a word such as true" if is_bare_truth else nearest(str(plain), choices)
-        raise InputError(f"{name}={value!r} must be {describe(annotation)}{hint}") from None
+        raise InputError(f"{name}={value!r} must be {describe(annotation)}{_remedy(plain, annotation)}") from None
+
+
+def _remedy(value: Any, annotation: Any) -> str:
+    """Return the end of a refusal: how a word becomes a text, or the choice that was probably meant."""
+    if isinstance(value, bool) and str in kinds(annotation):
+        return "; quotes make one of a word such as true"
+    choices = [choice for kind in kinds(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
+    return nearest(str(value), map(str, choices))
 
 
 def describe(annotation: Any) -> str:
@@ -187,6 +190,15 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def required_fields(declaration: Any) -> list[str]:
+    """Return the names of a dataclass's fields that have no default."""
+    return [
+        each.name
+        for each in fields(declaration)
+        if each.init and each.default is MISSING and each.default_factory is MISSING
+    ]
+
+
 @dataclass(frozen=True)
 class Settings:
     """Base of frozen dataclasses whose values users write: each field is read by its type and bounds, or refused.
@@ -200,9 +212,9 @@ class Settings:
     hashable: ClassVar[bool] = False
 
     @classmethod
-    def label(cls, name: str) -> str:
-        """Return how messages name a field; a method puts its own name before it."""
-        return name
+    def label(cls, message: str) -> str:
+        """Return a message that begins with a field's name as users know the field; a method puts its name before."""
+        return message
 
     def __post_init__(self) -> None:
         kind: Any = type(self)  # mypy takes a type for what cannot be hashed
@@ -217,7 +229,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], what: str) -> Self:
-        """Make it of a dictionary.
+        """Make settings of a dictionary.
 
         Args:
             values: fields by name.
@@ -231,12 +243,7 @@ class Settings:
             if name not in known:
                 has = f"it has {', '.join(known)}" if known else "it has none"
                 raise InputError(f"{what} has no setting {name!r}; {has}{nearest(str(name), known)}")
-        missing = [
-            name
-            for name, each in known.items()
-            if each.default is MISSING and each.default_factory is MISSING and name not in values
-        ]
-        if missing:
+        if missing := [name for name in required_fields(cls) if name not in values]:
             raise InputError(f"{what} needs {', '.join(missing)}")
         return cls(**values)
 

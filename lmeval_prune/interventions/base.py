@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Self
 
@@ -26,7 +26,7 @@ from lmeval_prune.artefacts import checked, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
-from lmeval_prune.settings import Settings, as_json
+from lmeval_prune.settings import Settings, as_json, required_fields
 
 logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
@@ -149,9 +149,9 @@ class Intervention(Settings, ABC):
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @classmethod
-    def label(cls, name: str) -> str:
-        """Name a field in messages: `METHOD.field`."""
-        return f"{method_name(cls)}.{name}"
+    def label(cls, message: str) -> str:
+        """Return a message that begins with `METHOD.field`."""
+        return f"{method_name(cls)}.{message}"
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Fill in what the fields leave open for this model (ranges, defaults), and refuse what does not fit it.
@@ -290,7 +290,7 @@ class Intervention(Settings, ABC):
         settings = content.get("settings")
         if content["schema_version"] < 3:  # they stood beside the envelope
             settings = {name: content[name] for name in known if name in content}
-        required = {name for name, item in known.items() if item.default is item.default_factory is MISSING}
+        required = known.keys() & set(required_fields(cls))
         if settings is None or not required <= settings.keys():
             raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact")
         if unknown := [name for name in settings if name not in known]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,7 +17,7 @@ from lmeval_prune.interventions import METHODS, Intervention, combined, load_int
 from lmeval_prune.interventions.table import method_class
 from lmeval_prune.models.registered import registered
 from lmeval_prune.models.tries import Tries
-from lmeval_prune.settings import Count, Settings, typed
+from lmeval_prune.settings import Count, Settings, required_fields, typed
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,10 @@ class Arguments(Settings):
                     f"{name}={value} is a {artefact.schema()} artefact that says more than {name} can; give it as mask="
                 )
             return self._with_allowances(converted)
-        known = {each.name: each for each in fields(kind) if each.init and each.name != "origin"}
-        settings = value if isinstance(value, dict) else {next(iter(known)): value}
-        _check_settings(name, settings, known)
-        return self._with_allowances(kind.from_dict(settings, name))
+        known = [each.name for each in fields(kind) if each.init and each.name != "origin"]
+        settings = value if isinstance(value, dict) else {known[0]: value}
+        _check_settings(name, settings, known, required_fields(kind))
+        return self._with_allowances(kind(**settings))
 
     def _with_allowances(self, intervention: Intervention) -> Intervention:
         allowances = {name: getattr(self, name) for name in ("allow_empty_layer", "allow_other_model")}
@@ -194,14 +194,13 @@ def argument_names() -> list[str]:
     return [*METHODS, *(each.name for each in fields(Arguments) if each.name not in _NOT_GIVEN_BY_USERS)]
 
 
-def _check_settings(name: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _check_settings(name: str, settings: Mapping[str, Any], known: list[str], required: list[str]) -> None:
     """Refuse settings that a method does not have, or lacks."""
     for key in settings:
         if key not in known:
             hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
             raise InputError(f"{name} has no setting {key!r}{hint}")
-    needed = [key for key, each in known.items() if each.default is MISSING and each.default_factory is MISSING]
-    if missing := [key for key in needed if key not in settings]:
+    if missing := [key for key in required if key not in settings]:
         example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
         raise InputError(
             f"{name} needs {', '.join(missing)}; on the command line several settings are given as JSON: "

@@ -87,9 +87,9 @@ class FitOptions(Settings):
     seed: int = 0
 
     @classmethod
-    def label(cls, name: str) -> str:
-        """Return how messages name a field: two have other names as options."""
-        field_name, _, rest = name.partition("=")
+    def label(cls, message: str) -> str:
+        """Return a message that begins with the option's name, which differs from the field's for two of them."""
+        field_name, _, rest = message.partition("=")
         return "=".join([{"sizes": "p", "weights": "lambda"}.get(field_name, field_name), rest])
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from lmeval_prune.scoring.numbers import Number, is_pair, number_at, same_number
+from lmeval_prune.scoring.numbers import same_number
 from lmeval_prune.scoring.tokens import Tokens
 from lmeval_prune.scoring.vocabulary import phrases, words
 
@@ -26,8 +26,7 @@ _SAID = words("said_with_a_number")
 _CHINESE_SAID = re.compile(f"{phrases('said_with_a_number', 'zh')}$")
 _NO_NAMES = UNIT_LETTERS | {"a", "A", "I"}  # letters that are no variables
 _JOINED = frozenset(["pi", "sqrt", *"π∞'′″"])  # right after a number
-_SUBTRACTABLE = frozenset(["digits", "open", "command"])
-_SIGN_AFTER = frozenset(["equals", "open", "operator", "relation", "stop", "chinese", "money", "arrow", ""])
+_SUBTRACTABLE = frozenset(["number", "digits", "open", "command"])
 
 Side = tuple[int, int]  # a range of tokens
 
@@ -62,21 +61,20 @@ class Prose:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens = Tokens(text)
-        self.numbers = _numbers(self.tokens)
-        self.last_tokens = {number.first: number.last for number in self.numbers}
-        self.in_numbers = {i for number in self.numbers for i in range(number.first, number.last + 1)}
+        self.numbers = [i for i, token in enumerate(self.tokens) if token.number]
 
-    def within(self, start: int, stop: int) -> list[Number]:
-        """Return the numbers in a range of tokens."""
-        return [number for number in self.numbers if start <= number.first and number.last < stop]
+    def within(self, start: int, stop: int) -> list[int]:
+        """Return where numbers are in a range of tokens."""
+        return [i for i in self.numbers if start <= i < stop]
+
+    def same(self, i: int, j: int) -> bool:
+        """Return whether two numbers are the same."""
+        number, other = self.tokens[i].number, self.tokens[j].number
+        return bool(number and other and same_number(number, other))
 
     def written(self, start: int, stop: int) -> str:
         """Return tokens in lower case with single spaces, numbers as #."""
-        parts, at = [], start
-        while at < stop:
-            parts.append("#" if at in self.last_tokens else self.tokens[at].text.lower())
-            at = self.last_tokens.get(at, at) + 1
-        return " ".join(parts)
+        return " ".join("#" if token.number else token.text.lower() for token in self.tokens[start:stop])
 
     # ------------------------------------------------------------------ clauses
 
@@ -85,7 +83,7 @@ class Prose:
         cuts: list[tuple[int, int, str]] = []  # first token, end, stop before
         start, opener, depth, seen = 0, "", 0, False  # seen: a number
         for i, token in enumerate(self.tokens):
-            if i in self.in_numbers:
+            if token.number:
                 seen = True
                 continue
             ends = self._ends_a_clause(i, opener, depth, seen)
@@ -123,10 +121,10 @@ class Prose:
         """Return whether a dash with space at both sides is a minus: between numbers, or after a letter."""
         if self.tokens.name(i - 1):
             return True
-        if i + 1 not in self.in_numbers:
+        if self.tokens.kind(i + 1) != "number":
             return False
         after = [token.kind for token in self.tokens[i + 1 : i + 30] if token.kind in ("equals", "stop")]
-        return i - 1 in self.in_numbers or after[:1] == ["equals"]  # 60 miles - 35 miles = 25
+        return self.tokens.kind(i - 1) == "number" or after[:1] == ["equals"]  # 60 miles - 35 miles = 25
 
     def _says(self, opened: int) -> bool:
         """Return whether a bracket holds words or an equation, and is no factor."""
@@ -141,7 +139,7 @@ class Prose:
         """Return whether a stop ends a clause: not a point or colon between digits."""
         token, tokens = self.tokens[i], self.tokens
         tight = not tokens.spaced(i + 1) and not token.spaced
-        between = tokens.kind(i + 1) == "digits" and tokens.kind(i - 1) == "digits"
+        between = tokens.kind(i + 1) == tokens.kind(i - 1) == "number"
         return not (tight and token.text in ".,:" and between)
 
     def _clause(self, start: int, stop: int, opener: str) -> Clause:
@@ -165,36 +163,36 @@ class Prose:
         verb = next(verbs, None)
         if verb is None or not self.within(last_side, verb) or not _TO_THE_NUMBER.match(self.written(verb + 1, stop)):
             return None
-        if last_side in self.last_tokens:
-            after = self.last_tokens[last_side] + 1
+        if tokens[last_side].number:
+            after = last_side + 1
             if last_side > start and tokens.word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
                 return None
-            if tokens.word(after) == "and" and after + 1 not in self.last_tokens:  # 18 and the change is 7
+            if tokens.word(after) == "and" and tokens.kind(after + 1) != "number":  # 18 and the change is 7
                 return None
         return verb
 
     # ------------------------------------------------------------------ numbers
 
-    def governed(self, number: Number, start: int) -> bool:
+    def governed(self, number: int, start: int) -> bool:
         """Return whether the words before a number say it of something else."""
-        return _GOVERNED.search(self.written(start, number.first)) is not None
+        return _GOVERNED.search(self.written(start, number)) is not None
 
     def has_free(self, clause: Clause) -> bool:
         """Return whether a number of the clause's last side is governed by nothing."""
         start, stop = clause.sides[-1]
         return any(not self.governed(number, start) for number in self.within(start, stop))
 
-    def lone(self, side: Side, final: bool = False) -> Number | None:
+    def lone(self, side: Side, final: bool = False) -> int | None:
         """Return the number of a side that has just one which nothing governs; of a final side its first."""
         numbers = self.within(*side)
         free = [number for number in numbers if not self.governed(number, side[0])] or numbers
-        if free and (len(free) == 1 or (final and free[0].first == side[0])) and not self.is_part(free[0], *side):
+        if free and (len(free) == 1 or (final and free[0] == side[0])) and not self.is_part(free[0], *side):
             return free[0]
         return None
 
     def is_bare(self, side: Side) -> bool:
         """Return whether no words but those that may stand before a number do."""
-        first = self.within(*side)[0].first
+        first = self.within(*side)[0]
         return all(self.may_stand_before(i) for i in range(side[0], first) if self.is_word(i))
 
     def is_word(self, i: int) -> bool:
@@ -211,7 +209,7 @@ class Prose:
 
     def has_verb(self, clause: Clause) -> bool:
         """Return whether a verb stands before its number."""
-        first = self.within(*clause.sides[0])[0].first
+        first = self.within(*clause.sides[0])[0]
         return any(self.tokens.word(i) in _VERBS for i in range(clause.start, first))
 
     def is_unsolved(self, side: Side) -> bool:
@@ -227,47 +225,43 @@ class Prose:
         two_before, before, after, two_after = (
             self.tokens.kind(k) if side[0] <= k < side[1] else "" for k in (i - 2, i - 1, i + 1, i + 2)
         )
-        if before == "digits" and after in ("digits", "minus", "money") and self.tokens.word(i) == "x":  # 3 x 4
+        if before == "number" and after in ("number", "minus", "money") and self.tokens.word(i) == "x":  # 3 x 4
             return False
-        tight = before == "digits" and not self.tokens[i].spaced
+        tight = before == "number" and not self.tokens[i].spaced
         return (
             tight
             or after == "raised"
-            or (before in signs and two_before == "digits")
-            or (after in signs and two_after in ("digits", ""))
+            or (before in signs and two_before == "number")
+            or (after in signs and two_after in ("number", ""))
         )
 
     # ------------------------------------------------------------------ parts of something else
 
-    def is_part(self, number: Number, start: int, stop: int) -> bool:
+    def is_part(self, number: int, start: int, stop: int) -> bool:
         """Return whether a number is part of something else: by the tokens at its sides, or by the words around it."""
-        tokens, before, after = self.tokens, number.first - 1, number.last + 1
-        while tokens.kind(before) == "open" and tokens.kind(after) == "close":  # (12), {12}, but (1,100) is a pair
-            if is_pair(tokens[number.last].text, tokens[before].text):
-                return True
-            before, after = before - 1, after + 1
+        tokens = self.tokens
         return (
-            self._joined_before(before, number)
-            or self._joined_after(after)
-            or _CHANGED_BEFORE.search(self.written(start, number.first)) is not None
-            or self._changed_after(number, after, stop)
+            (tokens.kind(number - 1) == "open" and tokens.kind(number + 1) == "close")  # a pair (1,100)
+            or self._joined_before(number - 1, number)
+            or self._joined_after(number + 1)
+            or _CHANGED_BEFORE.search(self.written(start, number)) is not None
+            or self._changed_after(number, stop)
         )
 
-    def _joined_before(self, before: int, number: Number) -> bool:
+    def _joined_before(self, before: int, number: int) -> bool:
         tokens = self.tokens
-        text, tight = tokens.text(before), not tokens.spaced(number.first)
+        text, tight = tokens.text(before), not tokens.spaced(number)
         match tokens.kind(before):
-            case "operator" | "relation" | "command" | "digits":
+            case "operator" | "relation" | "command" | "number" | "digits":
                 return True
             case "minus":
-                tight = not tokens.spaced(before + 1)
-                return tight or tokens.kind(before - 1) == "digits" or bool(tokens.name(before - 1))
+                return tight or tokens.kind(before - 1) == "number" or bool(tokens.name(before - 1))
             case "word":
                 return tight and text.lower() not in _CURRENCIES
             case "stop":
-                return tight and text in ".:" and tokens.kind(before - 1) == "digits"
+                return tight and text in ".:" and tokens.kind(before - 1) == "number"
             case "open":
-                return tokens.kind(number.last + 1) == "stop" and tokens.kind(number.last + 2) != "word"
+                return tokens.kind(number + 1) == "stop" and tokens.kind(number + 2) != "word"
         return False
 
     def _joined_after(self, after: int) -> bool:
@@ -280,12 +274,10 @@ class Prose:
                 return self._is_subtracted_from(after)
             case "raised" | "vulgar":
                 return True
-            case "digits":  # 18 12-ounce cans
-                return following != "minus" or tokens.spaced(after + 1)
+            case "number" | "digits":  # 18 12-ounce cans, 18 $5 bills
+                return (following != "minus" or tokens.spaced(after + 1)) and text[0] != "$"
             case "stop":
                 return self._stop_joins(after)
-            case "open":
-                return following == "digits" and tokens.kind(after + 2) == "close"
             case "close":
                 return tokens.kind(after - 2) == "stop" and tokens[after - 2].text in ",;"
             case "word" if len(text) == 1:
@@ -296,8 +288,8 @@ class Prose:
         """Return whether a stop joins digits: 5:45, 3,4; 1 … 9."""
         tokens, following = self.tokens, self.tokens.kind(stop + 1)
         if tokens[stop].text == "…":
-            return "digits" in (following, tokens.kind(stop + 2))
-        return following == "digits" and not tokens.spaced(stop) and not tokens.spaced(stop + 1)
+            return "number" in (following, tokens.kind(stop + 2))
+        return following == "number" and not tokens.spaced(stop) and not tokens.spaced(stop + 1)
 
     def _is_subtracted_from(self, minus: int) -> bool:
         while self.tokens.kind(minus) == "minus":
@@ -305,33 +297,8 @@ class Prose:
         name = self.tokens.name(minus)
         return (name not in "aAI") if name else self.tokens.kind(minus) in _SUBTRACTABLE
 
-    def _changed_after(self, number: Number, after: int, stop: int) -> bool:
-        changed = _CHANGED_AFTER.match(self.written(after, min(stop, after + 7)))
+    def _changed_after(self, number: int, stop: int) -> bool:
+        changed = _CHANGED_AFTER.match(self.written(number + 1, min(stop, number + 8)))
         if not changed or changed.group() != "or #":
             return changed is not None
-        following = next((other for other in self.numbers if other.first > number.last), None)  # 0.5 or 1/2
-        return not (following and same_number(following, number))
-
-
-def _numbers(tokens: Tokens) -> list[Number]:
-    """Return the numbers of a text, from left to right."""
-    numbers: list[Number] = []
-    at = 0
-    while at < len(tokens):
-        minus = tokens.kind(at) == "minus"
-        number = number_at(tokens, at) if not minus or _is_sign(tokens, at) else None
-        negative = tokens.kind(at - 1) == "chinese" and tokens[at - 1].text.endswith("负")
-        if number is None and minus and tokens.kind(at - 1) in ("", "equals"):  # = - 12
-            number, negative = number_at(tokens, at + 1), True
-        if number is not None:
-            values = tuple(-value for value in number.values) if negative else number.values
-            numbers.append(Number(values, number.decimals, at, number.last))
-            at = number.last
-        at += 1
-    return numbers
-
-
-def _is_sign(tokens: Tokens, at: int) -> bool:
-    """Return whether a minus can be a sign: nothing that could be subtracted from stands before it."""
-    before = tokens.kind(at - 1)
-    return before in _SIGN_AFTER or (tokens[at].spaced and before in ("word", "other", "close"))
+        return not self.same(number, number + 2)  # 0.5 or 1/2

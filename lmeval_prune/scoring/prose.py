@@ -45,10 +45,14 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
         return None
     prose = Prose(text)
     number = _last_number(prose) if last else _first_number(prose)
-    return None if number is None else (_as_written(prose, number), number)
+    if number is None:
+        return None
+    token = prose.tokens[number]
+    assert token.number
+    return _as_written(prose, number), token.number
 
 
-def _first_number(prose: Prose) -> Number | None:
+def _first_number(prose: Prose) -> int | None:
     """Return the number of the first clause that states one, unless others make it one of several."""
     clauses = _stating_clauses(prose)
     for i, clause in enumerate(clauses):
@@ -75,7 +79,7 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
     return [clause for clause in rest if _begins_with(prose, clause, _CONCLUSIONS)] or clauses
 
 
-def _last_number(prose: Prose) -> Number | None:
+def _last_number(prose: Prose) -> int | None:
     """Return the number of the last clause that is no supposition, reason or comparison."""
     clauses = [clause for clause in prose.clauses() if not _is_supposed(prose, clause)]
     stated = [clause for clause in clauses if not _is_reason(prose, clause)]
@@ -115,24 +119,24 @@ def _calculates(prose: Prose, clause: Clause) -> bool:
     return len(clause.sides) > 2 or " then " in prose.written(clause.start, clause.stop)
 
 
-def number_of_clause(prose: Prose, clause: Clause) -> Number | None:
+def number_of_clause(prose: Prose, clause: Clause) -> int | None:
     """Return the number of a clause: by its sides, or the first that nothing governs."""
     if len(clause.sides) > 1:
         return _number_of_sides(prose, clause)
     return _number_of_phrase(prose, *clause.sides[0]) if clause.sides else None
 
 
-def _number_of_sides(prose: Prose, clause: Clause) -> Number | None:
+def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
     tokens, sides = prose.tokens, clause.sides
     if _is_unsolved(prose, sides):
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
-    bare = first if first and prose.is_bare(sides[0]) else None
-    if bare and tokens.kind(sides[0][1]) == "arrow":  # 3 → 12
+    bare = first if first is not None and prose.is_bare(sides[0]) else None
+    if bare is not None and tokens.kind(sides[0][1]) == "arrow":  # 3 → 12
         return None
-    if bare and clause.equates and not (final and same_number(bare, final)):
+    if bare is not None and clause.equates and not (final is not None and prose.same(bare, final)):
         return None if prose.is_unsolved(sides[-1]) else bare
-    return final or (first if clause.equates else None)
+    return final if final is not None else (first if clause.equates else None)
 
 
 def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:
@@ -143,35 +147,35 @@ def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:
     return prose.is_unsolved(sides[-2]) and not names
 
 
-def _number_of_phrase(prose: Prose, start: int, stop: int) -> Number | None:
+def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
     numbers = prose.within(start, stop)
     free = [number for number in numbers if not prose.governed(number, start)]
-    if len(free) > 1 and free[0].first == start and _counts_others(prose, free[0], start):
+    if len(free) > 1 and free[0] == start and _counts_others(prose, free[0], start):
         free = free[1:]
     if len(free) > 1 and any(prose.tokens[i].kind == "chinese" for i in range(start, stop)):
         free = _chinese_numbers(prose, free, start, stop)
-    elif len(free) > 1 and _SHARED.search(prose.written(start, free[1].first)):
+    elif len(free) > 1 and _SHARED.search(prose.written(start, free[1])):
         free = free[1:]
     number = next(iter(free or numbers), None)
     return None if number is None or prose.is_part(number, start, stop) else number
 
 
-def _counts_others(prose: Prose, number: Number, start: int) -> bool:
+def _counts_others(prose: Prose, number: int, start: int) -> bool:
     """Return whether a number counts what another is said of: `1 of them costs 12`, 3个箱子装12个."""
-    tokens, after = prose.tokens, number.last + 1
+    tokens, after = prose.tokens, number + 1
     counted = tokens.kind(after) == "chinese" and not tokens[after].text.startswith("的")
     return (tokens.word(after) == "of" or counted) and not prose.is_part(number, start, len(tokens))
 
 
-def _chinese_numbers(prose: Prose, free: list[Number], start: int, stop: int) -> list[Number]:
+def _chinese_numbers(prose: Prose, free: list[int], start: int, stop: int) -> list[int]:
     """Return, of several numbers of a Chinese clause, the last one, before 才 if there is one; all of 5小时30分."""
-    counted = [number for number in free if not prose.written(start, number.first).endswith("第")] or free
+    counted = [number for number in free if not prose.written(start, number).endswith("第")] or free
     if any(prose.is_part(number, start, stop) for number in counted[:-1]):
         return counted
-    return ([number for number in counted if "才" in prose.written(number.last + 1, stop)] or counted)[-1:]
+    return ([number for number in counted if "才" in prose.written(number + 1, stop)] or counted)[-1:]
 
 
-def _is_one_of_several(prose: Prose, clause: Clause, number: Number, rest: Sequence[Clause]) -> bool:
+def _is_one_of_several(prose: Prose, clause: Clause, number: int, rest: Sequence[Clause]) -> bool:
     """Return whether what follows makes a number one of several: a list, an alternative, or another name's value."""
     if not rest or rest[0].opener not in _LIST_STOPS:
         return False
@@ -182,27 +186,27 @@ def _is_one_of_several(prose: Prose, clause: Clause, number: Number, rest: Seque
         return False
     name = prose.written(*following.sides[0]).removeprefix("and ").removeprefix("or ")
     value = number_of_clause(prose, following)
-    return len(name.split()) == 1 and value is not None and not same_number(value, number)
+    return len(name.split()) == 1 and value is not None and not prose.same(value, number)
 
 
-def _is_listed(prose: Prose, clause: Clause, number: Number) -> bool:
+def _is_listed(prose: Prose, clause: Clause, number: int) -> bool:
     """Return whether a clause begins with another number; but `12 eggs, 3 of which are bad`."""
     other = next(iter(_others(prose, clause, number)), None)
     if other is None or prose.is_part(other, clause.start, clause.stop):
         return False
-    return prose.written(clause.start, other.first) in ("", "and", "or") and prose.tokens.word(other.last + 1) != "of"
+    return prose.written(clause.start, other) in ("", "and", "or") and prose.tokens.word(other + 1) != "of"
 
 
-def _others(prose: Prose, clause: Clause, number: Number) -> list[Number]:
-    return [other for other in prose.within(clause.start, clause.stop) if not same_number(other, number)]
+def _others(prose: Prose, clause: Clause, number: int) -> list[int]:
+    return [other for other in prose.within(clause.start, clause.stop) if not prose.same(other, number)]
 
 
-def _as_written(prose: Prose, number: Number) -> str:
+def _as_written(prose: Prose, number: int) -> str:
     tokens = prose.tokens
-    written = prose.text[tokens[number.first].start : tokens[number.last].end]
+    written = tokens[number].text
     if written.endswith(("k", "K", "M", "B")):
         return written
-    if tokens.kind(number.first - 1) == "chinese" and tokens[number.first - 1].text.endswith("负"):
+    if tokens.kind(number - 1) == "chinese" and tokens[number - 1].text.endswith("负"):
         return f"-{written}"
     return _CURRENCY.sub(r"\1", written).strip()
 
@@ -217,14 +221,14 @@ def is_bare_number(text: str) -> bool:
         return False
     number, tokens = prose.numbers[0], prose.tokens
     kinds = [token.kind for token in tokens]
-    before, after = kinds[: number.first], kinds[number.last + 1 :]
+    before, after = kinds[:number], kinds[number + 1 :]
     named = before.index("equals") + 1 if "equals" in before else 0
     if not _AROUND_A_NUMBER.issuperset(before[named:]) or not _NOT_AFTER_A_NUMBER.isdisjoint(after):
         return False
     if named > 5 or kinds.count("open") != kinds.count("close") or text.lstrip().startswith("--"):
         return False
-    units = [token.text for token in tokens[number.last + 1 :] if token.kind == "word"]
-    introductory = (i for i in range(named, number.first) if prose.is_word(i))
+    units = [token.text for token in tokens[number + 1 :] if token.kind == "word"]
+    introductory = (i for i in range(named, number) if prose.is_word(i))
     return _may_be_units(units) and all(map(prose.may_stand_before, introductory)) and read_number(text) is not None
 
 
@@ -235,7 +239,7 @@ def _may_be_units(units: list[str]) -> bool:
 def numbers_in(text: str) -> list[str]:
     """Return all numbers of a plain text, as they are written."""
     prose = Prose(text)
-    return [text[prose.tokens[number.first].start : prose.tokens[number.last].end] for number in prose.numbers]
+    return [prose.tokens[i].text for i in prose.numbers]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -244,7 +248,7 @@ def number_of(text: str) -> Number | None:
     if len(text) > 2 * MAX_DIGITS:
         return None
     if _DIGITS.fullmatch(text):
-        return Number((Fraction(text),), len(text.partition(".")[2]), 0, 0)
+        return Number((Fraction(text),), len(text.partition(".")[2]))
     flat = " ".join(plain(clean(text)).split()).strip().rstrip(" .。$")
     if not is_bare_number(flat) or _NOT_THE_NUMBER.search(flat):
         return None
@@ -261,7 +265,7 @@ def numbers_equal(answer: str, gold: str) -> bool:
 def equals_number(value: Fraction, gold: str) -> bool:
     """Return whether a computed value is the number of a text."""
     number = number_of(gold)
-    return number is not None and (same_number(Number((value,), None, 0, 0), number) or rounds_to(value, number))
+    return number is not None and (same_number(Number((value,), None), number) or rounds_to(value, number))
 
 
 def readings(text: str) -> tuple[Fraction, ...]:

@@ -1,23 +1,19 @@
-r"""A text cut into tokens: digits, words, signs, brackets and stops, each with its kind."""
+r"""A text cut into tokens: numbers, words, signs, brackets and stops, each with its kind."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-SPACES = "\u00a0\u2007\u2009\u202f"  # between groups of digits
-_VULGAR = "".join(map(chr, (*range(0xBC, 0xBF), *range(0x2150, 0x215F))))  # ¼ ½ ¾ ⅐ …
-_GROUPED = rf"""[1-9]\d{{0,2}}(?:
-      (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{SPACES} ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
-    )(?!\d)"""
+from lmeval_prune.scoring.numbers import MONEY, VULGAR, Number, number_at
+from lmeval_prune.scoring.vocabulary import words
+
 _TOKEN = re.compile(
     rf"""
-      (?P<digits> \d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:{_GROUPED} | \d+)(?:\.\d+)? | \.\d+ )  # 0.1(6) is 0.1666…
-      (?:[eE](?P<exponent>[-+]?\d{{1,3}})(?![A-Za-z\d]))?
-    | (?P<vulgar>[{_VULGAR}])
-    | (?P<money>(?:(?<![A-Za-z])(?:US|AU|CA|NZ|HK|NT|[ACRS]))?\$|[€£¥₹₩₽]|(?<![A-Za-z])Rs\.?(?=\s?\d))
+      (?P<digits>\d+(?:[.,]\d+)*|\.\d+)
+    | (?P<vulgar>[{VULGAR}])
+    | (?P<money>{MONEY})
     | (?P<word>[A-Za-z]+(?:['’][A-Za-z]+)*)
-    | (?P<scale>(?:(?<=\d)|(?<=\d[ ]))(?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千]))
     | (?P<chinese>[\u4e00-\u9fff]+)
     | (?P<raised>[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+)
     | (?P<command>\\[A-Za-z]+)
@@ -28,35 +24,76 @@ _TOKEN = re.compile(
     | (?P<operator>\*\*|[+*/⁄^×·⋅∙÷√±∓|∪∩&_])
     | (?P<open>[(\[{{])
     | (?P<close>[)\]}}])
-    | (?P<percent>[%％])
-    | (?P<degree>°)
     | (?P<stop>[,;:.!?，、。；：！？\n…])
     | (?P<other>\S)
     """,
     re.VERBOSE,
 )
+_SIGN_AFTER = frozenset(["equals", "open", "operator", "relation", "stop", "chinese", "money", "arrow", ""])
+_BEFORE_SIGNS = frozenset(["equals", "stop", "open", "arrow", "money", ""])
+_BEGINNINGS = frozenset(["digits", "vulgar", "money", "open"])
+_EQUAL_WORDS = words("equal_words")
 
 
 class Token(NamedTuple):
-    """A piece of a text: its kind, where it is, and whether white space stands before it."""
+    """A piece of a text: its kind, where it is, whether white space stands before it, and the number that it is."""
 
     kind: str
     text: str
     start: int
     end: int
     spaced: bool
+    number: Number | None = None
 
 
 class Tokens(list[Token]):
     """A text's tokens. Beside its ends there are none: `kind`, `text` and `word` are empty there."""
 
     def __init__(self, text: str) -> None:
-        before = 0
-        for match in _TOKEN.finditer(text):
-            kind = match.lastgroup or "other"
-            kind = "digits" if kind == "exponent" else kind
-            self.append(Token(kind, match.group(), *match.span(), match.start() > before))
-            before = match.end()
+        end = 0
+        while match := _TOKEN.search(text, end):
+            kind, start = match.lastgroup or "", match.start()
+            reading = self._number(text, match)
+            number, stop = reading or (None, match.end())
+            self.append(Token("number" if number else kind, text[start:stop], start, stop, start > end, number))
+            end = stop
+
+    def _number(self, text: str, match: re.Match[str]) -> tuple[Number, int] | None:
+        """Return the number that begins with a piece, and its end."""
+        kind, piece, before = match.lastgroup, match.group(), self.kind(len(self) - 1)
+        if kind == "minus":
+            at = match.end()
+            spaced = text[at : at + 1].isspace()
+            if text[at : at + 1] not in "-+–" and (
+                (piece != "—" and before in ("", "equals"))
+                or (not spaced and self._is_sign(text, match.start(), piece))
+            ):
+                reading = number_at(text, at + spaced)
+                return reading and (reading[0].negated(), reading[1])
+        elif (
+            kind in _BEGINNINGS
+            or piece.lower() == "negative"
+            or (piece.lower() in ("minus", "+") and self._may_begin())
+        ):
+            reading = number_at(text, match.start())
+            if reading and before == "chinese" and self[-1].text.endswith("负"):
+                return reading[0].negated(), reading[1]
+            return reading
+        return None
+
+    def _is_sign(self, text: str, at: int, dash: str) -> bool:
+        """Return whether nothing that could be subtracted from stands before a minus."""
+        before = self.kind(len(self) - 1)
+        if dash != "-":
+            return self._may_begin() or before in ("operator", "relation")
+        spaced = text[at - 1 : at].isspace()
+        with_unit = before == "word" and self.kind(len(self) - 2) == "number" and not self[-1].spaced  # 40cm -22cm
+        return before in _SIGN_AFTER or (spaced and before in ("word", "other", "close") and not with_unit)
+
+    def _may_begin(self) -> bool:
+        """Return whether a number may begin after the last token, so that plus and minus are signs."""
+        last = len(self) - 1
+        return self.kind(last) in _BEFORE_SIGNS or self.word(last) in _EQUAL_WORDS
 
     def kind(self, i: int) -> str:
         """Return the kind of a token."""
@@ -72,8 +109,7 @@ class Tokens(list[Token]):
 
     def name(self, i: int) -> str:
         """Return a word of one letter; nothing for other tokens."""
-        text = self.text(i)
-        return text if len(text) == 1 and self[i].kind == "word" else ""
+        return self[i].text if self.kind(i) == "word" and len(self[i].text) == 1 else ""
 
     def spaced(self, i: int) -> bool:
         """Return whether white space, or the end of the text, stands before a token."""

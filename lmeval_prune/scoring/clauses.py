@@ -19,6 +19,7 @@ _CHANGED_BEFORE = re.compile(rf"(?:^|\W){phrases('changed_before')}$|{phrases('c
 _CHANGED_AFTER = re.compile(f"{phrases('changed_after')}|{phrases('changed_after', 'zh')}")
 _GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}$|{phrases('governing_clauses')}")
 _TO_THE_NUMBER = re.compile(rf"(?:{phrases('before_the_number')} ?)*#")
+_FACT = re.compile(f"{phrases('facts')}")
 _VERBS, _CONDITIONS, _EXPLANATIONS = words("verbs"), words("conditions"), words("explanations")
 _CHINESE_EXPLANATIONS = tuple(_EXPLANATIONS)
 _CURRENCIES, UNIT_LETTERS = words("currencies"), words("unit_letters")
@@ -99,7 +100,14 @@ class Prose:
     def _ends_a_clause(self, i: int, opener: str, depth: int, seen: bool) -> bool:
         tokens, token = self.tokens, self.tokens[i]
         if token.kind == "open":  # a remark
-            return depth == 0 and seen and (token.spaced or self._says(i)) and tokens.kind(i + 2) != "close"
+            is_factor = tokens.kind(i - 1) in ("operator", "minus", "command")
+            return (
+                depth == 0
+                and seen
+                and not is_factor
+                and (token.spaced or self._says(i))
+                and tokens.kind(i + 2) != "close"
+            )
         if token.kind == "close":
             return depth <= 1 and opener == "("
         if depth > 0 and opener != "(":
@@ -111,20 +119,32 @@ class Prose:
         tokens, word = self.tokens, self.tokens.word(i)
         if tokens.kind(i) == "minus":
             return tokens[i].spaced and tokens.spaced(i + 1) and not self._subtracts(i)
+        if word == "and":
+            return self._has_verb_of_its_own(i + 1)
         if not word:
             return tokens.kind(i) == "chinese" and tokens[i].text.startswith(_CHINESE_EXPLANATIONS)
         if word in ("for", "at", "with") and tokens.name(i + 1) and tokens.kind(i + 2) == "equals":
             return True
         return word in _EXPLANATIONS or (word == "i" and tokens.kind(i + 1) == "stop")
 
+    def _has_verb_of_its_own(self, start: int) -> bool:
+        """Return whether what 'and' joins states a number of its own: 'and makes #', 'and # are left'."""
+        return bool(_FACT.match(self.written(start, min(start + 8, len(self.tokens)))))
+
     def _subtracts(self, i: int) -> bool:
         """Return whether a dash with space at both sides is a minus: between numbers, or after a letter."""
-        if self.tokens.name(i - 1):
+        if (
+            self.tokens.name(i - 1)
+            or self.tokens.kind(i - 1) == "command"
+            or self.tokens.text(i - 1) in ("π", "∞", "θ")
+        ):
             return True
-        if self.tokens.kind(i + 1) != "number":
+        tokens = self.tokens
+        if tokens.kind(i + 1) != "number":
             return False
-        after = [token.kind for token in self.tokens[i + 1 : i + 30] if token.kind in ("equals", "stop")]
-        return self.tokens.kind(i - 1) == "number" or after[:1] == ["equals"]  # 60 miles - 35 miles = 25
+        after = [token.kind for token in tokens[i + 1 : i + 30] if token.kind in ("equals", "stop")]
+        measured = tokens.kind(i - 2) == "number" and tokens.text(i - 1) == tokens.text(i + 2)  # 9 cm - 5 cm
+        return tokens.kind(i - 1) == "number" or measured or after[:1] == ["equals"]  # 60 miles - 35 miles = 25
 
     def _says(self, opened: int) -> bool:
         """Return whether a bracket holds words or an equation, and is no factor."""
@@ -140,7 +160,8 @@ class Prose:
         token, tokens = self.tokens[i], self.tokens
         tight = not tokens.spaced(i + 1) and not token.spaced
         between = tokens.kind(i + 1) == tokens.kind(i - 1) == "number"
-        return not (tight and token.text in ".,:" and between)
+        computes = token.text == "," and tokens.kind(i + 2) in ("operator", "minus")  # 109,27+136=163
+        return not (tight and token.text in ".,:" and between) or computes
 
     def _clause(self, start: int, stop: int, opener: str) -> Clause:
         tokens = self.tokens
@@ -244,6 +265,7 @@ class Prose:
             (tokens.kind(number - 1) == "open" and tokens.kind(number + 1) == "close")  # a pair (1,100)
             or self._joined_before(number - 1, number)
             or self._joined_after(number + 1)
+            or self._computes_after_unit(number + 1)
             or _CHANGED_BEFORE.search(self.written(start, number)) is not None
             or self._changed_after(number, stop)
         )
@@ -255,7 +277,9 @@ class Prose:
             case "operator" | "relation" | "command" | "number" | "digits":
                 return True
             case "minus":
-                return tight or tokens.kind(before - 1) == "number" or bool(tokens.name(before - 1))
+                return tight or self._subtracts(before)
+            case "close":  # x(4), \\frac{x}{4}
+                return tight or (text == "}" and any(token.text == "{" for token in tokens[:before]))
             case "word":
                 return tight and text.lower() not in _CURRENCIES
             case "stop":
@@ -268,28 +292,51 @@ class Prose:
         tokens = self.tokens
         text, tight, following = tokens.text(after), not tokens.spaced(after), tokens.kind(after + 1)
         match tokens.kind(after):
-            case "operator" | "relation" | "command":
-                return not (text == "/" and following == "word")  # a rate
+            case "operator" | "relation" | "command":  # but a rate
+                return text != "/" or following != "word" or (tokens.name(after + 1) or "m") not in UNIT_LETTERS
             case "minus":
                 return self._is_subtracted_from(after)
             case "raised" | "vulgar":
                 return True
             case "number" | "digits":  # 18 12-ounce cans, 18 $5 bills
+                if (
+                    text[0] in "([" and not tight and (self.same(after - 1, after) or self.same(after, after - 1))
+                ):  # 2/5 (0.4)
+                    return False
                 return (following != "minus" or tokens.spaced(after + 1)) and text[0] != "$"
             case "stop":
                 return self._stop_joins(after)
+            case "open":
+                return tight and not self._says(after)
             case "close":
                 return tokens.kind(after - 2) == "stop" and tokens[after - 2].text in ",;"
             case "word" if len(text) == 1:
                 return tight and text not in UNIT_LETTERS
         return tight and text.lower() in _JOINED
 
+    def _computes_after_unit(self, after: int) -> bool:
+        """Return whether a number with its unit is an operand: 9 cm + 5 cm, 30° - 15°, 9 boxes * 4."""
+        tokens = self.tokens
+        end = next(
+            (i for i in range(after, after + 4) if tokens.kind(i) != "word" and tokens.text(i) not in "°'"), after
+        )
+        if end == after or tokens.text(end) == "/":
+            return False
+        return tokens.kind(end) == "operator" or (
+            tokens.kind(end) == "minus" and tokens.kind(end + 1) == "number" and self._subtracts(end)
+        )
+
     def _stop_joins(self, stop: int) -> bool:
         """Return whether a stop joins digits: 5:45, 3,4; 1 … 9."""
         tokens, following = self.tokens, self.tokens.kind(stop + 1)
+        if tokens[stop].text == "!":
+            return following in ("operator", "minus", "raised")
         if tokens[stop].text == "…":
             return "number" in (following, tokens.kind(stop + 2))
-        return following == "number" and not tokens.spaced(stop) and not tokens.spaced(stop + 1)
+        tight = not tokens.spaced(stop + 1)
+        if self._stops(stop):
+            return following == "number" and tokens[stop].text == ":" and tokens[stop].spaced  # 9 : 3
+        return following == "number" and tokens[stop].spaced != tight and (tight or tokens[stop].text == ":")  # 9 : 3
 
     def _is_subtracted_from(self, minus: int) -> bool:
         while self.tokens.kind(minus) == "minus":

@@ -17,6 +17,7 @@ from lmeval_prune.scoring.numbers import MAX_DIGITS, Number, rounds_to, same_num
 from lmeval_prune.scoring.vocabulary import pattern, phrases, words
 
 _CONDITIONS, _REASONS, _CONCLUSIONS = words("conditions"), words("reasons"), words("conclusions")
+_STATES = words("states")
 _SUPPOSES = pattern("suppositions")
 _CHINESE_SUPPOSES = re.compile(phrases("suppositions", "zh"))
 _COMPARES = re.compile(phrases("compares"))
@@ -131,12 +132,13 @@ def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
     if _is_unsolved(prose, sides):
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
-    bare = first if first is not None and prose.is_bare(sides[0]) else None
+    number = None if first is None else tokens[first].number
+    bare = first if number and not number.is_quotient and prose.is_bare(sides[0]) else None
     if bare is not None and tokens.kind(sides[0][1]) == "arrow":  # 3 → 12
         return None
     if bare is not None and clause.equates and not (final is not None and prose.same(bare, final)):
         return None if prose.is_unsolved(sides[-1]) else bare
-    return final if final is not None else (first if clause.equates else None)
+    return first if final is None and clause.equates else final
 
 
 def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:
@@ -192,9 +194,14 @@ def _is_one_of_several(prose: Prose, clause: Clause, number: int, rest: Sequence
 def _is_listed(prose: Prose, clause: Clause, number: int) -> bool:
     """Return whether a clause begins with another number; but `12 eggs, 3 of which are bad`."""
     other = next(iter(_others(prose, clause, number)), None)
-    if other is None or prose.is_part(other, clause.start, clause.stop):
+    if other is None or prose.is_part(other, clause.start, clause.stop) or _has_verb_after(prose, other, clause):
         return False
     return prose.written(clause.start, other) in ("", "and", "or") and prose.tokens.word(other + 1) != "of"
+
+
+def _has_verb_after(prose: Prose, number: int, clause: Clause) -> bool:
+    """Return whether a clause says something of a number: 8.2 was given."""
+    return any(prose.tokens.word(i) in _STATES for i in range(number + 1, clause.stop))
 
 
 def _others(prose: Prose, clause: Clause, number: int) -> list[int]:

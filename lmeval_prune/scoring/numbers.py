@@ -167,6 +167,9 @@ def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
 def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: int | None) -> bool:
     if abs(answer - gold) <= NOISE * min(Fraction(1), abs(gold)):
         return True
+    if gold_digits and gold_digits > 3 and (not digits or digits > gold_digits):  # a more exact answer
+        if abs(answer - gold) <= Fraction(1, 2 * 10**gold_digits):
+            return True
     if digits is None or (_ends(gold) and (gold_digits is None or not _is_cut(gold, gold_digits))):
         return False
     written = abs(answer) * 10**digits  # without end: the answer's own rounding of it, up or down

@@ -320,11 +320,12 @@ class Prose:
         end = next(
             (i for i in range(after, after + 4) if tokens.kind(i) != "word" and tokens.text(i) not in "°'"), after
         )
-        if end == after or tokens.text(end) == "/":
+        if end == after or tokens.kind(end) not in ("operator", "minus"):
             return False
-        return tokens.kind(end) == "operator" or (
-            tokens.kind(end) == "minus" and tokens.kind(end + 1) == "number" and self._subtracts(end)
-        )
+        following = tokens.kind(end + 1)
+        if tokens.kind(end) == "operator":
+            return tokens.text(end) != "/" or following == "number"
+        return following == "command" or (following == "number" and self._subtracts(end))
 
     def _stop_joins(self, stop: int) -> bool:
         """Return whether a stop joins digits: 5:45, 3,4; 1 … 9."""

@@ -138,7 +138,9 @@ def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
         return None
     if bare is not None and clause.equates and not (final is not None and prose.same(bare, final)):
         return None if prose.is_unsolved(sides[-1]) else bare
-    return first if final is None and clause.equates else final
+    if final is None and clause.equates and not (number and number.is_quotient and prose.within(*sides[-1])):
+        return first
+    return final
 
 
 def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:

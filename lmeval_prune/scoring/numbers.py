@@ -39,7 +39,7 @@ _MAGNITUDE = re.compile(
         | \sand\sa\s(?P<part>{"|".join(_PARTS)})\b | (?P<more>…) )?""",
     re.VERBOSE,
 )
-_CLOSING = re.compile(r"\s?[)\]}]")
+_CLOSING = re.compile(r"\s?\\?[)\]}]")
 _POWER = re.compile(
     r"\s?[×*·⋅x]\s?10(?:\s?(?:\^|\*\*)\s?(-?\d{1,3}|\(\s?-?\d{1,3}\s?\)|\{\s?-?\d{1,3}\s?\})|(⁻?[⁰¹²³⁴-⁹]{1,3}))(?!\d|\.\d)"
 )
@@ -49,6 +49,11 @@ _SCALE = re.compile(
     r"|((?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])))",
     re.I,
 )
+_CANDIDATE = re.compile(rf"\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b", re.I)
+_EQUATED = re.compile(r"(?:\A|[=≈≃≅≡])\s*$")
+_BEGUN = re.compile(rf"(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|[-=]>|{MONEY}|\b{phrases('equal_words')})\s*$", re.I)
+_SIGN_AFTER = re.compile(r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_<>≤≥≠\u4e00-\u9fff]\s*$|(?<![\\#A-Za-z])[A-Za-z]+\s+$|[^\w\s\\#]\s+$")
+_SIGNS = frozenset(["-", "–", "—", "+", "minus"])
 _SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")
 
 
@@ -82,10 +87,12 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
         return None
     value, decimals, end = _magnitude(match)
     percent = _PERCENT.match(text, end)
-    closing = re.compile(rf"(?:\s?\\?[)\]}}]){{{len(brackets)}}}").match(text, percent.end() if percent else end)
-    if not closing:
-        return None
-    end = closing.end()
+    end = percent.end() if percent else end
+    for _ in brackets:
+        closing = _CLOSING.match(text, end)
+        if not closing:
+            return None
+        end = closing.end()
     if power := _POWER.match(text, end):
         exponent = (power[1] or power[2].translate(SUPERSCRIPTS)).strip("({ )}")
         value, decimals, end = value * Fraction(10) ** int(exponent), None, power.end()
@@ -95,6 +102,46 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
     if scale := _scale(text, end, bool(_MONEY.search(lead["signs"]))):
         return Number((value * scale[0],), None), scale[1]
     return Number((value,), decimals, match["top"] is not None), end
+
+
+def find_numbers(text: str) -> list[tuple[int, int, Number]]:
+    """Return the numbers of a text, with their starts and ends."""
+    found: list[tuple[int, int, Number]] = []
+    at = end = 0
+    while candidate := _CANDIDATE.search(text, at):
+        start, sign = candidate.start(), candidate.group().lower()
+        reading = _signed(text, end, start, sign) if sign in _SIGNS else number_at(text, start)
+        at = candidate.end()
+        if reading:
+            number, at = reading
+            number = number.negated() if text[start - 1 : start] == "负" else number
+            found.append((start, at, number))
+            end = at
+    return found
+
+
+def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | None:
+    """Return the number with a sign at a place, if it is one: nothing that could be subtracted from stands before it.
+
+    Args:
+        text: that is read.
+        end: of the number before it.
+        start: of the sign.
+        sign: a dash, plus, or 'minus'.
+    """
+    before = text[max(end, start - 20) : start]
+    before = f"#{before}" if end and end >= start - 20 else before
+    after = text[start + 1 : start + 2]
+    begun = bool(_BEGUN.search(before))
+    if sign in ("+", "minus"):
+        return number_at(text, start) if begun else None
+    equated = sign != "—" and _EQUATED.search(before)
+    if after in ("-", "+", "–") or not (
+        equated or (not after.isspace() and (begun or (sign == "-" and _SIGN_AFTER.search(before))))
+    ):
+        return None
+    reading = number_at(text, start + 1 + after.isspace())
+    return reading and (reading[0].negated(), reading[1])
 
 
 def is_pair(digits: str, bracket: str) -> bool:
@@ -167,9 +214,9 @@ def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
 def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: int | None) -> bool:
     if abs(answer - gold) <= NOISE * min(Fraction(1), abs(gold)):
         return True
-    if gold_digits and gold_digits > 3 and (not digits or digits > gold_digits):  # a more exact answer
-        if abs(answer - gold) <= Fraction(1, 2 * 10**gold_digits):
-            return True
+    more_exact = gold_digits and gold_digits > 3 and (not digits or digits > gold_digits)
+    if more_exact and abs(answer - gold) <= Fraction(1, 2 * 10 ** (gold_digits or 0)):
+        return True
     if digits is None or (_ends(gold) and (gold_digits is None or not _is_cut(gold, gold_digits))):
         return False
     written = abs(answer) * 10**digits  # without end: the answer's own rounding of it, up or down

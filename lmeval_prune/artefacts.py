@@ -29,16 +29,16 @@ import psutil
 from filelock import FileLock, Timeout
 
 from lmeval_prune import __version__
-from lmeval_prune.errors import InputError, disk_error, first_line, writing
+from lmeval_prune.errors import InputError, disk_error, first_line, report_write_errors
 
 logger = logging.getLogger(__name__)
 CREATED_BY = f"lmeval-prune {__version__}"
-TEMPORARY = ".lmeval-prune-"  # prefix of temporary folders and locks
-_WRITER = re.compile(rf"{re.escape(TEMPORARY)}(?P<system>\w+)-(?P<process>\d+)-(?P<began>\d+)-\w+")
+TEMPORARY_PREFIX = ".lmeval-prune-"  # prefix of temporary folders and locks
+_WRITER = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?P<system>\w+)-(?P<process>\d+)-(?P<began>\d+)-\w+")
 _FORGOTTEN = 7 * 24 * 3600  # seconds without a write, after which the folder of a writer on another system is removed
 _GRACE = 0.2  # seconds; a process that clears a folder holds its locks for a moment
 # remedy for NaN or infinite values that a model has computed
-COMPUTED = "the model computes what its type cannot hold: give its weights in float32 or bfloat16"
+NONFINITE_REMEDY = "the model computes what its type cannot hold: give its weights in float32 or bfloat16"
 _TRIES = 20  # attempts to create a folder
 _LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _LONGEST = 200  # bytes of a name; file systems allow 255, and a suffix may follow
@@ -77,11 +77,11 @@ def output_lock(path: PathLike, timeout: float = _GRACE) -> Iterator[None]:
         InputError: another process or thread writes there, or nothing can be written there.
     """
     with ExitStack() as stack:
-        with writing(path):
+        with report_write_errors(path):
             try:
                 target = Path(path).resolve()
                 inside = target.is_dir() and not os.access(target.parent, os.W_OK)
-                lock = lock_of(target / target.name if inside else target)
+                lock = lock_path(target / target.name if inside else target)
                 stack.enter_context(_within(lock.parent, lambda: file_lock(lock, timeout, again=True)))
             except Timeout:
                 raise InputError(f"another run is writing to {path}; wait for it, or name another output") from None
@@ -91,9 +91,9 @@ def output_lock(path: PathLike, timeout: float = _GRACE) -> Iterator[None]:
         yield
 
 
-def lock_of(path: Path) -> Path:
+def lock_path(path: Path) -> Path:
     """Return the path of the lock beside a file or folder."""
-    return path.parent / f"{TEMPORARY}{file_name(path.name)}.lock"
+    return path.parent / f"{TEMPORARY_PREFIX}{file_name(path.name)}.lock"
 
 
 @contextmanager
@@ -135,10 +135,10 @@ def _within(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> Ite
     with ExitStack() as stack:
         for parent in reversed(missing):
             stack.callback(_remove_empty, parent)
-        yield make_folder(folder, lambda: stack.enter_context(block()))
+        yield create_folder(folder, lambda: stack.enter_context(block()))
 
 
-def make_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[assignment,return-value]
+def create_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[assignment,return-value]
     """Create a folder with its parents and call `then`; repeat if another process removed the empty folder."""
     for left in reversed(range(_TRIES)):
         try:
@@ -161,7 +161,7 @@ def _remove_empty(folder: Path) -> None:
 @functools.lru_cache(maxsize=1024)
 def _clear(folder: Path, process: int) -> None:
     """Remove the leftovers of ended writers from a folder, once in each process."""
-    for left in folder.glob(f"{TEMPORARY}*"):
+    for left in folder.glob(f"{TEMPORARY_PREFIX}*"):
         with suppress(Timeout, OSError):
             if left.suffix == ".lock":
                 with file_lock(left, timeout=0):
@@ -201,7 +201,7 @@ def _system() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _prefix(process: int) -> str:
-    return f"{TEMPORARY}{_system()}-{process}-{_began(process)}-"
+    return f"{TEMPORARY_PREFIX}{_system()}-{process}-{_began(process)}-"
 
 
 # --------------------------------------------------------------------------- writing
@@ -219,7 +219,7 @@ def write_bytes(path: PathLike, content: bytes) -> None:
         InputError: the path is a folder, or its folder cannot be created or written.
         DiskError: the disk is full or refuses files.
     """
-    with new_file(path) as temporary, writing(path):
+    with new_file(path) as temporary, report_write_errors(path):
         temporary.write_bytes(content)
 
 
@@ -252,7 +252,7 @@ def new_file(path: PathLike) -> Iterator[Path]:
     with _temporary_path(Path(path)) as temporary:
         with _room(path):
             yield temporary
-        with writing(path):
+        with report_write_errors(path):
             _sync(temporary)
             temporary.replace(path)
 
@@ -281,11 +281,11 @@ def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) ->
             _before(path).replace(path)
         if check:
             check(path)
-        with writing(path):
+        with report_write_errors(path):
             temporary.mkdir()
         with _room(path):
             yield temporary
-        with writing(path):
+        with report_write_errors(path):
             mode = temporary.stat().st_mode & 0o666
             for part in [*temporary.rglob("*"), temporary]:
                 if part.is_file():
@@ -298,10 +298,12 @@ def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) ->
 
 def final_path(temporary: Path) -> Path:
     """Return the final path of a temporary file or folder; other paths are returned unchanged."""
-    return temporary.parent.with_name(temporary.name) if temporary.parent.name.startswith(TEMPORARY) else temporary
+    return (
+        temporary.parent.with_name(temporary.name) if temporary.parent.name.startswith(TEMPORARY_PREFIX) else temporary
+    )
 
 
-def append_to(path: Path) -> IO[str]:
+def open_append(path: Path) -> IO[str]:
     """Open a text file to append to.
 
     Raises:
@@ -320,7 +322,7 @@ def append_to(path: Path) -> IO[str]:
 def _temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a path of the same name in a temporary folder of this process."""
     with ExitStack() as stack:
-        with writing(path):
+        with report_write_errors(path):
             if path.is_dir() and not folder:
                 raise InputError(f"{path} is a folder; name a file in it")
             if path.is_file() and folder:
@@ -407,7 +409,7 @@ def read_artefact(
         path: of the file.
         schema: names of schemas.
         version: the newest version that can be read.
-        fields: type of the content, as for `checked`.
+        fields: type of the content, as for `validate_json`.
 
     Returns:
         Its content, and the SHA-256 of the bytes that were read.
@@ -418,7 +420,7 @@ def read_artefact(
     """
     path = Path(path)
     data = _bytes_of(path)
-    content = from_json(data, path)
+    content = parse_json(data, path)
     schemas = (schema,) if isinstance(schema, str) else schema
     if not isinstance(content, dict) or content.get("schema") not in schemas:
         name = content.get("schema") if isinstance(content, dict) else type(content).__name__
@@ -430,20 +432,20 @@ def read_artefact(
         raise InputError(
             f"{path} has schema version {str(number)[:40]}; this lmeval-prune reads up to {version}: upgrade it"
         )
-    return checked(content, fields, path), hashlib.sha256(data).hexdigest()
+    return validate_json(content, fields, path), hashlib.sha256(data).hexdigest()
 
 
 def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:
-    """Read a JSON file and check the type of its value, as `checked` does.
+    """Read a JSON file and check the type of its value, as `validate_json` does.
 
     Raises:
         InputError: the file is missing, is no JSON, or has a value of another type.
     """
-    return checked(from_json(_bytes_of(Path(path)), path), fields, path)
+    return validate_json(parse_json(_bytes_of(Path(path)), path), fields, path)
 
 
 def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
-    """Read a JSON Lines file and check the type of each value, as `checked` does.
+    """Read a JSON Lines file and check the type of each value, as `validate_json` does.
 
     Raises:
         InputError: the file is missing, or a line is no JSON or has a value of another type.
@@ -452,10 +454,10 @@ def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
         raise InputError(f"no such file: {path}")
     lines = Path(path).read_bytes().split(b"\n")
     named = ((line, f"line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip())
-    return [checked(from_json(line, name), fields, name) for line, name in named]
+    return [validate_json(parse_json(line, name), fields, name) for line, name in named]
 
 
-def from_json(data: bytes | str, path: object) -> Any:
+def parse_json(data: bytes | str, path: object) -> Any:
     """Return the value of a JSON text; numbers with thousands of digits and very deep nesting are refused.
 
     Raises:
@@ -469,7 +471,7 @@ def from_json(data: bytes | str, path: object) -> Any:
         raise InputError(f"{path} is not valid JSON: {error}") from None
 
 
-def checked(value: Any, kind: Any, path: object) -> Any:
+def validate_json(value: Any, kind: Any, path: object) -> Any:
     """Return a JSON value after pydantic has checked its type, e.g. `list[str]` or a `TypedDict`.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmeval_prune.architectures.blocks import AttentionLayer, label_of
-from lmeval_prune.artefacts import from_json
+from lmeval_prune.artefacts import parse_json
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def head_names(heads: Any) -> tuple[str, ...]:
         text = heads.strip()
         if text[:1] == "[":
             try:
-                parsed = from_json(text, "heads")
+                parsed = parse_json(text, "heads")
             except InputError:
                 text = text.strip("[]").replace("'", "").replace('"', "")
             else:

@@ -62,7 +62,7 @@ def importance(
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
-    calibration = _calibration(skeleton, pretrained, revision, text_options) if pruner.reads_text else None
+    calibration = _calibration(skeleton, pretrained, revision, text_options, pruner.reads_text, None)
     model_map = _load(skeleton, pretrained, revision, target)
     scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
     made = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
@@ -123,9 +123,7 @@ def prune(
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
     _check_outputs(output, cut, pretrained, skeleton_map, pruning)
     uses = _uses_of_text(pruning, pruner, channel_pruner, stored)
-    if scores and text_options.has_text and not uses:
-        raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
-    calibration = _calibration(skeleton, pretrained, revision, text_options) if uses else None
+    calibration = _calibration(skeleton, pretrained, revision, text_options, bool(uses), scores)
     model_map = _load(skeleton, pretrained, revision, target)
     if artefact:
         artefact.fit_to(model_map)
@@ -205,11 +203,17 @@ def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: 
     check_writable(output)
 
 
-def _calibration(skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions) -> Any:
-    """Read the calibration text with the model's tokenizer."""
+def _calibration(
+    skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, is_used: bool, scores: str | None
+) -> Any:
+    """Read the calibration text if it is used; refuse a text beside stored scores that is not used."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.pruners.calibration import check_length, read_calibration
 
+    if not is_used:
+        if scores and text_options.has_text:
+            raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
+        return None
     check_length(skeleton, text_options.tokens)
     tokenizer = tokenizer_of(pretrained, revision, text_options.add_bos_token)
     if tokenizer is None:

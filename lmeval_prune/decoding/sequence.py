@@ -28,6 +28,8 @@ class Sequence:
         stored: number of tokens (of prompt and answer) that the slot holds.
         answer: tokens chosen so far; the last one is not stored yet.
         ended: whether the answer is complete.
+        ends, limit: end tokens, and the largest number of tokens in the answer; set when the sequence starts.
+        kept_layers: layers whose input is kept for followers while this sequence runs; empty unless it is a leader.
         ngrams: of prompt and answer, for drafts; made when first needed.
     """
 
@@ -39,18 +41,15 @@ class Sequence:
     stored: int = 0
     answer: list[int] = field(default_factory=list)
     ended: bool = False
+    ends: tuple[int, ...] = ()
+    limit: int = 0
+    kept_layers: frozenset[int] = frozenset()
     ngrams: NgramIndex | None = None
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and answer."""
         return [*self.request.prompt, *self.answer]
-
-    def kept_layers(self) -> frozenset[int]:
-        """Return the layers whose input is kept for followers while this sequence runs."""
-        if self is not self.group.leader or self.group.leader_tokens:
-            return frozenset()
-        return frozenset(follower.first_layer for follower in self.group.followers)
 
 
 @dataclass(eq=False)
@@ -79,6 +78,7 @@ class PromptGroup:
     def of(cls, sequences: list[Sequence]) -> PromptGroup:
         """Group sequences; the first of those with the highest first layer leads."""
         leader, *others = sorted(sequences, key=lambda sequence: -sequence.first_layer)
+        leader.kept_layers = frozenset(follower.first_layer for follower in others)
         group = cls(leader, deque(others), left=len(sequences))
         for sequence in sequences:
             sequence.group = group

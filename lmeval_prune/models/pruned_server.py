@@ -19,17 +19,17 @@ from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import refused_as
-from lmeval_prune.errors import InputError, first_line, reported
+from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown
+from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.dispatch import Dispatcher, Server
 from lmeval_prune.models.http_client import Connection
 from lmeval_prune.models.identity import ModelIdentity, config_fingerprint
 from lmeval_prune.models.lengths import Ending
+from lmeval_prune.models.lm_base import AnsweringLM
 from lmeval_prune.models.logs import as_lm_eval_does
-from lmeval_prune.models.once import AnsweringLM
 from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
 from lmeval_prune.models.served_answering import ServedAnswering
 from lmeval_prune.models.server_jobs import Jobs, Scored
@@ -63,7 +63,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     engine = None
     weights = None  # not known here
 
-    @reported
+    @print_input_errors
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
         as_lm_eval_does()
         known = {each.name for each in fields(ServerOptions)}
@@ -116,7 +116,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         known = [*(each.name for each in fields(ServerOptions)), *API_OPTIONS]
         for name in self.arguments.others:
             if name not in known:
-                raise unknown(name, known)
+                raise unknown_argument(name, known)
 
     def _checkpoint(self) -> Checkpoint:
         """Read the model that is served, as far as it is here."""
@@ -235,7 +235,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         return ModelIdentity.of_server(self).to_json()
 
     @property
-    def outcomes_of(self) -> dict[str, Any]:
+    def outcome_identity(self) -> dict[str, Any]:
         """Return what outcomes depend on beside `identity`: the adapters' content.
 
         Raises:
@@ -283,7 +283,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         except ValueError as error:
             raise InputError(_no_template(f" ({first_line(error)})")) from None
 
-    @reported
+    @print_input_errors
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the tokenizer's template; `InputError` if it has none."""
         if chat_template and not getattr(self.tokenizer, "chat_template", None):
@@ -298,7 +298,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ answering
 
-    @reported
+    @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Refuse `--use_cache`, which would not tell variants apart."""
         if getattr(cache_hook, "dbdict", None) is not None:

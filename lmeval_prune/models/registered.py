@@ -1,6 +1,6 @@
 """Names of functions that rooms above this one register as `MODULE:NAME`: nothing is imported before it is used.
 
-router     called with `Arguments`, returns the `Tries` of their `router=`
+router     called with `Arguments`, returns the `HeadRouter` of their `router=`
 process    registers us with lm-eval; another process of a run calls it, too
 """
 

@@ -9,12 +9,12 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import Intervention, combined
-from lmeval_prune.models.answer_store import Missing
+from lmeval_prune.models.answer_store import PendingRequests
 from lmeval_prune.models.answering import Answering
+from lmeval_prune.models.head_router import DENSE as UNPRUNED
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.served import DENSE, Served
 from lmeval_prune.models.server_jobs import NoText, Text, seed_of
-from lmeval_prune.models.tries import DENSE as UNPRUNED
 
 
 class ServedAnswering(Answering):
@@ -55,7 +55,7 @@ class ServedAnswering(Answering):
     def _group_size(self) -> int:
         return 1
 
-    def _run(self, missing: Missing, disable_tqdm: bool) -> list[Any]:
+    def _run(self, missing: PendingRequests, disable_tqdm: bool) -> list[Any]:
         def keep(index: int, text: Text) -> None:
             if isinstance(text, NoText) and self.store:
                 self.store.known[missing.keys[index]] = text  # for this run

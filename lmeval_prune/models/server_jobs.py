@@ -13,12 +13,12 @@ from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
 from lmeval_prune.models.dispatch import Job
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.http_client import Failure, log_probability
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.tries import DENSE
 
 logger = logging.getLogger(__name__)
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # `hf`'s, where nobody says anything
@@ -119,9 +119,9 @@ class Jobs:
         context, settings = request.args[:2]
         if len(request.args) > 2:
             raise InputError(f"{name}: it has more than a text; pruned-server sends texts only")
-        sampled = generation.samples(settings) and not router
+        sampled = generation.is_sampling(settings) and not router
         options: dict[str, Any] = dict(
-            normalize_gen_kwargs(settings if sampled else generation.greedily(settings), lm.max_gen_toks)
+            normalize_gen_kwargs(settings if sampled else generation.without_sampling(settings), lm.max_gen_toks)
         )
         until = handle_stop_sequences(options.pop("until", None), eos=lm.eos_string)
         length, drawn = options.pop("max_gen_toks"), bool(options.pop("do_sample", False))
@@ -159,7 +159,7 @@ class Jobs:
                 source = "the model's own " if name not in settings else ""
                 raise InputError(
                     f"{source}generation setting {name}={chosen[name]} cannot be sent to server={kind.name}"
-                    f"{nearest(name, known)}; it takes {', '.join(known)}: change gen_kwargs"
+                    f"{did_you_mean(name, known)}; it takes {', '.join(known)}: change gen_kwargs"
                 )
         return chosen
 

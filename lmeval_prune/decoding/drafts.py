@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
-if TYPE_CHECKING:
-    from lmeval_prune.decoding.sequence import Sequence
+from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 
 LONGEST, SHORTEST = 4, 2  # n-grams that are indexed
-
-
-def propose_drafts(rows: Items[Sequence], most: int, budget: int) -> list[list[int]]:
-    """Propose at most `most` tokens for each row, and at most `budget` for all, from the n-grams of its prompt group.
-
-    Of the n-grams of the row itself and of its group's complete answers, the longer match counts.
-    """
-    drafts: list[list[int]] = [[] for _ in rows]
-    most = min(most, max(1, budget // len(rows)))
-    for i, row in enumerate(rows):
-        count = min(most, budget, row.limit - len(row.answer) - 1)
-        if count <= 0:
-            continue
-        row.ngrams = row.ngrams or NgramIndex(row.request.prompt)
-        row.ngrams.extend(row.answer[len(row.ngrams.text) - len(row.request.prompt) :])
-        tokens = row.ngrams.text
-        size, drafts[i] = row.ngrams.propose(tokens, count)
-        if row.group.answers:
-            sibling_size, draft = row.group.answers.propose(tokens, count)
-            drafts[i] = draft if sibling_size >= size else drafts[i]
-        budget -= len(drafts[i])
-    return drafts
 
 
 class NgramIndex:
@@ -67,3 +44,33 @@ class NgramIndex:
                 text, end = match
                 return size, text[end : end + count]
         return 0, []
+
+
+class Drafter:
+    """Drafts from the n-grams of each running row, and of the complete answers of its prompt group."""
+
+    def __init__(self) -> None:
+        self._rows: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
+        self._answers: WeakKeyDictionary[PromptGroup, NgramIndex] = WeakKeyDictionary()
+
+    def add(self, row: Sequence) -> None:
+        """Index a complete answer for the other requests of its group."""
+        if row.group.left:
+            self._answers.setdefault(row.group, NgramIndex()).add(row.tokens)
+
+    def propose(self, rows: Items[Sequence], most: int, budget: int) -> list[list[int]]:
+        """Return at most `most` tokens for each row, and at most `budget` for all; the longest match counts."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        most = min(most, max(1, budget // len(rows)))
+        for i, row in enumerate(rows):
+            count = min(most, budget, row.limit - len(row.answer) - 1)
+            if count <= 0:
+                continue
+            ngrams = self._rows.get(row) or self._rows.setdefault(row, NgramIndex(row.request.prompt))
+            ngrams.extend(row.answer[len(ngrams.text) - len(row.request.prompt) :])
+            size, drafts[i] = ngrams.propose(ngrams.text, count)
+            if answers := self._answers.get(row.group):
+                sibling_size, draft = answers.propose(ngrams.text, count)
+                drafts[i] = draft if sibling_size >= size else drafts[i]
+            budget -= len(drafts[i])
+        return drafts

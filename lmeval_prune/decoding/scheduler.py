@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.decoding.drafts import NgramIndex, propose_drafts
+from lmeval_prune.decoding.drafts import Drafter
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
@@ -83,6 +83,7 @@ class Scheduler:
     stepped: Callable[[int], None] = lambda _: None  # called with the number of tokens in incomplete answers
     ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
+    drafter: Drafter = field(default_factory=Drafter)
 
     def answers(self) -> Iterator[Sequence]:
         """Yield each sequence when it ends."""
@@ -224,9 +225,8 @@ class Scheduler:
             group.left -= 1
             if row is group.leader:
                 self._let_follow(group)
-            if self.schedule.drafts and group.left:
-                group.answers = group.answers or NgramIndex()
-                group.answers.add(row.tokens)
+            if self.schedule.drafts:
+                self.drafter.add(row)
             self._close(row.slot)
         self.statistics.answers += len(ended)
         self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
@@ -271,7 +271,7 @@ class Scheduler:
         rows = self.active
         drafts: list[list[int]] = [[] for _ in rows]
         if self.schedule.drafts and self.budget > len(rows):
-            drafts = propose_drafts(rows, self.schedule.drafts, self.budget - len(rows))
+            drafts = self.drafter.propose(rows, self.schedule.drafts, self.budget - len(rows))
         logits = self._forward(rows, [[row.answer[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
         self.statistics.steps += 1
         self.statistics.step_rows += len(rows)

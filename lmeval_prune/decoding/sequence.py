@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.drafts import NgramIndex
 from lmeval_prune.decoding.kv_cache import SlotCopy
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.interventions.head_mask import HeadMask
@@ -30,7 +29,6 @@ class Sequence:
         ended: whether the answer is complete.
         ends, limit: end tokens, and the largest number of tokens in the answer; set when the sequence starts.
         kept_layers: layers whose input is kept for followers while this sequence runs; empty unless it is a leader.
-        ngrams: of prompt and answer, for drafts; made when first needed.
     """
 
     request: Request
@@ -44,7 +42,6 @@ class Sequence:
     ends: tuple[int, ...] = ()
     limit: int = 0
     kept_layers: frozenset[int] = frozenset()
-    ngrams: NgramIndex | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -62,7 +59,6 @@ class PromptGroup:
         leader_tokens: the tokens that followers check: the leader's prompt and answer.
         kept: by layer, its inputs at the tokens of `leader_tokens`, in pieces (tokens, width).
         shared: the leader's keys and values below the highest first layer of a follower.
-        answers: n-grams of the answers so far, for drafts.
         left: number of requests without an answer yet.
     """
 
@@ -71,7 +67,6 @@ class PromptGroup:
     leader_tokens: list[int] = field(default_factory=list)
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     shared: list[SlotCopy] = field(default_factory=list)
-    answers: NgramIndex | None = None
     left: int = 0
 
     @classmethod

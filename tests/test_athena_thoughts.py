@@ -50,7 +50,7 @@ def multiset(thought: Thought) -> object:
     return operator, frozenset(Counter(multiset(part) for part in parts).items())
 
 
-def merged_with(operator: str, one: object, other: object) -> object:
+def joined(operator: str, one: object, other: object) -> object:
     whole: Counter[object] = Counter()
     for part in (one, other):
         whole += Counter(dict(part[1])) if part[0] == operator else Counter([part])

@@ -186,7 +186,7 @@ class Intervention(Settings, ABC):
         return nullcontext()
 
     def self_check(self) -> AbstractContextManager[None]:
-        """Open an `preserve_state` block whose results are compared: what a rounding could turn is made certain in it."""
+        """Preserve state in a block, and fix decisions that rounding could change: the engine compares logits in it."""
         return self.preserve_state()
 
     def merged_with(self, other: Intervention) -> Self | None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import HeadMask, InputError, artefacts
+from lmeval_prune import HeadMask, InputError
+from lmeval_prune.artefacts import new_file
 from lmeval_prune.cli import main
 from lmeval_prune.errors import DiskError, disk_error, report_write_errors
 from lmeval_prune.grid.configuration import Grid
@@ -46,7 +47,7 @@ def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) 
         left[0] -= 1
         return open_append(path)
 
-    patch.setattr(artefacts.os, "fsync", full)
+    patch.setattr(os, "fsync", full)
     patch.setattr(answer_store, "open_append", append_full)
 
 
@@ -83,7 +84,7 @@ def map_of() -> Any:
 
 
 def write_large(path: Path) -> None:
-    with artefacts.new_file(path) as half:
+    with new_file(path) as half:
         half.write_bytes(b"x")
 
 

@@ -265,7 +265,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"mask": "/"}, "is a folder; name a file in it"),
         ({"heads": ""}, "heads= is empty"),
         ({"dtype": "floaty"}, "dtype=floaty is not a type"),
-        ({"heads": "encoder.L0H1"}, "this model has one stack; write it without a stack"),
+        ({"heads": "encoder.L0H1"}, "this model has one stack; write the head without a stack"),
         ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
         ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' must be"),

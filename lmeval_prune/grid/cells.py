@@ -1,4 +1,4 @@
-"""Cells of a grid: evaluations by lm-eval, each identified by a hash of everything that its answers and scores depend on.
+"""Cells of a grid: evaluations by lm-eval, each identified by a hash of what its answers and scores depend on.
 
 The hash covers the weights, the interventions, the preparation, the task's configuration, code, questions and
 exemplars, the chat template, the seed where something is drawn, and the versions of lm-eval, transformers and this
@@ -25,9 +25,9 @@ from lmeval_prune.grid.preparations import make_preparation, with_chat_template
 from lmeval_prune.grid.task_identity import TaskIdentity
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import ModelIdentity, by_content, code_versions
+from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_versions
 from lmeval_prune.models.served import ServerOptions, without_server
-from lmeval_prune.tasks.named import task_manager
+from lmeval_prune.tasks.loading import task_manager
 
 JSON_FIELDS = ("evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine")
 
@@ -220,7 +220,7 @@ class _Planner:
         return {
             "model": model,
             "interventions": [*applied, digest(checkpoint.map.signature())] if applied else [],
-            "router": {name: by_content(name, value) for name, value in routing.items()},
+            "router": {name: argument_identity(name, value) for name, value in routing.items()},
             "preparation": prepared,
         }
 

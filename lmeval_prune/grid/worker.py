@@ -30,7 +30,7 @@ from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.served import without_server
 from lmeval_prune.profiling.speed import highest_memory
-from lmeval_prune.tasks.named import task_manager
+from lmeval_prune.tasks.loading import task_manager
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"

@@ -551,7 +551,7 @@ def _plan(folder: Path) -> Kind:
         {"L0": "3,5-9"},
         compensation={"L0.o_proj.bias": torch.ones(32)},
         scores={"heads.L0": torch.rand(4)},
-        made={"method": "flap", "options": {"steps": 1}, "stages": []},
+        provenance={"method": "flap", "options": {"steps": 1}, "stages": []},
     )
     plan.save(folder / "plan.json", map_model(model))
     return Kind(sorted(folder.glob("plan.*")), lambda: of_intervention(folder / "plan.json"))

@@ -41,7 +41,7 @@ def test_methods_are_prepared_evaluated_and_compared(
     summary = run(grid, str(folder))
     assert summary.failed == [] and summary.cells == summary.new == 3
     plans = {path.parent.name: Plan.load(path) for path in folder.glob("prepared/*/plan.json")}
-    assert sorted(plan.made["method"] for plan in plans.values()) == ["slimgpt", "slimgpt"]
+    assert sorted(plan.provenance["method"] for plan in plans.values()) == ["slimgpt", "slimgpt"]
     assert not [path for path in (folder / "prepared").iterdir() if path.name.startswith(".")]
     answers, parameters = {}, {}
     for entry in GridFolder(folder).read()["cells"]:

@@ -42,7 +42,7 @@ def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
             gone = lowest(x.square().sum(0), weight_of(module), width, ratio)
             heads = [f"{layer.label}H{head}" for head in gone] if part == "o_proj" else []
             found = Plan(heads, {layer.label: gone} if part == "down" else {})
-            plan = plan.joined(found) or found
+            plan = plan.merged_with(found) or found
     return plan
 
 
@@ -122,7 +122,7 @@ def test_a_run_fuses_what_earlier_batches_read() -> None:
             kept[layer.columns(head)] = False
         after = applied.chooser.history["L0.o_proj"]
         torch.testing.assert_close(after[:, kept], 0.99 * h[:, kept] + 0.01 * p[:, kept])
-        with applied.uncounted():
+        with applied.preserve_state():
             output(model, first)
         torch.testing.assert_close(applied.chooser.history["L0.o_proj"], after, equal_nan=True)
         report = applied.report(model_map)

@@ -135,7 +135,7 @@ class _Wiring:
 _WIRED: WeakKeyDictionary[nn.Module, tuple[_Wiring, AttentionLayer | None]] = WeakKeyDictionary()
 
 
-def put_in_front(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
+def intercept_attention(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
     """Let `handler(call, attend)` answer all attention calls of a model until `stack` closes.
 
     It may change the call, call `attend` or not, and change what comes back: attention outputs (batch, tokens, heads,

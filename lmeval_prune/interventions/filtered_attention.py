@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.attention_call import Attend, AttentionCall, Store, put_in_front
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, Store, intercept_attention
 from lmeval_prune.interventions.filtered_cache import FilteredLayer
 from lmeval_prune.kernels.dispatch import on_device
 from lmeval_prune.kernels.filtered_attention import ops as attention
@@ -93,7 +93,7 @@ class FilteredAttention:
         return self
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Count nothing inside the block, and move no threshold that all sequences share."""
         records = [self.totals] if self._shared is None else [self.totals, self._shared]
         before = [[(label, tensor, tensor.clone()) for label, tensor in record.items()] for record in records]
@@ -121,7 +121,7 @@ class FilteredAttention:
 
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
         """Handle the attention of these layers until `stack` closes."""
-        put_in_front(model_map, self.handle, stack)
+        intercept_attention(model_map, self.handle, stack)
         stack.callback(self._forget)
         self._labels = {layer.label for layer in layers}
         for layer in layers:

@@ -31,7 +31,7 @@ from lmeval_prune.interventions.attention_call import (
     Attended,
     AttentionCall,
     check_attention_calls,
-    put_in_front,
+    intercept_attention,
 )
 from lmeval_prune.interventions.base import Intervention, change_input, interventions_on
 from lmeval_prune.interventions.filtered_attention import valid_tokens
@@ -131,7 +131,7 @@ class ProbePruning(Intervention):
         object.__setattr__(self, "chooser", chooser)
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Leave passes inside the block out of counts and history; see the base class."""
         chooser = self.chooser
         before = chooser and copy.deepcopy((chooser.history, chooser.batches, chooser.left_out))
@@ -141,7 +141,7 @@ class ProbePruning(Intervention):
             if chooser and before:
                 chooser.history, chooser.batches, chooser.left_out = before
 
-    def joined(self, other: Intervention) -> None:
+    def merged_with(self, other: Intervention) -> None:
         """Refuse a second one, and what remembers tokens, since a probe's would be among them; see the base class."""
         if isinstance(other, ProbePruning):
             raise InputError("probe_pruning cannot be applied twice at once; give one")
@@ -243,7 +243,7 @@ class Chooser:
 
     def attach(self, stack: ExitStack) -> None:
         """Watch and change the layers in play until `stack` closes."""
-        put_in_front(self.model_map, self._attend, stack)
+        intercept_attention(self.model_map, self._attend, stack)
         modules = layers_with_attention(self.model_map)[self.rule.skip_first :]
         for layer, module in zip(self._layers, modules, strict=True):
             for handle in (

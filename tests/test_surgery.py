@@ -177,7 +177,7 @@ def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
     """As plans tried out, as cuts of a cut, and as one cut; the second group goes with the last of its heads."""
     model = stored("llama", tmp_path)
     first, second = Plan("L0H0", {"L0": "1-4"}), Plan("L0H1+L1H2", {"L0": "3-8", "L1": "7"})
-    union = first.joined(second)
+    union = first.merged_with(second)
     assert union is not None and len(union.kv_heads_by_layer(map_model(model))) == 1
     with first.applied_to(model), second.applied_to(model):
         expected = output(model, tokens())

@@ -21,7 +21,7 @@ from lmeval_prune import HeadMask, InputError, RowMasks, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
 from lmeval_prune.interventions import filtered_attention, interventions_on
-from lmeval_prune.interventions.attention_call import put_in_front
+from lmeval_prune.interventions.attention_call import intercept_attention
 from lmeval_prune.interventions.filtered_cache import FilteredLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.token_filter import naive, ops
@@ -163,7 +163,7 @@ def reference(model: Any, one: TokenFilter, stack: ExitStack) -> None:
             )
         return torch.stack(rows), None
 
-    put_in_front(model_map, handle, stack)
+    intercept_attention(model_map, handle, stack)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

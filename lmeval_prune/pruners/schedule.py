@@ -97,7 +97,7 @@ def stages(
         history.append({"step": step, **shares, **count_removed(removed)})
         values = {key: by_member(columns) for key, columns in scored.values.items()}
         made = {**record, **notes, "stages": list(history)}
-        yield plan_of(removed, options.allow_empty_layer, compensation=compensation, scores=values, made=made)
+        yield plan_of(removed, options.allow_empty_layer, compensation=compensation, scores=values, provenance=made)
 
 
 def _record(
@@ -394,4 +394,4 @@ def _layer_by_layer(
     stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
     notes = {"parameters": spent(pots, counts, budget), **notes, "stages": [stage]}
     made = {**record, **notes}
-    return plan_of(removal.removed, options.allow_empty_layer, compensation=removal.compensation, made=made)
+    return plan_of(removal.removed, options.allow_empty_layer, compensation=removal.compensation, provenance=made)

@@ -64,7 +64,7 @@ def importance(
     model_map = _loaded(bare, pretrained, revision, target)
     scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
     made = {**pruner.identity, **({"calibration": calibration.about()} if calibration else {})}
-    Plan(scores=scores, made=made).save(output, model_map)
+    Plan(scores=scores, provenance=made).save(output, model_map)
     heads: dict[str, Any] = {layer.label: by_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
     draw_head_scores(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{n}") for label, values in heads.items() for n, x in enumerate(values))
@@ -138,7 +138,7 @@ def prune(
     progress = partial(print, flush=True)
     *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, known, progress, work)
     if artefact:
-        plan = replace(plan, made=_made_by_both(plan.made, artefact.made, known, uses, calibration))
+        plan = replace(plan, provenance=_made_by_both(plan.provenance, artefact.provenance, known, uses, calibration))
     plan.save(output, model_map)
     rmtree(work, ignore_errors=True)  # what was kept of layers while it was made
     _print_plan(output, plan, model_map, pruning, channel_pruner)
@@ -261,8 +261,8 @@ def _methods(
     if method:
         make_pruner(method, options or {})
     artefact = _scored_plan(scores, pruning) if scores else None
-    if artefact and artefact.made.get("method") in PRUNERS:
-        method, options = _method_of(str(scores), artefact.made, method, options)
+    if artefact and artefact.provenance.get("method") in PRUNERS:
+        method, options = _method_of(str(scores), artefact.provenance, method, options)
     pruner = make_pruner(method or "norm_entropy", options or {})
     return artefact, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
 
@@ -274,7 +274,7 @@ def _scored_plan(path: str, pruning: PruneOptions) -> Any:
     plan = Plan.load(path)
     if not plan.scores:
         raise InputError(f"{path} has no scores; make one with `lmeval-prune importance`")
-    if plan.made.get("options", {}).get("steps", 1) > 1:
+    if plan.provenance.get("options", {}).get("steps", 1) > 1:
         raise InputError(f"{path} has scores of what several steps left; make one with `lmeval-prune importance`")
     if pruning.steps > 1:
         raise InputError("scores=FILE serves a single step; leave it out, or --steps")
@@ -348,12 +348,12 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
         counts.append(f"{report['kv_heads_pruned']} of {report['kv_heads_total']} key-value heads")
     if report["channels_pruned"]:
         counts.append(f"{report['channels_pruned']} of {report['channels_total']} channels")
-    spent = plan.made.get("parameters")
+    spent = plan.provenance.get("parameters")
     share = f", {spent['removed'] / spent['removable']:.2%} of what can be removed" if spent else ""
     extension = ""
     if channel_pruner.parts != "both" and "channels" in pruning.kinds:
         extension = f" (scores of channels by {pruner_name(channel_pruner)} are an extension of ours, not the paper's)"
-    gone = f"{', '.join(counts)} of {model_map.name} go{share}; asked for: {plan.made['removes']}"
+    gone = f"{', '.join(counts)} of {model_map.name} go{share}; asked for: {plan.provenance['removes']}"
     print(f"{output}: {gone}{extension}")
     for name, kind, ratio in (("ratio", "heads", pruning.ratio), ("ffn_ratio", "channels", pruning.ffn_ratio)):
         share = f"{report[f'{kind}_pruned'] / max(1, report[f'{kind}_total']):.1%}"

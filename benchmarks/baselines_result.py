@@ -327,9 +327,9 @@ def measured(row: Row, model_map: Any, texts: Texts, windows: dict[str, torch.Te
     added = sum(one.numel() for name, one in plan.compensation.items() if name.endswith(".bias"))
     left = expected(model_map, plan)
     left = {**left, "parameters": left["parameters"] + added}
-    about = {"removes": plan.made["removes"], "calibration": text.record()}
-    removable = round(plan.made["parameters"]["removable"] * layers / in_play)  # all layers are alike
-    return {"perplexity": quality, **left, "planned": plan.made["parameters"], "removable": removable, **about}
+    about = {"removes": plan.provenance["removes"], "calibration": text.record()}
+    removable = round(plan.provenance["parameters"]["removable"] * layers / in_play)  # all layers are alike
+    return {"perplexity": quality, **left, "planned": plan.provenance["parameters"], "removable": removable, **about}
 
 
 def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:

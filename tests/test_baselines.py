@@ -188,10 +188,10 @@ def test_flap_reference_leaves_the_last_unit_of_a_layer() -> None:
     model_map, text = map_model(tiny("llama")), whole()
     plan = plan_by("flap", model_map, text, {"reference": True}, ratio=0.9)
     assert [len(heads) for _, heads in plan.heads_by_layer(model_map)] == [2, 2]
-    assert plan.made["options"]["allocation"] == "flap_reference"
+    assert plan.provenance["options"]["allocation"] == "flap_reference"
     assert (
-        plan_by("flap", model_map, text, {"reference": True}, allocation="standardised").made["options"]
-        == (plan_by("flap", model_map, text).made["options"])
+        plan_by("flap", model_map, text, {"reference": True}, allocation="standardised").provenance["options"]
+        == (plan_by("flap", model_map, text).provenance["options"])
     )
 
 
@@ -440,7 +440,7 @@ def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_
     said: list[str] = []
     options = PruneOptions(0.3, damping=0.0)
     (plan,) = stages(SlimGpt(), map_model(tiny("llama")), options, whole(rows=1, length=8), progress=said.append)
-    assert plan.made["damping"] and any("damping of L0.o_proj raised to" in line for line in said)
+    assert plan.provenance["damping"] and any("damping of L0.o_proj raised to" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["slimgpt", "random"])
@@ -450,7 +450,7 @@ def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCa
     for rows, length in ((1, 2), (4, 11), (8, 11)):
         short = {"tokens": rows * length, "widest": "L0.down", "columns": 48} if rows * length < 48 else {}
         caplog.clear()
-        made = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).made
+        made = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).provenance
         lines = [one.getMessage() for one in caplog.records]
         assert made.get("fewer_tokens_than_columns", {}) == short and len(lines) == bool(short)
         text = f"has {rows * length} tokens, fewer than the 48 columns of L0.down: the solution"
@@ -559,7 +559,7 @@ def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
     model_map = map_model(model)
     plan = plan_by("magnitude", model_map, None, ratio=0.5)
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
-    assert plan.heads and fewer == plan.made["parameters"]["removed"]
+    assert plan.heads and fewer == plan.provenance["parameters"]["removed"]
 
 
 @pytest.mark.parametrize("unit", ["group", "balanced"])
@@ -570,7 +570,7 @@ def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=2, parts="heads")
     *_, plan = stages(make_pruner("random", {}), model_map, options)
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
-    assert fewer == plan.made["parameters"]["removed"] > 0
+    assert fewer == plan.provenance["parameters"]["removed"] > 0
 
 
 def test_heads_are_named_in_the_order_of_layers_whatever_step_they_went_in() -> None:
@@ -589,7 +589,10 @@ def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
     assert [pool.size for pool in pools] == [2, 2, 2, 2]
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=3, parts="heads", allow_empty_layer=True)
     *_, plan = stages(make_pruner("random", {"seed": 3}), model_map, options)
-    assert len(plan.heads) == 8 and plan.made["parameters"]["removed"] * 2 == plan.made["parameters"]["removable"]
+    assert (
+        len(plan.heads) == 8
+        and plan.provenance["parameters"]["removed"] * 2 == plan.provenance["parameters"]["removable"]
+    )
 
 
 def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
@@ -601,7 +604,7 @@ def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
             block.down.weight *= 1 + 5 * layer.index
     model_map = map_model(model)
     plan = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3)
-    assert plan.made["head_allocation"] == plan.made["ffn_allocation"] == "standardised"
+    assert plan.provenance["head_allocation"] == plan.provenance["ffn_allocation"] == "standardised"
     scores = {key: values for key, values in scored(Flap(), model_map, text).items() if key.startswith("channels.")}
     every = [
         (float(x), (key.removeprefix("channels."), number))
@@ -612,16 +615,16 @@ def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
     assert lowest == {(label, number) for label in plan.channels for number in plan.channel_numbers(label)}
     assert len({name[:2] for name in plan.heads}) > 2
     raw = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3, allocation="global")
-    assert raw.heads != plan.heads and raw.made["head_allocation"] == "global"
+    assert raw.heads != plan.heads and raw.provenance["head_allocation"] == "global"
 
 
 def test_layers_that_are_spared_do_not_count() -> None:
     model_map, text = map_model(tiny("llama", num_hidden_layers=5)), text_of()
-    every = plan_by("flap", model_map, text).made["parameters"]["removable"]
+    every = plan_by("flap", model_map, text).provenance["parameters"]["removable"]
     for name in ("flap", "wanda_sp", "llm_pruner"):
         plan = plan_by(name, model_map, text, skip_first=1, skip_last=2)
         assert {x[:2] for x in plan.heads} | {*plan.channels} <= {"L1", "L2"}
-        counted = plan.made["parameters"]
+        counted = plan.provenance["parameters"]
         assert counted["removable"] == every * 2 / 5
         assert abs(counted["removed"] - 0.3 * counted["removable"]) <= Part(model_map.attention[0]).cost("group")
 
@@ -652,8 +655,8 @@ def test_every_plan_is_its_surgery(name: Any, family: str) -> None:
         one.numel() for key, one in plan.compensation.items() if key.endswith("bias") and _lacks_bias(model_map, key)
     )
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in smaller.parameters())
-    assert fewer + added == plan.made["parameters"]["removed"]
-    assert plan.made["calibration"]["sha256"] and plan.made["options"]["budget"] == "parameters"
+    assert fewer + added == plan.provenance["parameters"]["removed"]
+    assert plan.provenance["calibration"]["sha256"] and plan.provenance["options"]["budget"] == "parameters"
 
 
 def _lacks_bias(model_map: ModelMap, name: str) -> bool:
@@ -668,7 +671,7 @@ def test_stages_spend_more_and_more(name: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     options = PruneOptions(0.5, budget="parameters", steps=3)
     plans = list(stages(make_pruner(name, {}), model_map, options, whole()))
-    spent = [plan.made["parameters"]["removed"] / plan.made["parameters"]["removable"] for plan in plans]
+    spent = [plan.provenance["parameters"]["removed"] / plan.provenance["parameters"]["removable"] for plan in plans]
     assert spent == pytest.approx([1 / 6, 1 / 3, 1 / 2], abs=0.05)
     for one, other in pairwise(plans):
         assert {*one.heads} <= {*other.heads}
@@ -763,7 +766,7 @@ def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path
              str(tmp_path / "text.txt"), "--windows", "8", "--tokens", "32", "--output", str(tmp_path / "plan.json")]  # fmt: skip
     assert main(words) == 0
     plan = Plan.load(tmp_path / "plan.json")
-    assert plan.channels and plan.made["method"] == name and (plan.heads or name == "flap")
+    assert plan.channels and plan.provenance["method"] == name and (plan.heads or name == "flap")
     assert bool(plan.compensation) == (name in ("flap", "slimgpt"))
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".txt"}
     assert main([*words[:3], *words[3:-1], str(tmp_path / "none.json"), "--compensation", "none"]) == 0
@@ -801,7 +804,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
 
     def made(*words: str) -> dict[str, Any]:
         assert main(["prune", *model, *words, "--output", str(tmp_path / "plan.json")]) == 0
-        return dict(Plan.load(tmp_path / "plan.json").made)
+        return dict(Plan.load(tmp_path / "plan.json").provenance)
 
     flap, drawn_by_chance = str(tmp_path / "flap.json"), str(tmp_path / "random.json")
     assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
@@ -1075,7 +1078,7 @@ def test_what_to_do_where_nothing_would_go() -> None:
 def test_a_budget_that_is_missed_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """By FLAP's released costs a unit of heads may be worth far less than it is."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
-    counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).made["parameters"]
+    counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).provenance["parameters"]
     assert counted["removed"] - 0.05 * counted["removable"] > Part(model_map.attention[0]).cost("group")
     (line,) = (each.getMessage() for each in caplog.records)
     share = f"{100 * counted['removed'] / counted['removable']:.1f}%"

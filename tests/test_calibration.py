@@ -176,7 +176,7 @@ def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, te
         words = ["prune", "--pretrained", str(folder), "--ratio", "0.25", "--text", text, "--windows", "4",
                  "--tokens", "32", "--output", str(tmp_path / "plan.json"), *more]  # fmt: skip
         assert main(words) == 0
-        found.append(Plan.load(tmp_path / "plan.json").made["calibration"])
+        found.append(Plan.load(tmp_path / "plan.json").provenance["calibration"])
     assert [one["special_tokens"]["before"] for one in found] == [["<s>"], []]
     assert found[0]["sha256"] != found[1]["sha256"]
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import HeadMask, InputError, artefacts
+from lmeval_prune import HeadMask, InputError
+from lmeval_prune.artefacts import new_file
 from lmeval_prune.cli import main
 from lmeval_prune.errors import DiskError, disk_error, report_write_errors
 from lmeval_prune.grid.configuration import Grid
@@ -46,7 +47,7 @@ def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) 
         left[0] -= 1
         return open_append(path)
 
-    patch.setattr(artefacts.os, "fsync", full)
+    patch.setattr(os, "fsync", full)
     patch.setattr(answer_store, "open_append", append_full)
 
 
@@ -72,7 +73,7 @@ WRITERS: dict[str, tuple[str, int, Callable[[Path], Any]]] = {
         lambda path: Router(torch.ones(1, 2), torch.ones(1, 1), ["dense"], "none").save(path / "r"),
     ),
     "new_file": ("large.gguf", 0, lambda path: write_large(path / "large.gguf")),
-    "failure": ("x.json", 0, lambda path: GridFolder(path).fail("x", "why", "")),
+    "failure": ("x.json", 0, lambda path: GridFolder(path).record_failure("x", "why", "")),
 }
 
 
@@ -83,7 +84,7 @@ def map_of() -> Any:
 
 
 def write_large(path: Path) -> None:
-    with artefacts.new_file(path) as half:
+    with new_file(path) as half:
         half.write_bytes(b"x")
 
 
@@ -175,7 +176,7 @@ def test_a_library_that_finds_the_disk_full_fails_no_cell(
 ) -> None:
     from safetensors import SafetensorError
 
-    from lmeval_prune.grid.work import VariantLM
+    from lmeval_prune.grid.worker import VariantLM
 
     given = described(tiny_folder, variants={"dense": {}}, tasks=["prune_tiny_choice"])
     for error in (OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O error (os error 28)")):

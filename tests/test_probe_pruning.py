@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from lmeval_prune import InputError, Plan, TokenFilter, map_model
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.probe_pruning import ProbePruning, extreme, shares
+from lmeval_prune.interventions.probe_pruning import ProbePruning, counts_by_layer, top_positions
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
@@ -42,7 +42,7 @@ def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
             gone = lowest(x.square().sum(0), weight_of(module), width, ratio)
             heads = [f"{layer.label}H{head}" for head in gone] if part == "o_proj" else []
             found = Plan(heads, {layer.label: gone} if part == "down" else {})
-            plan = plan.joined(found) or found
+            plan = plan.merged_with(found) or found
     return plan
 
 
@@ -125,7 +125,7 @@ def test_a_run_fuses_what_earlier_batches_read() -> None:
             kept[layer.columns(head)] = False
         after = applied.chooser.history["L0.o_proj"]
         torch.testing.assert_close(after[:, kept], 0.99 * h[:, kept] + 0.01 * p[:, kept])
-        with applied.uncounted():
+        with applied.preserve_state():
             output(model, first)
         torch.testing.assert_close(applied.chooser.history["L0.o_proj"], after, equal_nan=True)
         report = applied.report(model_map)
@@ -233,8 +233,8 @@ def test_what_rounding_leaves_goes_to_the_next_layer(ratio: float, heads: list[i
 
 
 def test_what_the_last_layers_cannot_give_is_taken_from_those_before() -> None:
-    assert shares([10, 1, 1, 1, 1], 0.6) == [8, 0, 0, 0, 0]
-    assert shares([1, 10, 0, 1], 0.5) == [0, 6, 0, 0] and shares([], 0.5) == []
+    assert counts_by_layer([10, 1, 1, 1, 1], 0.6) == [8, 0, 0, 0, 0]
+    assert counts_by_layer([1, 10, 0, 1], 0.5) == [0, 6, 0, 0] and counts_by_layer([], 0.5) == []
 
 
 def rows_of(texts: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,7 +270,7 @@ def test_equal_tokens_are_told_apart_by_their_place(kind: torch.dtype, side: str
 def test_values_within_rounding_are_equal() -> None:
     values = torch.tensor([1.0, 3.0, 1.0 + 1e-9, 0.5, 1.0 - 1e-9, 2.0, 1.0])
     for count, expected in ((1, [1]), (2, [1, 5]), (3, [0, 1, 5]), (4, [0, 1, 2, 5]), (5, [0, 1, 2, 4, 5]), (0, [])):
-        assert extreme(values.double(), count, True, 1e-6).tolist() == expected
+        assert top_positions(values.double(), count, True, 1e-6).tolist() == expected
     for count, expected in ((1, [3]), (2, [0, 3]), (3, [0, 2, 3]), (6, [0, 2, 3, 4, 5, 6])):
-        assert extreme(values.double(), count, False, 1e-6).tolist() == expected
-    assert extreme(torch.zeros(4), 2, False, 1e-6).tolist() == [0, 1]
+        assert top_positions(values.double(), count, False, 1e-6).tolist() == expected
+    assert top_positions(torch.zeros(4), 2, False, 1e-6).tolist() == [0, 1]

@@ -391,7 +391,7 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     for label, one in again.items():
         torch.testing.assert_close(plans[1].scores[f"heads.{label}"], one)
     assert any(not torch.equal(plans[0].scores[key], plans[1].scores[key]) for key in plans[0].scores)
-    made = plans[-1].made
+    made = plans[-1].provenance
     assert made["method"] == "norm_entropy" and made["calibration"]["sha256"] and len(made["stages"]) == 3
     assert sum(len(plans[-1].channel_numbers(label)) for label in model_map.channels()) == 36
     assert [stage["channels"] for stage in made["stages"]] == [
@@ -444,10 +444,10 @@ def test_what_makes_up_for_a_step_goes_with_the_plan_and_counts_in_the_next_one(
 def test_made_says_how_channels_were_scored() -> None:
     model_map = map_model(tiny("llama"))
     (plan,) = stages(NormEntropy(1.0), model_map, by_heads(0.25, ffn_ratio=0.25), None, RandomScores(3))
-    assert plan.made["method"] == "norm_entropy" and plan.made["alpha"] == 1.0
-    assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
-    assert plan.made["stages"] == [{"step": 1, "ratio": 0.25, "ffn_ratio": 0.25, "heads": 2, "channels": 24}]
-    assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).made
+    assert plan.provenance["method"] == "norm_entropy" and plan.provenance["alpha"] == 1.0
+    assert plan.provenance["ffn_method"] == "random" and plan.provenance["ffn_options"] == {"seed": 3}
+    assert plan.provenance["stages"] == [{"step": 1, "ratio": 0.25, "ffn_ratio": 0.25, "heads": 2, "channels": 24}]
+    assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).provenance
 
 
 def test_two_pruners_that_are_equal_score_heads_and_channels() -> None:
@@ -480,9 +480,9 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
             continue
         first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
         assert first == second and first.identity(model_map) == second.identity(model_map)
-        counted, unit = first.made["parameters"], Part(model_map.attention[0]).cost("group")
+        counted, unit = first.provenance["parameters"], Part(model_map.attention[0]).cost("group")
         assert abs(counted["removed"] - 0.25 * counted["removable"]) <= unit
-        assert first.made["removes"] == f"25% of the parameters of {said}"
+        assert first.provenance["removes"] == f"25% of the parameters of {said}"
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -505,7 +505,7 @@ def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     parts = "heads" if name in ("norm_entropy", "global_threshold", "confidence") else "both"
     (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
     assert plan == next(stages(pruner, model_map, PruneOptions(0.25, parts=parts), text))
-    assert bool(plan.channels) == (parts == "both") and plan.made["options"]["parts"] == parts
+    assert bool(plan.channels) == (parts == "both") and plan.provenance["options"]["parts"] == parts
     assert resolve_options(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
     assert resolve_options(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
 
@@ -520,7 +520,7 @@ def test_what_a_plan_removes_in_words() -> None:
     assert str(by_heads(0.3, ffn_ratio=0.25)) == "30% of the query heads and 25% of the channels"
     assert str(by_heads(ffn_ratio=0.25)) == "25% of the channels"
     (plan,) = stages(RandomScores(), map_model(tiny("mixtral")), PruneOptions(0.5))
-    assert plan.made["removes"] == "50% of the parameters of heads"  # experts are none of the channels
+    assert plan.provenance["removes"] == "50% of the parameters of heads"  # experts are none of the channels
 
 
 @pytest.mark.parametrize("command", ["prune", "importance"])
@@ -603,5 +603,5 @@ def test_a_plan_with_scores_survives_its_file(tmp_path: Path) -> None:
     plan = list(stages(NormEntropy(), model_map, by_heads(0.25, ffn_ratio=0.1), text_of()))[-1]
     plan.save(tmp_path / "plan.json", model_map)
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded == plan and loaded.made["options"]["ratio"] == 0.25
+    assert loaded == plan and loaded.provenance["options"]["ratio"] == 0.25
     assert all(torch.equal(loaded.scores[key], one) for key, one in plan.scores.items())

@@ -181,15 +181,15 @@ class Intervention(Settings, ABC):
         """Return the memory it takes beside keys and values in the engine's store, for a sequence of so many tokens."""
         return 0
 
-    def uncounted(self) -> AbstractContextManager[None]:
+    def preserve_state(self) -> AbstractContextManager[None]:
         """Open a block whose forward passes are trials, which do not count in what is measured."""
         return nullcontext()
 
-    def compared(self) -> AbstractContextManager[None]:
-        """Open an `uncounted` block whose results are compared: what a rounding could turn is made certain in it."""
-        return self.uncounted()
+    def self_check(self) -> AbstractContextManager[None]:
+        """Preserve state in a block, and fix decisions that rounding could change: the engine compares logits in it."""
+        return self.preserve_state()
 
-    def joined(self, other: Intervention) -> Self | None:
+    def merged_with(self, other: Intervention) -> Self | None:
         """Return this and another one as a single intervention; None if they only nest."""
         return None
 
@@ -327,11 +327,11 @@ def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
 
 
 @contextmanager
-def uncounted(model: nn.Module) -> Iterator[None]:
+def preserve_state(model: nn.Module) -> Iterator[None]:
     """Open a block whose forward passes are trials for all that is applied to a model."""
     with ExitStack() as stack:
         for intervention in interventions_on(model):
-            stack.enter_context(intervention.uncounted())
+            stack.enter_context(intervention.preserve_state())
         yield
 
 
@@ -340,7 +340,7 @@ def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
     result: list[Intervention] = []
     for later in interventions:
         for position, earlier in enumerate(result):
-            if (union := earlier.joined(later) or later.joined(earlier)) is not None:
+            if (union := earlier.merged_with(later) or later.merged_with(earlier)) is not None:
                 result[position] = union
                 break
         else:

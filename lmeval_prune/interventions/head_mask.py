@@ -49,7 +49,7 @@ class HeadMask(Intervention):
         """Return the union of two masks; options are this one's."""
         return replace(self, heads=(*self.heads, *other.heads))
 
-    def joined(self, other: Intervention) -> HeadMask | None:
+    def merged_with(self, other: Intervention) -> HeadMask | None:
         """Return the union: only all heads together can show that a layer loses its last."""
         if not isinstance(other, HeadMask):
             return None

@@ -88,7 +88,7 @@ class Plan(Intervention):
             `L0.down.weight`: in its weight's place, (outputs, inputs of the model as it is).
         scores: by name, `heads.L0` or `channels.L0`: of each head (or of its columns) or channel, the higher the more
             important.
-        made: provenance: method and its options, calibration text, ratio, unit, stages.
+        provenance: method and its options, calibration text, ratio, unit, stages.
 
     Raises:
         InputError: a text is malformed.
@@ -102,7 +102,7 @@ class Plan(Intervention):
     allow_empty_layer: bool = field(default=False, compare=False)
     compensation: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     scores: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    made: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         heads = head_names(self.heads) if self.heads not in ("", (), [], None) else ()
@@ -113,7 +113,7 @@ class Plan(Intervention):
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
         check_finite({**self.compensation, **self.scores}, "the plan", NONFINITE_REMEDY)
         if self.compensation:
-            object.__setattr__(self, "tensors", hash_of(self.compensation))
+            object.__setattr__(self, "tensors", tensors_digest(self.compensation))
         super().__post_init__()
         if self.tensors and not self.compensation:
             raise InputError("a plan that says tensors=… needs the file with them; give it as plan=FILE")
@@ -170,7 +170,7 @@ class Plan(Intervention):
         heads = tuple(map(str, self.mask.heads_of(model_map))) if self.mask else ()
         channels = {block.label: self.channels[block.label] for block, _ in self.channels_by_layer(model_map)}
         for name, tensor in self.compensation.items():
-            _check_shape(name, tensor, projection_named(name, model_map))
+            _check_shape(name, tensor, find_projection(name, model_map))
         if heads == self.heads and list(channels) == list(self.channels):
             return self
         return replace(self, heads=heads, channels=channels)
@@ -188,9 +188,9 @@ class Plan(Intervention):
                 hook: _Added | _Computed = _Added(tensor)
             else:  # biases of plans before this one stay
                 hook = _Computed(tensor, [_Added(tensors[bias]) for tensors in applied if bias in tensors])
-            stack.callback(projection_named(name, model_map).register_forward_hook(hook).remove)
+            stack.callback(find_projection(name, model_map).register_forward_hook(hook).remove)
 
-    def joined(self, other: Intervention) -> Plan | None:
+    def merged_with(self, other: Intervention) -> Plan | None:
         """Return the union with a plan that was made after this one, or with a head mask."""
         plan = plan_of(other) if isinstance(other, HeadMask) else other
         if not isinstance(plan, Plan):
@@ -249,7 +249,7 @@ class Plan(Intervention):
 
         path = Path(path)
         tensors = {**self.compensation, **{f"scores.{name}": value for name, value in self.scores.items()}}
-        content: dict[str, Any] = {"made": dict(self.made)}
+        content: dict[str, Any] = {"made": dict(self.provenance)}
         if tensors:
             data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
             sha256 = hashlib.sha256(data).hexdigest()
@@ -264,7 +264,7 @@ class Plan(Intervention):
 
     @classmethod
     def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        attached: dict[str, Any] = {"made": content.get("made") or {}}
+        attached: dict[str, Any] = {"provenance": content.get("made") or {}}
         if entry := content.get("tensors"):
             file = path.with_name(file_name(entry["file"]))
             try:
@@ -295,7 +295,7 @@ def plan_of(mask: HeadMask) -> Plan:
     return Plan(mask.heads, allow_empty_layer=mask.allow_empty_layer, origin=mask.origin)
 
 
-def hash_of(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of named tensors."""
     from safetensors.torch import save
 
@@ -303,7 +303,7 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(save(ordered)).hexdigest()[:16]
 
 
-def projection_named(name: str, model_map: ModelMap) -> nn.Module:
+def find_projection(name: str, model_map: ModelMap) -> nn.Module:
     """Return the projection that a tensor of a plan is for.
 
     Raises:

@@ -67,7 +67,7 @@ def generate_until(
         context, settings = request.args
         if greedy:
             settings = without_sampling(settings)
-        key = digest(settings)
+        key = repr(settings)
         if key not in prepared:
             prepared[key] = _settings(lm, settings)
         params, _ = prepared[key]
@@ -79,16 +79,9 @@ def generate_until(
         if not context:
             raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
         ids, mask = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
-        draw = digest(sampling_key(seed, request, repeats[index]))
-        prompts.append(
-            Request(
-                tuple(ids[0][mask[0].bool()].tolist()),
-                masks[index] if masks else None,
-                params,
-                int(draw, 16) & (1 << 63) - 1,
-                (index, key),
-            )
-        )
+        draw = int(digest(sampling_key(seed, request, repeats[index])), 16) & (1 << 63) - 1 if params.do_sample else 0
+        ids = tuple(ids[0][mask[0].bool()].tolist())
+        prompts.append(Request(ids, masks[index] if masks else None, params, draw, (index, key)))
     texts = [""] * len(requests)
     for request, tokens in engine.decode(prompts):
         index, key = request.tag

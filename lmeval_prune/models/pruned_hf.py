@@ -28,7 +28,7 @@ from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.base import uncounted
+from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown_argument
@@ -339,7 +339,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         return scores
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        with uncounted(self.model):
+        with preserve_state(self.model):
             return int(super()._detect_batch_size(*args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

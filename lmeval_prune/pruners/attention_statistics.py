@@ -24,7 +24,7 @@ from lmeval_prune.interventions.attention_call import (
     AttentionCall,
     check_attention_calls,
     eager_attention,
-    put_in_front,
+    intercept_attention,
 )
 from lmeval_prune.pruners.calibration import CalibrationText, StopForward, stop_forward_at
 
@@ -71,7 +71,7 @@ def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Mea
 
     if _can_be_intercepted(model_map):
         with ExitStack() as stack:
-            put_in_front(model_map, handler, stack)
+            intercept_attention(model_map, handler, stack)
             for _, real in text.run(model_map.model):  # noqa: B007 - read by the handler
                 pass
     else:

@@ -101,8 +101,10 @@ def stages(
         shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
         history.append({"step": step, **shares, **count_removed(removed)})
         values = {key: per_member(columns) for key, columns in scored.values.items()}
-        made = {**record, **notes, "stages": list(history)}
-        yield make_plan(removed, options.allow_empty_layer, compensation=compensation, scores=values, made=made)
+        provenance = {**record, **notes, "stages": list(history)}
+        yield make_plan(
+            removed, options.allow_empty_layer, compensation=compensation, scores=values, provenance=provenance
+        )
 
 
 def _record(
@@ -215,8 +217,10 @@ def _layerwise_plan(
     )
     removal, notes = pruning.run([part for part in parts_of(model_map) if part.key in by_part])
     stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
-    made = {**record, "parameters": parameter_counts(pools, counts, budget), **notes, "stages": [stage]}
-    return make_plan(removal.removed, options.allow_empty_layer, compensation=removal.compensation, made=made)
+    provenance = {**record, "parameters": parameter_counts(pools, counts, budget), **notes, "stages": [stage]}
+    return make_plan(
+        removal.removed, options.allow_empty_layer, compensation=removal.compensation, provenance=provenance
+    )
 
 
 # --------------------------------------------------------------------------- options and checks

@@ -10,7 +10,6 @@ from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import as_options
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
@@ -65,8 +64,8 @@ def importance(
     calibration = _calibration(skeleton, pretrained, revision, text_options, pruner.reads_text, None)
     model_map = _load(skeleton, pretrained, revision, target)
     scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
-    made = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
-    Plan(scores=scores, made=made).save(output, model_map)
+    provenance = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
+    Plan(scores=scores, provenance=provenance).save(output, model_map)
     heads: dict[str, Any] = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
     draw_head_scores(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{n}") for label, values in heads.items() for n, x in enumerate(values))
@@ -159,9 +158,8 @@ def cut(
     """
     from lmeval_prune.interventions.plan import load_plan
 
-    with as_options():
-        write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
-        return 0
+    write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
+    return 0
 
 
 def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = None, keep_shapes: bool = False) -> Any:
@@ -252,8 +250,8 @@ def _methods(
     if method:
         make_pruner(method, options or {})
     artefact = _load_scores(scores, pruning) if scores else None
-    if artefact and artefact.made.get("method") in PRUNERS:
-        method, options = _method_of(str(scores), artefact.made, method, options)
+    if artefact and artefact.provenance.get("method") in PRUNERS:
+        method, options = _method_of(str(scores), artefact.provenance, method, options)
     pruner = make_pruner(method or "norm_entropy", options or {})
     return artefact, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
 
@@ -265,7 +263,7 @@ def _load_scores(path: str, pruning: PruneOptions) -> Any:
     plan = Plan.load(path)
     if not plan.scores:
         raise InputError(f"{path} has no scores; make one with `lmeval-prune importance`")
-    if plan.made.get("options", {}).get("steps", 1) > 1:
+    if plan.provenance.get("options", {}).get("steps", 1) > 1:
         raise InputError(
             f"{path} has scores of a model that earlier steps pruned; make one with `lmeval-prune importance`"
         )
@@ -275,18 +273,22 @@ def _load_scores(path: str, pruning: PruneOptions) -> Any:
 
 
 def _method_of(
-    path: str, made: Mapping[str, Any], method: str | None, options: dict[str, Any] | None
+    path: str, provenance: Mapping[str, Any], method: str | None, options: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     """Return the method and options of an artefact; refuse another method or other options."""
     from lmeval_prune.pruners.base import make_pruner, pruner_class
 
-    stored = {each.name: made[each.name] for each in fields(pruner_class(made["method"])) if each.name in made}
-    same = make_pruner(made["method"], {**stored, **(options or {})}) == make_pruner(made["method"], stored)
-    if method not in (None, made["method"]) or not same:
+    stored = {
+        each.name: provenance[each.name]
+        for each in fields(pruner_class(provenance["method"]))
+        if each.name in provenance
+    }
+    same = make_pruner(provenance["method"], {**stored, **(options or {})}) == make_pruner(provenance["method"], stored)
+    if method not in (None, provenance["method"]) or not same:
         raise InputError(
-            f"{path} has scores of {made['method']} with its own options; leave out --method and --options, or --scores"
+            f"{path} has scores of {provenance['method']} with its own options; leave out --method and --options, or --scores"
         )
-    return made["method"], stored
+    return provenance["method"], stored
 
 
 def _stored_scores(artefact: Any, path: str | None, pruning: PruneOptions, ffn_method: str | None) -> dict[str, Any]:
@@ -324,13 +326,13 @@ def _with_provenance(plan: Any, artefact: Any, stored: Mapping[str, Any], uses: 
 
     if not artefact:
         return plan
-    made = {name: value for name, value in plan.made.items() if name != "calibration"}
-    if "calibration" in artefact.made:
+    provenance = {name: value for name, value in plan.provenance.items() if name != "calibration"}
+    if "calibration" in artefact.provenance:
         if has_scores_of(stored, "heads"):
-            made["calibration"] = artefact.made["calibration"]
+            provenance["calibration"] = artefact.provenance["calibration"]
         elif has_scores_of(stored, "channels"):
-            made["ffn_calibration"] = artefact.made["calibration"]
-    return replace(plan, made=made | {name: calibration.record() for name in uses})
+            provenance["ffn_calibration"] = artefact.provenance["calibration"]
+    return replace(plan, provenance=provenance | {name: calibration.record() for name in uses})
 
 
 def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, channel_pruner: Any) -> None:
@@ -343,14 +345,14 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
         counts.append(f"{report['kv_heads_pruned']} of {report['kv_heads_total']} key-value heads")
     if report["channels_pruned"]:
         counts.append(f"{report['channels_pruned']} of {report['channels_total']} channels")
-    parameters = plan.made.get("parameters")
+    parameters = plan.provenance.get("parameters")
     share = ""
     if parameters:
         share = f", {parameters['removed'] / parameters['removable']:.2%} of the removable parameters"
     extension = ""
     if channel_pruner.parts != "both" and "channels" in pruning.kinds:
         extension = f" (scores of channels by {pruner_name(channel_pruner)} are an extension of ours, not the paper's)"
-    removed = f"removes {', '.join(counts)} of {model_map.name}{share}; requested: {plan.made['removes']}"
+    removed = f"removes {', '.join(counts)} of {model_map.name}{share}; requested: {plan.provenance['removes']}"
     print(f"{output}: {removed}{extension}")
     for name, kind, ratio in (("ratio", "heads", pruning.ratio), ("ffn_ratio", "channels", pruning.ffn_ratio)):
         share = f"{report[f'{kind}_pruned'] / max(1, report[f'{kind}_total']):.1%}"

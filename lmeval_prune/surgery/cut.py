@@ -27,7 +27,7 @@ from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.plan import Plan, plan_of, projection_named
+from lmeval_prune.interventions.plan import Plan, find_projection, plan_of
 from lmeval_prune.surgery.kept import Kept, channel_rows
 from lmeval_prune.surgery.model_class import model_with
 
@@ -178,7 +178,7 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     }
     return {
         "parent": identity_of(model_map),
-        "plan": {**plan.settings(), "made": dict(plan.made)},
+        "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,
         "kept_heads": {heads.layer.label: list(heads.heads) for heads in kept.heads},
         "notes": notes,
@@ -192,7 +192,7 @@ class _Tensors:
         self.names = {module: name for name, module in model_map.model.named_modules()}
         self.tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
         for name in sorted(plan.compensation):
-            module = projection_named(name, model_map)
+            module = find_projection(name, model_map)
             path = f"{self.names[module]}.{name.rpartition('.')[2]}"
             tensor = plan.compensation[name].to(self.tensors[f"{self.names[module]}.weight"])
             if name.endswith(".weight"):

@@ -143,9 +143,12 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
             "scores heads only",
         ),
         (("--method", "flap", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
-        (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu is not for this; use cpu or cuda"),
-        (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 is not there"),
-        (("--method", "random", "--ratio", 0.25, "--device", "meta"), "device=meta is not for this; use cpu or cuda"),
+        (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu cannot be used here; use cpu or cuda"),
+        (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 does not exist"),
+        (
+            ("--method", "random", "--ratio", 0.25, "--device", "meta"),
+            "device=meta cannot be used here; use cpu or cuda",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_loaded(

@@ -10,7 +10,6 @@ from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import as_options
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.settings import resolve_device
@@ -168,9 +167,8 @@ def execute(
     """
     from lmeval_prune.interventions.plan import load_plan
 
-    with as_options():
-        write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
-        return 0
+    write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
+    return 0
 
 
 def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = None, keep_shapes: bool = False) -> Any:

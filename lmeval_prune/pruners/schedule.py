@@ -102,9 +102,8 @@ def stages(
         history.append({"step": step, **shares, **count_removed(removed)})
         values = {key: per_member(columns) for key, columns in scored.values.items()}
         provenance = {**record, **notes, "stages": list(history)}
-        yield make_plan(
-            removed, options.allow_empty_layer, compensation=compensation, scores=values, provenance=provenance
-        )
+        fields = {"compensation": compensation, "scores": values, "provenance": provenance}
+        yield make_plan(removed, options.allow_empty_layer, **fields)
 
 
 def _record(
@@ -218,9 +217,8 @@ def _layerwise_plan(
     removal, notes = pruning.run([part for part in parts_of(model_map) if part.key in by_part])
     stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
     provenance = {**record, "parameters": parameter_counts(pools, counts, budget), **notes, "stages": [stage]}
-    return make_plan(
-        removal.removed, options.allow_empty_layer, compensation=removal.compensation, provenance=provenance
-    )
+    fields = {"compensation": removal.compensation, "provenance": provenance}
+    return make_plan(removal.removed, options.allow_empty_layer, **fields)
 
 
 # --------------------------------------------------------------------------- options and checks

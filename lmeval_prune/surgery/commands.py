@@ -278,17 +278,16 @@ def _method_of(
     """Return the method and options of an artefact; refuse another method or other options."""
     from lmeval_prune.pruners.base import make_pruner, pruner_class
 
+    stored_method = provenance["method"]
     stored = {
-        each.name: provenance[each.name]
-        for each in fields(pruner_class(provenance["method"]))
-        if each.name in provenance
+        each.name: provenance[each.name] for each in fields(pruner_class(stored_method)) if each.name in provenance
     }
-    same = make_pruner(provenance["method"], {**stored, **(options or {})}) == make_pruner(provenance["method"], stored)
-    if method not in (None, provenance["method"]) or not same:
+    same = make_pruner(stored_method, {**stored, **(options or {})}) == make_pruner(stored_method, stored)
+    if method not in (None, stored_method) or not same:
         raise InputError(
-            f"{path} has scores of {provenance['method']} with its own options; leave out --method and --options, or --scores"
+            f"{path} has scores of {stored_method} with its own options; leave out --method and --options, or --scores"
         )
-    return provenance["method"], stored
+    return stored_method, stored
 
 
 def _stored_scores(artefact: Any, path: str | None, pruning: PruneOptions, ffn_method: str | None) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class ProbePruning(Intervention):
 
     @property
     def needs_order(self) -> bool:
-        """Whether answers depend on earlier answers."""
+        """Return whether answers depend on earlier answers."""
         return self.state == "run" and self.ratio > 0
 
     def resolve(self, model_map: ModelMap) -> Self:

@@ -27,7 +27,7 @@ from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.plan import Plan, find_projection, plan_of
+from lmeval_prune.interventions.plan import Plan, find_projection
 from lmeval_prune.surgery.kept import Kept, channel_rows
 from lmeval_prune.surgery.model_class import model_with
 
@@ -86,7 +86,7 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
         InputError: the plan does not fit the model, or such a model cannot be cut.
     """
     model_map = map_model(model)
-    plan = plan_of(plan) if isinstance(plan, HeadMask) else plan
+    plan = Plan.from_mask(plan) if isinstance(plan, HeadMask) else plan
     check_cuttable(model_map, bool(plan.heads) and not keep_shapes)
     return _executed(model_map, plan.fit_to(model_map), keep_shapes)
 

@@ -24,7 +24,7 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
-from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
+from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan, find_projection
@@ -95,7 +95,7 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
 def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, keep_shapes: bool = False) -> Cut:
     """Load a model and cut it; check that this is possible before weights are loaded. Arguments as in `cut`."""
     skeleton = skeleton_of(pretrained, revision)
-    check_plain(skeleton, pretrained)
+    check_unquantised(skeleton, pretrained)
     skeleton_map = map_model(skeleton)
     check_cuttable(skeleton_map, bool(plan.heads) and not keep_shapes)
     plan = plan.fit_to(skeleton_map)

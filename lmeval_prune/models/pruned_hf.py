@@ -37,7 +37,7 @@ from lmeval_prune.models.identity import ModelIdentity, applied, tokenizer_finge
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.lm_base import AnsweringLM
 from lmeval_prune.models.logs import as_lm_eval_does, say_applied
-from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
+from lmeval_prune.models.use_cache import refuse_identical_repeats, separate_tables
 from lmeval_prune.profiling.costs import cost_columns
 from lmeval_prune.settings import resolve_device
 
@@ -280,7 +280,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Keep what `--use_cache` stores apart by model, settings and what is applied; see `keep_apart`.
+        """Keep what `--use_cache` stores apart by model, settings and what is applied; see `separate_tables`.
 
         Raises:
             InputError: there is an answer store too, answers depend on their order, or tables cannot be told apart.
@@ -295,13 +295,13 @@ class PrunedHFLM(AnsweringLM, HFLM):
                 raise InputError(
                     "answers that depend on their order (state=run) cannot be stored; leave out --use_cache"
                 )
-            keep_apart(database, self)
+            separate_tables(database, self)
         super().set_cache_hook(cache_hook)
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
         """Refuse requests whose repeats `--use_cache` would answer alike."""
         if kind == "generate_until" and getattr(self.cache_hook, "dbdict", None) is not None:
-            refuse_collapsed(requests)
+            refuse_identical_repeats(requests)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         """Generate as `hf` does, noting how each row's answer ended."""

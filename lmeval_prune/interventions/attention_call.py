@@ -1,6 +1,6 @@
 """Attention calls: one attention function, registered with transformers, that runs handlers and stores.
 
-A *handler* intercepts the attention of all layers after rotary embedding (a token filter, a probe). The last handler added
+A *handler* intercepts the attention of all layers after rotary embedding (a token filter, a probe). The last added
 runs first. After the handlers runs the model's own attention or, in the decoding engine, a *store* of keys and values
 that replaces it. So the same handler works with both.
 """

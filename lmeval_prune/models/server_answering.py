@@ -1,4 +1,4 @@
-"""Answers requests of lm-eval's by servers, or from the store."""
+"""Answer lm-eval's requests from the answer store or by servers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lmeval_prune.interventions import Intervention, combined
 from lmeval_prune.models.answer_store import Missing
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.identity import code_versions
-from lmeval_prune.models.served import DENSE, Served
-from lmeval_prune.models.server_jobs import NoText, Text, seed_of
+from lmeval_prune.models.server_client import GeneratedText, MissingText, sampling_seed
+from lmeval_prune.models.server_kinds import DENSE, ServedVariant
 from lmeval_prune.models.tries import DENSE as UNPRUNED
 
 
-class ServedAnswering(Answering):
-    """Answers requests from the store, or by asking servers."""
+class ServerAnswering(Answering):
+    """Answers requests from the answer store, and all others by servers."""
 
     def _applied(self) -> tuple[Intervention, ...]:
         applied: tuple[Intervention, ...] = self.lm.arguments.interventions
@@ -26,26 +26,26 @@ class ServedAnswering(Answering):
 
     @property
     def versions(self) -> dict[str, Any]:
-        """Return the versions that answers depend on; a server computes without our transformers."""
+        """Return the versions that answers depend on; servers do not use the transformers installed here."""
         return code_versions("lm_eval")
 
     def _drawn(self, request: Any, repeat: int) -> list[Any]:
-        return [seed_of(self.lm.seed, repeat)]
+        return [sampling_seed(self.lm.seed, repeat)]
 
     def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         parts, head = super()._depends_on(kind, request, repeat)
-        adapters = self.lm.hashes(self.variant(head))
-        return {**parts, "cut": self.lm.jobs.cut(kind, request), "adapters": adapters}, head
+        adapters = self.lm.adapter_hashes(self.variant(head))
+        return {**parts, "cut": self.lm.client.truncated_length(kind, request), "adapters": adapters}, head
 
-    def variant(self, head: str = UNPRUNED) -> Served:
-        """Return what serves a try's head, together with what is always pruned."""
+    def variant(self, head: str = UNPRUNED) -> ServedVariant:
+        """Return the variant that prunes the head of a try and the heads of the model_args."""
         mask = self.router.masks[head] if self.router and head != UNPRUNED else None
-        interventions: Any = combined([*self._applied(), *([mask] if mask else [])])
-        heads = [str(head) for each in interventions for head in each.heads_of(self.lm.model_map)]
-        return Served(adapter_name(heads), tuple(heads)) if heads else DENSE
+        masks: Any = combined([*self._applied(), *([mask] if mask else [])])
+        heads = [str(head) for each in masks for head in each.heads_of(self.lm.model_map)]
+        return ServedVariant(adapter_name(heads), tuple(heads)) if heads else DENSE
 
-    def variants(self) -> list[Served]:
-        """Return all that may be asked for."""
+    def variants(self) -> list[ServedVariant]:
+        """Return all variants that requests may need."""
         return list(dict.fromkeys(map(self.variant, self.router.pool if self.router else (UNPRUNED,))))
 
     def _in_groups(self, kind: str) -> Callable[[Any], bool]:
@@ -56,15 +56,15 @@ class ServedAnswering(Answering):
         return 1
 
     def _run(self, missing: Missing, disable_tqdm: bool) -> list[Any]:
-        def keep(index: int, text: Text) -> None:
-            if isinstance(text, NoText) and self.store:
-                self.store.known[missing.keys[index]] = text  # for this run
+        def keep(index: int, text: GeneratedText) -> None:
+            if isinstance(text, MissingText) and self.store:
+                self.store.known[missing.keys[index]] = text  # used in this run, not stored
             else:
                 missing.add(missing.keys[index], text, **(text.ending._asdict() if text.ending else {}))
 
         if missing.kind == "generate_until":
-            return list(self.lm.jobs.generate(missing.requests, missing.repeats, keep, not disable_tqdm))
+            return list(self.lm.client.generate(missing.requests, missing.repeats, keep, not disable_tqdm))
         with self._watched(missing):
             if missing.kind == "loglikelihood":
                 return list(LocalCompletionsAPI.loglikelihood(self.lm, missing.requests, disable_tqdm=disable_tqdm))
-            return list(self.lm.jobs.score_whole(missing.requests, not disable_tqdm))
+            return self.lm.client.score_rolling(missing.requests, not disable_tqdm)

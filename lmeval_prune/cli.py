@@ -17,8 +17,8 @@ from pkgutil import resolve_name
 
 from lmeval_prune import __version__, preflight
 from lmeval_prune.artefacts import output_lock
-from lmeval_prune.errors import InputError, disk_error, nearest
-from lmeval_prune.options import read, summary
+from lmeval_prune.errors import InputError, did_you_mean, disk_error
+from lmeval_prune.options import read_options, summary
 
 COMMANDS = {
     "run": "lmeval_prune.commands:run",
@@ -76,7 +76,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     """Read and check a command's options, lock its output, and call it."""
     function, rest = resolve_name(COMMANDS[name]), words[len(name.split()) :]
     takes_words = bool(inspect.getfullargspec(function).varargs)
-    options = {} if takes_words else read(name, function, rest, COMMANDS)
+    options = {} if takes_words else read_options(name, function, rest, COMMANDS)
     preflight.check(options)
     if name in WITH_LM_EVAL:
         from lmeval_prune.plugin import registration
@@ -105,5 +105,5 @@ def _command(words: Sequence[str]) -> str:
     if kinds or not words:
         raise InputError(f"name a command: {', '.join(kinds or COMMANDS)}")
     raise InputError(
-        f"there is no command {words[0]!r}{nearest(words[0], COMMANDS)} (`lmeval-prune --help` lists them)"
+        f"there is no command {words[0]!r}{did_you_mean(words[0], COMMANDS)} (`lmeval-prune --help` lists them)"
     )

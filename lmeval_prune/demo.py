@@ -37,10 +37,10 @@ def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: threads that wait leave the processor to others
     from lmeval_prune.interventions import HeadMask
+    from lmeval_prune.models.head_router import DENSE, FixedOrderRouter
     from lmeval_prune.models.pruned_hf import PrunedHFLM
-    from lmeval_prune.models.tries import DENSE, InTurn
     from lmeval_prune.plugin import registration
-    from lmeval_prune.tasks.named import task_manager
+    from lmeval_prune.tasks.loading import task_manager
 
     mask, results = HeadMask(heads), Path(output) / "demo.json"
     check_writable(results)
@@ -51,7 +51,10 @@ def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -
         pruned = _choices(dense, manager)
     rows = [_row("prune_tiny_choice", list(zip(_choices(dense, manager), pruned, strict=True)))]
     both = PrunedHFLM(
-        dense.model, tokenizer=dense.tokenizer, router=InTurn([DENSE, heads]), responses=str(results.parent / "answers")
+        dense.model,
+        tokenizer=dense.tokenizer,
+        router=FixedOrderRouter([DENSE, heads]),
+        responses=str(results.parent / "answers"),
     )
     rows.append(_row("prune_tiny_words", *_tries(both, manager, "prune_tiny_words")))
     if (Path(os.environ.get("LMEVAL_PRUNE_DATA") or "nowhere") / "gsm8k_test.jsonl").is_file():

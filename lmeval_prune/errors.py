@@ -50,7 +50,7 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
 
 
 @contextmanager
-def writing(path: object) -> Iterator[None]:
+def report_write_errors(path: object) -> Iterator[None]:
     """Say in one line what keeps a block from writing `path`.
 
     Raises:
@@ -83,7 +83,7 @@ def first_few(names: Iterable[object], none: str = "none", most: int = 8) -> str
     return (", ".join(texts[:most]) + (f", … ({len(texts)} in all)" if len(texts) > most else "")) or none
 
 
-def yaml_fault(error: Exception) -> str:
+def yaml_error_text(error: Exception) -> str:
     """Return what is wrong with a YAML file, and where."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if not problem or mark is None:
@@ -91,25 +91,25 @@ def yaml_fault(error: Exception) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
-def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that was probably meant; None if none is near."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a question after the known name that was meant, for the end of a message; empty if none is near."""
-    meant = closest(name, known, cutoff)
+    meant = closest_match(name, known, cutoff)
     return f"; did you mean {meant!r}?" if meant is not None else ""
 
 
-def unknown_task(names: Iterable[str], known: Iterable[str]) -> InputError:
+def unknown_task_error(names: Iterable[str], known: Iterable[str]) -> InputError:
     """Return the refusal of tasks that there are not, with the name that was meant if it is only one."""
     first, *others = names = list(names)
-    meant = "" if others else nearest(first, known)
+    meant = "" if others else did_you_mean(first, known)
     return InputError(f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them){meant}")
 
 
-def reported(function: F) -> F:
+def print_input_errors(function: F) -> F:
     """Decorate what lm-eval calls: an `InputError` that nobody catches is printed as one line.
 
     Programs can catch the error as usual (it is a `ValueError`). Only when it has left `function` is

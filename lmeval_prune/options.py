@@ -21,31 +21,31 @@ from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from lmeval_prune.errors import InputError, nearest, yaml_fault
-from lmeval_prune.settings import describe, is_readable, kinds, typed
+from lmeval_prune.errors import InputError, did_you_mean, yaml_error_text
+from lmeval_prune.settings import describe, is_supported_type, kinds, parse_value
 
 
-def either(*names: str) -> Callable[[Any], Any]:
+def mutually_exclusive(*names: str) -> Callable[[Any], Any]:
     """Declare that a command takes one of these options; the command line's replaces the recipe's."""
 
     def declare(function: Any) -> Any:
-        function.either = names
+        function.mutually_exclusive = names
         return function
 
     return declare
 
 
-def first(name: str) -> Callable[[Any], Any]:
+def first_argument(name: str) -> Callable[[Any], Any]:
     """Declare that a command's first word, if it is no option, is this option; else it is `name`."""
 
     def declare(function: Any) -> Any:
-        function.first = name
+        function.first_argument = name
         return function
 
     return declare
 
 
-def read(
+def read_options(
     command: str, function: Callable[..., int], words: Sequence[str], commands: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Read the options of a command; `--help` prints them and ends the program.
@@ -54,7 +54,7 @@ def read(
         command: its name; the first word of it is its section in a recipe.
         function: which declares the options.
         words: of the command line, after the command; a first one that is no option is the option `name`, or the one
-            that `first` declares; first ones are the option `names`.
+            that `first_argument` declares; first ones are the option `names`.
         commands: names of all commands, which may have sections in a recipe, too.
 
     Returns:
@@ -68,7 +68,7 @@ def read(
     section = command.split()[0]
     about = f"YAML recipe: its section `{section}` gives options, and the command line counts over it"
     parser.add_argument("--config", metavar="FILE", help=about)
-    leading = getattr(function, "first", "name")
+    leading = getattr(function, "first_argument", "name")
     if leading in parser.known and words and not words[0].startswith("-"):
         words = [f"--{leading}", *words]
     if "names" in parser.known:
@@ -76,7 +76,9 @@ def read(
         words = ["--names", ",".join(words[:count]), *words[count:]] if count else words
     try:
         if not {"-h", "--help"} & set(words):
-            words = _with_recipe(parser, command, words, getattr(function, "either", ()), [command, *commands])
+            words = _with_recipe(
+                parser, command, words, getattr(function, "mutually_exclusive", ()), [command, *commands]
+            )
         options = parser.parse_args(words).as_dict()
     except argparse.ArgumentError as error:
         raise InputError(_one_line(str(error))) from None
@@ -111,7 +113,7 @@ class Parser(ArgumentParser):
         if get_origin(kind) is Sequence:
             self.repeated.add(name)
             settings |= {"action": "append", "type": get_args(kind)[0], "default": []}
-        elif is_readable(hint):
+        elif is_supported_type(hint):
             settings |= {"action": None, "type": partial(_value, hint)}
             letters = {tuple: "A,B,…", dict: "NAME=VALUE,…"}.get(get_origin(kind))
             settings["metavar"] = letters or settings.get("metavar") or name.upper()
@@ -133,7 +135,7 @@ def _help(settings: Mapping[str, Any]) -> str:
 
 
 def _with_recipe(
-    parser: Parser, command: str, words: Sequence[str], either: Sequence[str], commands: Sequence[str]
+    parser: Parser, command: str, words: Sequence[str], mutually_exclusive: Sequence[str], commands: Sequence[str]
 ) -> list[str]:
     """Return the recipe's options that the command line leaves open, then the command line, both checked."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -142,9 +144,9 @@ def _with_recipe(
     sections = list(dict.fromkeys(name.split()[0] for name in commands))
     recipe = _section(Path(options.config), sections) if options.config else {}
     typed_names = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
-    _check_names(parser, command, recipe, either, f"{options.config}: ")
-    _check_names(parser, command, typed_names, either, "")
-    replaced = {*typed_names, *either} if set(either) & set(typed_names) else set(typed_names)
+    _check_names(parser, command, recipe, mutually_exclusive, f"{options.config}: ")
+    _check_names(parser, command, typed_names, mutually_exclusive, "")
+    replaced = {*typed_names, *mutually_exclusive} if set(mutually_exclusive) & set(typed_names) else set(typed_names)
     recipe = {name: value for name, value in recipe.items() if name not in replaced and value is not None}
     _check_required(parser, command, {*typed_names, *recipe})
     return [*(word for name, value in recipe.items() for word in _spelled(name, value, parser.repeated)), *rest]
@@ -157,13 +159,15 @@ def _check_required(parser: Parser, command: str, names: set[str]) -> None:
         raise InputError(f"{command} needs {', '.join(missing)}, on the command line or in a --config file")
 
 
-def _check_names(parser: Parser, command: str, names: Iterable[str], either: Sequence[str], source: str) -> None:
+def _check_names(
+    parser: Parser, command: str, names: Iterable[str], mutually_exclusive: Sequence[str], source: str
+) -> None:
     """Refuse options that the command does not have, and two of which only one may be given."""
     for name in names:
         if name not in parser.known or name in ("help", "config"):
-            raise InputError(f"{source}{command} has no option {name!r}{nearest(str(name), parser.known)}")
-    if len(set(either) & set(names)) > 1:
-        raise InputError(f"{source}give {' or '.join(either)}, not both")
+            raise InputError(f"{source}{command} has no option {name!r}{did_you_mean(str(name), parser.known)}")
+    if len(set(mutually_exclusive) & set(names)) > 1:
+        raise InputError(f"{source}give {' or '.join(mutually_exclusive)}, not both")
 
 
 def _underscored(word: str) -> str:
@@ -181,12 +185,12 @@ def _section(path: Path, known: Sequence[str]) -> dict[str, Any]:
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid YAML: {yaml_fault(error)}") from None
+        raise InputError(f"{path} is not valid YAML: {yaml_error_text(error)}") from None
     name = known[0]
     for other in recipe if isinstance(recipe, dict) else ():
         if other not in known:
             raise InputError(
-                f"{path} has a section {other!r}, and there is no such command{nearest(str(other), known)}"
+                f"{path} has a section {other!r}, and there is no such command{did_you_mean(str(other), known)}"
             )
     section = recipe.get(name) if isinstance(recipe, dict) else None
     if not isinstance(section, dict):
@@ -209,7 +213,7 @@ def _value(annotation: Any, word: Any) -> Any:
     origins = {get_origin(kind) for kind in kinds(annotation)}
     try:
         value = _pairs(word) if dict in origins else _items(word) if tuple in origins else word
-        return typed("value", value, annotation)
+        return parse_value("value", value, annotation)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be {describe(annotation)}, not {word!r}") from None
 

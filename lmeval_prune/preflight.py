@@ -16,9 +16,9 @@ from lmeval_prune import tasks
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError, unknown_task
+from lmeval_prune.errors import InputError, unknown_task_error
 from lmeval_prune.pruners.table import check_pruner
-from lmeval_prune.settings import device_named
+from lmeval_prune.settings import resolve_device
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -49,7 +49,7 @@ def check(options: Mapping[str, Any]) -> None:
         if not Path(path).exists():
             raise InputError(f"no such file: {path}")
     if options.get("device") is not None:
-        device_named(options["device"])
+        resolve_device(options["device"])
 
 
 def check_task(name: str) -> None:
@@ -64,7 +64,7 @@ def check_task(name: str) -> None:
     matches = (re.search(r"^(?:task|group): (prune_\w+)", text, re.MULTILINE) for text in texts)
     names = {match[1] for match in matches if match}
     if name not in names:
-        raise unknown_task([name], names)
+        raise unknown_task_error([name], names)
 
 
 def outline(name: str, options: Mapping[str, Any] = embedded.NO_OPTIONS) -> Any:

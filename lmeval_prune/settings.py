@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get
 
 from annotated_types import Ge, Interval
 
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 
 # Bounds of fields, in annotations: `ratio: Share`.
 Share = Annotated[float, Interval(ge=0, le=1)]
@@ -58,7 +58,7 @@ def frozen(name: str, value: Any) -> Any:
     )
 
 
-def as_json(name: str, value: Any) -> Any:
+def to_plain_json(name: str, value: Any) -> Any:
     """A frozen value as JSON knows it.
 
     Raises:
@@ -66,11 +66,11 @@ def as_json(name: str, value: Any) -> Any:
     """
     value = frozen(name, value)
     if isinstance(value, tuple):
-        return [as_json(name, item) for item in value]
-    return {key: as_json(name, item) for key, item in value.items()} if isinstance(value, Mapping) else value
+        return [to_plain_json(name, item) for item in value]
+    return {key: to_plain_json(name, item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def typed(name: str, value: Any, annotation: Any) -> Any:
+def parse_value(name: str, value: Any, annotation: Any) -> Any:
     """Read what a user wrote by the annotation of its field.
 
     Args:
@@ -82,7 +82,7 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     Raises:
         InputError: the value is of another type or out of bounds.
     """
-    if not is_readable(annotation):
+    if not is_supported_type(annotation):
         return value
     plain = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:
@@ -103,7 +103,7 @@ def _remedy(value: Any, annotation: Any) -> str:
     if isinstance(value, bool) and str in kinds(annotation):
         return "; quotes make one of a word such as true"
     choices = [choice for kind in kinds(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
-    return nearest(str(value), map(str, choices))
+    return did_you_mean(str(value), map(str, choices))
 
 
 def describe(annotation: Any) -> str:
@@ -140,7 +140,7 @@ _READABLE = (bool, int, float, str, types.NoneType, Any)
 
 
 @functools.cache
-def types_of(declaration: Any) -> dict[str, Any]:
+def annotations_of(declaration: Any) -> dict[str, Any]:
     """Annotations of a dataclass's fields, or of a function's parameters, with their bounds."""
     return get_type_hints(declaration, include_extras=True)
 
@@ -171,14 +171,14 @@ def _bounds(annotation: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def is_readable(annotation: Any) -> bool:
+def is_supported_type(annotation: Any) -> bool:
     """Return whether a type is made of those that users write; `Any` alone and unions of two kinds are not read."""
     others = [kind for kind in kinds(annotation) if kind is not types.NoneType]
     if len(others) != 1 or others == [Any]:
         return False
     origin = get_origin(others[0])
     if origin in (tuple, dict):
-        return all(item in (..., *_READABLE) or is_readable(item) for item in get_args(others[0]))
+        return all(item in (..., *_READABLE) or is_supported_type(item) for item in get_args(others[0]))
     return origin is Literal or others[0] in _READABLE
 
 
@@ -218,10 +218,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         kind: Any = type(self)  # mypy takes a type for what cannot be hashed
-        annotations = types_of(kind)
+        annotations = annotations_of(kind)
         for field in fields(self):
             try:
-                value = typed(field.name, getattr(self, field.name), annotations[field.name])
+                value = parse_value(field.name, getattr(self, field.name), annotations[field.name])
                 value = frozen(field.name, value) if self.hashable and field.compare else value
             except InputError as error:
                 raise InputError(self.label(str(error))) from None
@@ -242,13 +242,13 @@ class Settings:
         for name in values:
             if name not in known:
                 has = f"it has {', '.join(known)}" if known else "it has none"
-                raise InputError(f"{what} has no setting {name!r}; {has}{nearest(str(name), known)}")
+                raise InputError(f"{what} has no setting {name!r}; {has}{did_you_mean(str(name), known)}")
         if missing := [name for name in required_fields(cls) if name not in values]:
             raise InputError(f"{what} needs {', '.join(missing)}")
         return cls(**values)
 
 
-def device_named(name: str | None, strictly: bool = True) -> Any:
+def resolve_device(name: str | None, strictly: bool = True) -> Any:
     """Return a device of torch; without a name a GPU if there is one.
 
     Args:

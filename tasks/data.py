@@ -23,7 +23,7 @@ from typing import Any
 import datasets
 import pyarrow
 
-from lmeval_prune.errors import InputError, first_line, reported
+from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.scoring import complexity, readings
 from lmeval_prune.scoring.verifier import require_math_verify
 
@@ -320,7 +320,7 @@ def _read(path: Path) -> Iterator[Row]:
         raise InputError(f"{path} cannot be read after line {number} ({first_line(error)})") from error
 
 
-@reported
+@print_input_errors
 def custom_dataset(
     *,
     prune_data: str,

@@ -16,7 +16,7 @@ import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from lmeval_prune.errors import reported, unknown_task
+from lmeval_prune.errors import print_input_errors, unknown_task_error
 
 
 def with_our_folder(include_path: Any) -> list[str | Path]:
@@ -39,7 +39,7 @@ class LazyTaskManager(TaskManager):
         super().__init__(verbosity, with_our_folder(include_path), include_defaults=False, metadata=metadata)
         self._index: ChainMap[str, Entry] = ChainMap(self._index, LmEvalIndex())  # type: ignore[arg-type]
 
-    @reported
+    @print_input_errors
     def match_tasks(self, task_list: list[str]) -> list[str]:
         """Match names and glob patterns; names that are known already need no listing.
 
@@ -51,7 +51,7 @@ class LazyTaskManager(TaskManager):
         known = self._index.maps[0]
         unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in known]
         if unknown:
-            raise unknown_task(unknown, known)
+            raise unknown_task_error(unknown, known)
         matches: list[str] = super().match_tasks(task_list)
         return matches
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from lm_eval.api.metrics import mean
 
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
-from lmeval_prune.tasks.results import SAME, Scores, same_text
+from lmeval_prune.tasks.results import EQUALITIES, Scores, same_text
 from lmeval_prune.tasks.scored import ScoredTask
 
 
@@ -31,7 +31,7 @@ class PassAtTask(ScoredTask):
         InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
     """
 
-    @reported
+    @print_input_errors
     def __init__(self, config: dict[str, Any]) -> None:
         config = dict(config)
         config["generation_kwargs"] = {**(config.get("generation_kwargs") or {}), **config.pop("sampling", {})}
@@ -64,7 +64,7 @@ class PassAtTask(ScoredTask):
         scored = [self.score(doc, [text]) for text in list(response)[: self.attempts]]
         right = [bool(score["exact_match"]) for score in scored]
         answers = [score["extracted"] for score in scored]
-        vote, distinct = majority(answers, SAME.get(self.score, same_text))
+        vote, distinct = majority(answers, EQUALITIES.get(self.score, same_text))
         return {
             **{f"pass@{k}": float(pass_ordered(right, k)) for k in self.ks},
             **{f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in self.ks},

@@ -2,7 +2,7 @@
 
 Every item reports, beside the scores, `extracted` (the answer that is judged) and `how`. `exact_match` takes the end
 of the response where nothing marks an answer; `strict_match` needs a mark (a box, `####`, or 'the answer is').
-`SAME` holds, for each of these functions, the equality of two extracted answers.
+`EQUALITIES` holds, for each of these functions, the equality of two extracted answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lm_eval.api.filter import Filter
 from lm_eval.api.registry import register_filter
 
-from lmeval_prune.errors import reported
+from lmeval_prune.errors import print_input_errors
 from lmeval_prune.scoring import (
     MARKED,
     ExpressionReader,
@@ -68,7 +68,7 @@ class Verdicts(Filter):
     With several responses to a question, also with each other, for `maj@N` and `distinct`.
     """
 
-    @reported
+    @print_input_errors
     def apply(self, resps: Iterable[str | Sequence[str]], docs: list[dict[str, Any]]) -> Iterable[Any]:
         """Fill the store of verdicts; `resps` are texts, or lists of texts, and are handed on."""
         resps = list(resps)
@@ -91,7 +91,7 @@ def equation(doc: dict[str, Any], results: Sequence[str]) -> Scores:
     return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
 
 
-SAME: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
+EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
     number: numbers_equal,
     text_or_number: same_text,
     mathematics: same_mathematics,

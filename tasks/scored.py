@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
 
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring import MARKED
 from lmeval_prune.tasks.results import Scores, mathematics
 
@@ -42,7 +42,7 @@ class ScoredTask(ConfigurableTask):
     main = "exact_match"
     prefix = ""  # of the names of parts' metrics
 
-    @reported
+    @print_input_errors
     def __init__(self, config: dict[str, Any]) -> None:
         if not callable(config.get("process_results")):
             raise InputError(f"task {config.get('task')}: it needs a process_results function")

@@ -6,7 +6,7 @@ from typing import Any
 
 from lm_eval.api.task import ConfigurableTask
 
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 
 
 class WindowedTask(ConfigurableTask):
@@ -19,7 +19,7 @@ class WindowedTask(ConfigurableTask):
         InputError: `max_length` is not known, or is not `window`.
     """
 
-    @reported
+    @print_input_errors
     def __init__(self, config: dict[str, Any]) -> None:
         window = config["window"]
         length = (config.get("metadata") or {}).get("max_length")

@@ -33,8 +33,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lmeval_prune import HeadMask, InputError, artefacts, map_model, preflight
-from lmeval_prune.artefacts import check_writable, file_name, final_path, new_file, new_folder, output_lock, write_text
+from lmeval_prune import HeadMask, InputError, map_model, preflight
+from lmeval_prune.artefacts import (
+    check_writable,
+    digest,
+    file_name,
+    final_path,
+    locks,
+    new_file,
+    new_folder,
+    output_lock,
+    write_artefact,
+    write_text,
+    writing,
+)  # fmt: skip
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
@@ -273,7 +285,7 @@ def test_a_file_system_without_locks_is_written(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    artefacts._warn_lockless.cache_clear()
+    locks._warn_no_locks.cache_clear()
     write_text(tmp_path / "a.json", "1")
     assert not caplog.records  # a file needs no lock
     for name in "bc":
@@ -338,17 +350,17 @@ def leftover(folder: Path, system: str, process: int, began: int, age: float = 0
 
 
 def test_only_what_dead_writers_have_left_is_removed(tmp_path: Path) -> None:
-    system, process, day = artefacts._system(), os.getpid(), 24 * 3600
+    system, process, day = locks._system_id(), os.getpid(), 24 * 3600
     child = forked(lambda: None)
     ended(child)
     stay = {
-        leftover(tmp_path, system, process, artefacts._began(process), 99 * day),  # of this process
-        leftover(tmp_path, system, os.getppid(), artefacts._began(os.getppid()), 99 * day),
+        leftover(tmp_path, system, process, locks._start_time(process), 99 * day),  # of this process
+        leftover(tmp_path, system, os.getppid(), locks._start_time(os.getppid()), 99 * day),
         leftover(tmp_path, "another", child, 0, day),  # may be alive there
     }
     go = {
         leftover(tmp_path, system, child, 0),
-        leftover(tmp_path, system, process, artefacts._began(process) - 60),  # had the same number before
+        leftover(tmp_path, system, process, locks._start_time(process) - 60),  # had the same number before
         leftover(tmp_path, "another", process, 0, 8 * day),
     }
     (tmp_path / ".lmeval-prune-x.lock").touch()
@@ -370,7 +382,7 @@ def write_folder(path: Path, stop: Callable[[], Any]) -> None:
 
 def write_plan(path: Path, stop: Callable[[], Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(artefacts, "_sync", lambda _: stop())
+        patch.setattr(writing, "_sync", lambda _: stop())
         Plan("L0H1", compensation={"L0.o_proj.bias": torch.ones(32)}).save(path, map_model(tiny("llama")))
 
 
@@ -490,7 +502,7 @@ def test_a_link_is_not_appended_to(exists: bool, tmp_path: Path) -> None:
         target.write_text("text")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "rank-0.jsonl").symlink_to(target)
-    with pytest.raises(InputError, match="is a link, and is not written to"):
+    with pytest.raises(InputError, match="is a symbolic link"):
         AnswerStore(tmp_path / "store")
     assert target.exists() == exists and (not exists or target.read_text() == "text")
     (tmp_path / "store" / "rank-0.jsonl").unlink()
@@ -672,7 +684,7 @@ def _distillation(folder: Path) -> Kind:
     }
     material = {"splits": {"task": "t", "test": None}, "trained_on": ["a"], "validated_on": []}
     content = {"model": "m", "options": {"epochs": 1}, "material": material, "stages": [stage]}
-    artefacts.write_artefact(folder / NOTE, DISTILLATION, 1, content)
+    write_artefact(folder / NOTE, DISTILLATION, 1, content)
     return Kind([folder / NOTE], lambda: str(read_note(folder)))
 
 
@@ -706,7 +718,7 @@ def _layers(folder: Path) -> Kind:
 
 
 def _samples(folder: Path) -> Kind:
-    questions = [{"question": f"q{i}", "prompt": artefacts.digest(f"p{i}")} for i in range(2)]
+    questions = [{"question": f"q{i}", "prompt": digest(f"p{i}")} for i in range(2)]
     outcomes = Outcomes(np.ones((2, 1), np.float32), ["dense"], questions, {}, {"t": {"question_field": "question"}})
     row: dict[str, Any] = {"filtered_resps": [["a", "b"]], "pass@1_unbiased": 0.5}
     rows = [

@@ -18,7 +18,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import lock_of
+from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
@@ -454,5 +454,5 @@ def test_math23k_is_trained_on_and_its_constants_are_thought_of(
 
 def test_one_process_trains_at_a_time(options: TrainOptions, tmp_path: Path) -> None:
     (tmp_path / "host.training").mkdir()
-    with FileLock(lock_of(tmp_path / "host")), pytest.raises(InputError, match="another run is writing"):
+    with FileLock(lock_path(tmp_path / "host")), pytest.raises(InputError, match="another run is writing"):
         training.train(replace(options, output=str(tmp_path / "host")))

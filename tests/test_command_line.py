@@ -24,7 +24,7 @@ from lmeval_prune.models.athena import AthenaLM
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.plugin import registration
-from lmeval_prune.settings import device_named
+from lmeval_prune.settings import resolve_device
 from tests.conftest import ROOT
 
 
@@ -282,7 +282,7 @@ def test_devices_that_are_not_there_are_one_line(tiny_folder: Path, tmp_path: Pa
         assert main([command, *words]) == 2
         assert re.fullmatch(r"lmeval-prune: error: device=cuda:99 is not there .*\n", capsys.readouterr().err)
     if not torch.cuda.is_available():
-        assert str(device_named("cuda:0", strictly=False)) == "cpu"  # lm-eval's own default
+        assert str(resolve_device("cuda:0", strictly=False)) == "cpu"  # lm-eval's own default
         with pytest.raises(InputError, match="device=cuda is not there"):
             PrunedHFLM(str(tiny_folder), device="cuda")
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.artefacts import lock_of
+from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints.pruned import read_manifest
@@ -575,7 +575,7 @@ def test_patience_needs_something_to_wait_for(
 def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) -> None:
     work = tmp_path / "student.distilling"
     work.mkdir()
-    with FileLock(lock_of(work.with_suffix(""))), pytest.raises(InputError, match="another run is writing"):
+    with FileLock(lock_path(work.with_suffix(""))), pytest.raises(InputError, match="another run is writing"):
         distill(athena)
 
 

@@ -22,7 +22,7 @@ from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import Arguments, argument_names
 from lmeval_prune.pruners import base
 from lmeval_prune.tasks import data
-from lmeval_prune.tasks.named import load_tasks
+from lmeval_prune.tasks.loading import load_tasks
 from tests import methods
 from tests.conftest import ROOT, task_manager
 from tests.tiny_models import output, tiny, tokens

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import HeadMask, InputError, artefacts
+from lmeval_prune import HeadMask, InputError
+from lmeval_prune.artefacts import new_file
 from lmeval_prune.cli import main
-from lmeval_prune.errors import DiskError, disk_error, writing
+from lmeval_prune.errors import DiskError, disk_error, report_write_errors
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
@@ -32,7 +33,7 @@ NO_SPACE = r"cannot be written: no space left on device; free some space and run
 
 def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) -> None:
     """Let every file but the first `after` ones meet a full disk: what is appended, too."""
-    left, fsync, append_to = [after], os.fsync, answer_store.append_to
+    left, fsync, open_append = [after], os.fsync, answer_store.open_append
 
     def full(handle: int) -> None:
         if left[0] == 0:
@@ -44,10 +45,10 @@ def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) 
         if left[0] == 0:
             return Path("/dev/full").open("a")
         left[0] -= 1
-        return append_to(path)
+        return open_append(path)
 
-    patch.setattr(artefacts.os, "fsync", full)
-    patch.setattr(answer_store, "append_to", append_full)
+    patch.setattr(os, "fsync", full)
+    patch.setattr(answer_store, "open_append", append_full)
 
 
 def answered(folder: Path, compact: bool = False) -> None:
@@ -83,7 +84,7 @@ def map_of() -> Any:
 
 
 def write_large(path: Path) -> None:
-    with artefacts.new_file(path) as half:
+    with new_file(path) as half:
         half.write_bytes(b"x")
 
 
@@ -101,12 +102,15 @@ def test_a_full_disk_is_one_line_that_names_the_file(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
 def test_every_reason_that_lies_with_the_disk_has_its_remedy(number: int) -> None:
-    with pytest.raises(DiskError, match=r"^out\.json cannot be written: [^\n]+; ") as raised, writing("out.json"):
+    with (
+        pytest.raises(DiskError, match=r"^out\.json cannot be written: [^\n]+; ") as raised,
+        report_write_errors("out.json"),
+    ):
         raise OSError(number, os.strerror(number))
     assert "Errno" not in str(raised.value)
     with (
         pytest.raises(InputError, match=r"^out\.json cannot be written: Not a directory$") as raised,
-        writing("out.json"),
+        report_write_errors("out.json"),
     ):
         raise OSError(errno.ENOTDIR, "Not a directory")
     assert not isinstance(raised.value, DiskError)

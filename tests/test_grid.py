@@ -706,12 +706,12 @@ def test_content_counts_not_the_place(tmp_path: Path) -> None:
 
 def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None:
     lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
-    lm.again(dtype="float64", device="cpu", heads="L1H2", engine="batched")
+    lm.reconfigure(dtype="float64", device="cpu", heads="L1H2", engine="batched")
     assert lm.pruning_info()["heads"] == ["L1H2"] and lm.engine is not None
     with pytest.raises(InputError, match="load it again"):
-        lm.again(dtype="float32", device="cpu")
+        lm.reconfigure(dtype="float32", device="cpu")
     assert lm.pruning_info()["heads"] == ["L1H2"]
-    lm.again(dtype="float64", device="cpu")
+    lm.reconfigure(dtype="float64", device="cpu")
     assert lm.pruning_info()["heads"] == [] and lm.engine is None
 
 
@@ -719,12 +719,12 @@ def test_a_store_stays_open_from_variant_to_variant(tiny_folder: Path, tmp_path:
     given = {"dtype": "float64", "device": "cpu"}
     lm = PrunedHFLM(str(tiny_folder), **given, responses=str(tmp_path / "a"))
     store = lm.answering.store
-    lm.again(**given, heads="L0H1", responses=str(tmp_path / "a"))
+    lm.reconfigure(**given, heads="L0H1", responses=str(tmp_path / "a"))
     assert store is lm.answering.store
-    lm.again(**given, responses=str(tmp_path / "b"))
+    lm.reconfigure(**given, responses=str(tmp_path / "b"))
     AnswerStore(tmp_path / "a").close()  # free again
     assert lm.answering.store and lm.answering.store.folder == tmp_path / "b"
-    lm.again(**given)
+    lm.reconfigure(**given)
     assert lm.answering.store is None
     AnswerStore(tmp_path / "b").close()
 

@@ -145,8 +145,8 @@ def test_what_is_applied_is_said(tiny_folder: Path, tmp_path: Path, caplog: pyte
     with caplog.at_level("INFO", logger="lmeval_prune"):
         lm = model(tiny_folder, heads="L0H1+L1H2")
         others = {"dtype": "float64", "device": "cpu", "batch_size": 3}
-        lm.again(**others, plan=str(tmp_path / "plan.json"))
-        lm.again(**others, token_filter=0.25)
+        lm.reconfigure(**others, plan=str(tmp_path / "plan.json"))
+        lm.reconfigure(**others, token_filter=0.25)
     heads, plan, token_filter = [one.getMessage() for one in caplog.records if one.getMessage().startswith("applied")]
     assert heads == "applied: 2 of 8 heads masked: L0H1, L1H2"
     assert plan.startswith("applied: a plan removes 1 of 8 heads and 4 of ")
@@ -265,7 +265,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"mask": "/"}, "is a folder; name a file in it"),
         ({"heads": ""}, "heads= is empty"),
         ({"dtype": "floaty"}, "dtype=floaty is not a type"),
-        ({"heads": "encoder.L0H1"}, "this model has one stack; write it without a stack"),
+        ({"heads": "encoder.L0H1"}, "this model has one stack; write the head without a stack"),
         ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
         ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' must be"),
@@ -344,7 +344,7 @@ def test_parsed_arguments_are_taken_as_they_are(tiny_folder: Path) -> None:
     parsed = Arguments.of({"pretrained": str(tiny_folder), "heads": HEADS, "dtype": "float64", "device": "cpu"})
     lm = PrunedHFLM(parsed)
     assert lm.arguments is parsed and lm.pruning_info()["heads"] == ["L0H1", "L1H2", "L1H3"]
-    lm.again(replace(parsed, interventions=()))
+    lm.reconfigure(replace(parsed, interventions=()))
     assert lm.pruning_info()["heads"] == []
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from lmeval_prune import HeadMask, InputError, artefacts, map_model
+from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import uncuttable, units_of
 from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.artefacts import writing
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest
@@ -495,7 +496,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(
     default every eighth step, and the last ones, when the folder takes its place.
     """
     if not exchange:
-        monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
+        monkeypatch.setattr(writing, "_exchange", lambda *_: False)
     model = stored("llama", tmp_path)
     folder, missing = tmp_path / "cut", 0
     old = cut_to(folder, model, Plan("L*H0-1"))
@@ -533,7 +534,7 @@ def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeyp
 
     cut_to(folder, model, Plan("L*H0-1"))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
+    monkeypatch.setattr(writing, "_exchange", lambda *_: False)
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(InputError, match="no space left on device"):
         cut_to(folder, model, Plan("L0H0-1"))
@@ -589,7 +590,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monk
     room, target = {
         "weights": (pruned, "_write_model"),
         "manifest": (pruned, "write_artefact"),
-        "sync": (artefacts, "_sync"),
+        "sync": (writing, "_sync"),
     }[where]
     monkeypatch.setattr(room, target, full)
     with pytest.raises(InputError, match="cannot be written: no space left on device; free some space") as error:
@@ -637,7 +638,7 @@ def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
 ) -> None:
     folder, model = tmp_path / "cut", stored("llama", tmp_path)
     cut_to(folder, model, Plan("L*H0-1"))
-    monkeypatch.setattr(artefacts, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
+    monkeypatch.setattr(writing, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
     with pytest.raises(InputError, match=r"notes\.txt"):
         cut_to(folder, model, Plan("L0H0-1"))
     assert (folder / "notes.txt").read_text() == "mine" and type(load_pretrained(folder)).__name__[0] == "L"

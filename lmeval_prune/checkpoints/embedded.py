@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lmeval_prune.artefacts import new_folder, output_lock
-from lmeval_prune.errors import InputError, closest, first_line
+from lmeval_prune.errors import InputError, closest_match, first_line
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
-    if suggestion := closest(name, MODELS):
+    if suggestion := closest_match(name, MODELS):
         raise InputError(f"pretrained={name} is not known; did you mean {suggestion}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise InputError(f"pretrained={name}: there is no such folder")

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import TEMPORARY, content_digest, new_folder, read_artefact, write_artefact
+from lmeval_prune.artefacts import TEMPORARY_PREFIX, content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import modeling_pruned
 from lmeval_prune.checkpoints.identity import weight_files
 from lmeval_prune.checkpoints.loading import PREFIX, class_of_kind, has_own_layers, stock_class
@@ -144,7 +144,7 @@ def _files(folder: Path) -> list[str]:
     """Return the files, links and empty folders under a folder, but for the manifest and a lock; names from there."""
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
     names = (path.relative_to(folder).as_posix() for path in paths)
-    return [name for name in names if name != MANIFEST and not name.startswith(TEMPORARY)]
+    return [name for name in names if name != MANIFEST and not name.startswith(TEMPORARY_PREFIX)]
 
 
 def _write_model(folder: Path, model: Any) -> None:

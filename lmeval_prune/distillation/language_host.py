@@ -25,7 +25,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.tasks.data import DATA, load
-from lmeval_prune.tasks.named import load_task, task_manager
+from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.training.questions import SeenQuestions, other_folds, question_key, without_test
 
 IGNORED = -100  # label of tokens that are not learned

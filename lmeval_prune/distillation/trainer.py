@@ -19,7 +19,7 @@ from lmeval_prune.distillation.attention_maps import check_maps, turn_off_map_dr
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import attention_distance
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import InputError, first_line, nearest
+from lmeval_prune.errors import InputError, did_you_mean, first_line
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
@@ -284,7 +284,7 @@ def check_arguments(options: DistillOptions) -> None:
         if name in UNSUITABLE_ARGUMENTS:
             raise InputError(f"trainer: {name} does not suit distillation; leave it out")
         if name not in known:
-            raise InputError(f"trainer: TrainingArguments of transformers has no {name!r}{nearest(name, known)}")
+            raise InputError(f"trainer: TrainingArguments of transformers has no {name!r}{did_you_mean(name, known)}")
         if isinstance(getattr(TrainingArguments, name, None), bool) and not isinstance(value, bool):
             raise InputError(f"trainer: {name}={value} is neither true nor false")
     try:

@@ -39,7 +39,7 @@ from lmeval_prune.export.servers import VLLM_RANKS, largest_rank
 from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import hash_of
-from lmeval_prune.settings import typed
+from lmeval_prune.settings import parse_value
 
 Format = Literal["peft", "gguf"]
 ServerDtype = Literal["bfloat16", "float16", "float32"]
@@ -71,8 +71,8 @@ class AdapterExport:
         served: str | None = None,
         revision: str | None = None,
     ) -> None:
-        typed("format", format, Format)
-        typed("dtype", dtype, ServerDtype | None)
+        parse_value("format", format, Format)
+        parse_value("dtype", dtype, ServerDtype | None)
         if Path(output).is_file():
             raise InputError(f"{output} is a file; name a folder for the adapters")
         self.output, self.format = Path(output), format

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import as_options, either
+from lmeval_prune.options import as_options, mutually_exclusive
 
 
 def adapter(
@@ -94,7 +94,7 @@ def _print_serving(export: Any, revision: str | None) -> None:
         print(f"\n{line}")
 
 
-@either("plan", "heads")
+@mutually_exclusive("plan", "heads")
 def model(
     pretrained: str,
     output: str,

@@ -8,7 +8,7 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 
 
 def _words(text: str) -> frozenset[str]:
@@ -111,7 +111,7 @@ def check_tokenizer(tokenizer: Any, splitting: str | None = None, ends: Sequence
     _name_further_ends(tokenizer, ends)
     rule = splitting or splitting_of(description)
     if rule not in RULES:
-        raise InputError(f"--splitting {rule} is no rule of llama.cpp's{nearest(rule, RULES)}")
+        raise InputError(f"--splitting {rule} is no rule of llama.cpp's{did_you_mean(rule, RULES)}")
     ignores_merges = bool(description["model"].get("ignore_merges"))
     if ignores_merges != (rule in RULES_IGNORING_MERGES):
         raise InputError(

@@ -27,9 +27,9 @@ from lmeval_prune.grid.preparations import preparation, with_chat_template
 from lmeval_prune.grid.task_identity import TaskIdentity
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import ModelIdentity, by_content, code_versions
-from lmeval_prune.models.served import ServerOptions, without_server
-from lmeval_prune.tasks.named import task_manager
+from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_versions
+from lmeval_prune.models.server_options import ServerOptions, without_server
+from lmeval_prune.tasks.loading import task_manager
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _variant_identity(
     return {
         "model": model,
         "interventions": [*applied, digest(checkpoint.map.signature())] if applied else [],
-        "router": {name: by_content(name, value) for name, value in routing.items()},
+        "router": {name: argument_identity(name, value) for name, value in routing.items()},
         "preparation": prepared,
     }
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
-from lmeval_prune.errors import InputError, nearest
-from lmeval_prune.options import first
+from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.options import first_argument
 
 
-@first("grid")
+@first_argument("grid")
 def run(
     grid: str,
     output: str,
@@ -68,17 +68,17 @@ def _check_selected(grid: Any) -> None:  # a `Grid`, which `--help` would import
     others = [(variant.name, name) for variant in grid.variants for name in variant.selected_on if name not in names]
     if not others:
         return
-    from lmeval_prune.tasks.named import task_manager
+    from lmeval_prune.tasks.loading import task_manager
 
     known = task_manager()
     for variant, name in others:
         if name not in known.task_index:
-            hint = nearest(name, {*names, *known.all_tasks})
+            hint = did_you_mean(name, {*names, *known.all_tasks})
             raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{hint}")
         print(f"note: {variant} was selected on {name}, which this grid does not ask; its questions stay unknown")
 
 
-@first("folder")
+@first_argument("folder")
 def compare(
     folder: str,
     baseline: str | None = None,

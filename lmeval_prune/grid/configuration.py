@@ -31,10 +31,10 @@ from typing import Any, Self
 import yaml
 from lm_eval.models.huggingface import HFLM
 
-from lmeval_prune.errors import InputError, nearest, yaml_fault
+from lmeval_prune.errors import InputError, did_you_mean, yaml_error_text
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.models.arguments import argument_names
-from lmeval_prune.models.served import API_OPTIONS, SERVER_ARGUMENTS
+from lmeval_prune.models.server_options import API_OPTIONS, SERVER_ARGUMENTS
 from lmeval_prune.settings import Count, Natural, Positive, Settings
 
 SEED = 1234
@@ -157,7 +157,7 @@ class Grid(Settings):
         try:
             return cls.of(yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is not valid YAML: {yaml_fault(error)}") from None
+            raise InputError(f"{path} is not valid YAML: {yaml_error_text(error)}") from None
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
@@ -245,7 +245,7 @@ def _check_settings(block: Mapping[str, Any]) -> None:
     known |= API_OPTIONS if "base_url" in block else set()
     for name in block:
         if name not in known:
-            hint = nearest(str(name), known) or "; it is no model_arg of pruned-hf or pruned-server"
+            hint = did_you_mean(str(name), known) or "; it is no model_arg of pruned-hf or pruned-server"
             raise InputError(f"unknown axis or setting {str(name)!r}{hint}")
 
 
@@ -297,6 +297,6 @@ def _name(template: str, values: dict[str, Any]) -> str:
     texts = {label: value if isinstance(value, str) else json.dumps(value) for label, value in values.items()}
     for placeholder in re.findall(r"\{(\w+)\}", template):
         if placeholder not in texts:
-            raise InputError(f"its name has no axis {placeholder!r}{nearest(placeholder, texts)}")
+            raise InputError(f"its name has no axis {placeholder!r}{did_you_mean(placeholder, texts)}")
     name = re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], template)
     return " ".join([name, *(f"{label}={text}" for label, text in texts.items() if f"{{{label}}}" not in template)])

@@ -25,7 +25,7 @@ from filelock import Timeout
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import file_lock, file_name, new_folder, read_artefact, write_artefact
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
@@ -218,4 +218,4 @@ def check_name(kind: str, name: str, known: list[str]) -> None:
     """
     if name not in known:
         names = ", ".join(known[:8]) + (", …" if len(known) > 8 else "")
-        raise InputError(f"there is no {kind} {name!r} in the grid{nearest(name, known) or f'; it has {names}'}")
+        raise InputError(f"there is no {kind} {name!r} in the grid{did_you_mean(name, known) or f'; it has {names}'}")

@@ -12,8 +12,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
-from lmeval_prune.errors import InputError, nearest
-from lmeval_prune.settings import Settings, as_json
+from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.settings import Settings, to_plain_json
 
 PREPARATIONS = {
     "random_heads": "lmeval_prune.grid.random_heads:RandomHeads",
@@ -46,7 +46,7 @@ class Preparation(Settings, ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {each.name: as_json(each.name, getattr(self, each.name)) for each in fields(self)}
+        return {each.name: to_plain_json(each.name, getattr(self, each.name)) for each in fields(self)}
 
     def identity(self) -> dict[str, Any]:
         """Return all that the result depends on beside the model, as a JSON value."""
@@ -68,7 +68,7 @@ def preparation(name: str, settings: dict[str, Any]) -> Preparation:
         InputError: there is no such preparation or field.
     """
     if name not in PREPARATIONS:
-        known = nearest(name, PREPARATIONS) or f"; there are {', '.join(PREPARATIONS)}"
+        known = did_you_mean(name, PREPARATIONS) or f"; there are {', '.join(PREPARATIONS)}"
         raise InputError(f"there is no preparation {name!r}{known}")
     result: Preparation = resolve_name(PREPARATIONS[name]).from_dict(settings, name)
     return result

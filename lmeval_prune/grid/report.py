@@ -12,7 +12,7 @@ import pandas as pd
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import CREATED_BY, digest, file_name, read_json, read_lines, write_text
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.grid.comparison import COSTS, POOLED, TIMED, Comparison, Row, compare, measured_range
 from lmeval_prune.grid.folder import GridFolder, samples_file
 from lmeval_prune.grid.page import write_page
@@ -70,7 +70,7 @@ def write(
     tasks = [task for task in comparison.tasks if task != POOLED]
     for task in without_texts:
         if task not in tasks:
-            raise InputError(f"without_texts: the grid has no task {task!r}{nearest(task, tasks)}")
+            raise InputError(f"without_texts: the grid has no task {task!r}{did_you_mean(task, tasks)}")
     rows = [asdict(row) for row in comparison.rows.values()]
     notes = comparison.notes
     if comparison.missing:

@@ -15,7 +15,7 @@ from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import preparation
-from lmeval_prune.models.tries import POLICIES
+from lmeval_prune.models.head_router import POLICIES
 
 ARTEFACT_ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name an artefact
 

@@ -17,9 +17,9 @@ from transformers import GenerationConfig
 
 from lmeval_prune import scoring, tasks
 from lmeval_prune.artefacts import content_digest, digest
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
-from lmeval_prune.tasks.named import load_tasks
+from lmeval_prune.tasks.loading import load_tasks
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -63,7 +63,7 @@ class TaskIdentity:
             config = task.dump_config()
             shots = task.get_config("num_fewshot") or 0
             generates = task.get_config("output_type") == "generate_until"
-            samples |= generates and generation.samples(config["generation_kwargs"])
+            samples |= generates and generation.is_sampling(config["generation_kwargs"])
             draws |= samples or bool(shots)
             exemplars = list(task.fewshot_docs()) if shots else []
             questions = list(_first(task.eval_docs, get_sample_size(task, grid_task.limit)))
@@ -95,15 +95,15 @@ def _check(name: str, task: Any, grid_task: GridTask) -> None:
     metric, _, filter_name = (grid_task.metric or "").partition(",")
     metrics = list(task.aggregation())
     if metric and metric not in metrics:
-        raise InputError(f"{name} has no metric {metric!r}{nearest(metric, metrics)}; it has {', '.join(metrics)}")
+        raise InputError(f"{name} has no metric {metric!r}{did_you_mean(metric, metrics)}; it has {', '.join(metrics)}")
     filters = [each.name for each in getattr(task, "_filters", ())]
     if filter_name and filters and filter_name not in filters:
-        hint = nearest(filter_name, filters)
+        hint = did_you_mean(filter_name, filters)
         raise InputError(f"{name} has no filter {filter_name!r}{hint}; it has {', '.join(filters)}")
     known = [*LM_EVAL_GENERATION_SETTINGS, *GenerationConfig().to_dict()]
     for setting in grid_task.gen_kwargs:
         if setting not in known:
-            raise InputError(f"gen_kwargs: there is no setting {setting!r}{nearest(setting, known)}; leave it out")
+            raise InputError(f"gen_kwargs: there is no setting {setting!r}{did_you_mean(setting, known)}; leave it out")
 
 
 def _built(task: Any, docs: list[Any]) -> list[Any]:

@@ -26,9 +26,9 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.served import without_server
+from lmeval_prune.models.server_options import without_server
 from lmeval_prune.profiling.speed import highest_memory
-from lmeval_prune.tasks.named import task_manager
+from lmeval_prune.tasks.loading import task_manager
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
@@ -119,7 +119,7 @@ class LoadedModel:
         key = digest({name: str(value) for name, value in arguments.loading.items()})
         if isinstance(self.lm, VariantLM) and self._key == key:
             self.lm.ahead = ()
-            self.lm.again(arguments)
+            self.lm.reconfigure(arguments)
             return self.lm
         self.close()
         self.lm = lm = VariantLM(arguments)

@@ -22,11 +22,11 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
-from lmeval_prune.artefacts import checked, read_artefact, write_artefact
+from lmeval_prune.artefacts import read_artefact, validate_json, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
-from lmeval_prune.settings import Settings, as_json, required_fields
+from lmeval_prune.settings import Settings, required_fields, to_plain_json
 
 logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
@@ -236,7 +236,7 @@ class Intervention(Settings, ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields that make up its identity, as JSON values."""
-        return {item.name: as_json(item.name, getattr(self, item.name)) for item in fields(self) if item.compare}
+        return {item.name: to_plain_json(item.name, getattr(self, item.name)) for item in fields(self) if item.compare}
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
         """Return a JSON value that determines what it does to this model."""
@@ -285,7 +285,7 @@ class Intervention(Settings, ABC):
     @classmethod
     def _of(cls, path: str | os.PathLike[str], content: dict[str, Any], sha256: str, allow_other_model: bool) -> Self:
         """Make it of an artefact's content; fields that are missing there have their defaults."""
-        checked(content, cls.contents, path)
+        validate_json(content, cls.contents, path)
         known = {item.name: item for item in fields(cls) if item.compare}
         settings = content.get("settings")
         if content["schema_version"] < 3:  # they stood beside the envelope

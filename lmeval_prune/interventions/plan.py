@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
 from lmeval_prune.architectures.blocks import in_features, out_features
 from lmeval_prune.artefacts import (
-    COMPUTED,
+    NONFINITE_REMEDY,
     check_finite,
     file_name,
     output_lock,
@@ -111,7 +111,7 @@ class Plan(Intervention):
             raise InputError(f"channels={self.channels!r} cannot be read; {HELP}")
         channels = {label: Channels(channels, label) for label, channels in self.channels.items()}
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
-        check_finite({**self.compensation, **self.scores}, "the plan", COMPUTED)
+        check_finite({**self.compensation, **self.scores}, "the plan", NONFINITE_REMEDY)
         if self.compensation:
             object.__setattr__(self, "tensors", hash_of(self.compensation))
         super().__post_init__()

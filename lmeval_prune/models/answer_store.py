@@ -33,20 +33,20 @@ from typing_extensions import TypedDict
 
 from lmeval_prune import artefacts
 from lmeval_prune.artefacts import (
-    COMPUTED,
-    append_to,
-    checked,
+    NONFINITE_REMEDY,
+    create_folder,
     digest,
     file_lock,
-    from_json,
-    lock_of,
-    make_folder,
+    lock_path,
+    open_append,
+    parse_json,
     read_artefact,
+    validate_json,
     write_artefact,
     write_bytes,
 )
-from lmeval_prune.errors import InputError, disk_error, writing
-from lmeval_prune.models.identity import differing
+from lmeval_prune.errors import InputError, disk_error, report_write_errors
+from lmeval_prune.models.identity import describe_version_change
 from lmeval_prune.models.lengths import Ending
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class AnswerStore:
         about = self.folder / "answers.json"
         self._file: Any = None
         try:
-            make_folder(self.folder)
+            create_folder(self.folder)
             foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
             if foreign and not about.exists():
                 raise InputError(f"{folder} holds {foreign[0]} and is not an answer store; give a new folder")
@@ -123,7 +123,7 @@ class AnswerStore:
             with ExitStack() as stack:
                 self.path = self._lock(rank, stack)
                 if os.path.lexists(self.path):
-                    append_to(self.path).close()
+                    open_append(self.path).close()
                 self._release = finalize(self, stack.pop_all().close)  # when nobody has the store any more, too
         except Timeout:
             raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
@@ -149,7 +149,7 @@ class AnswerStore:
         for number in itertools.count() if rank is None else [rank]:
             path = self.folder / f"rank-{number}.jsonl"
             try:
-                stack.enter_context(file_lock(lock_of(path)))
+                stack.enter_context(file_lock(lock_path(path)))
                 return path
             except Timeout:
                 if rank is not None:
@@ -165,17 +165,17 @@ class AnswerStore:
         """
         line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
         try:
-            _record(from_json(line, self.path), self.path)
+            _record(parse_json(line, self.path), self.path)
         except InputError:
             raise InputError(
                 f"the model's answer to a {about.get('kind')} request of task {about.get('task')!r} is "
-                f"{str(response)[:60]}, which is not stored; where it is NaN, {COMPUTED}"
+                f"{str(response)[:60]}, which is not stored; where it is NaN, {NONFINITE_REMEDY}"
             ) from None
         try:
-            with writing(self.path):
+            with report_write_errors(self.path):
                 if self._file is None:
                     cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a line was cut short
-                    self._file = append_to(self.path)
+                    self._file = open_append(self.path)
                     self._file.write("\n" if cut and self.path.stat().st_size else "")
                 self._file.write(line)
                 self._file.flush()
@@ -207,7 +207,7 @@ class AnswerStore:
             for path in self.folder.glob("rank-*.jsonl"):
                 with suppress(Timeout):
                     if path != self.path:
-                        stack.enter_context(file_lock(lock_of(path), timeout=0))
+                        stack.enter_context(file_lock(lock_path(path), timeout=0))
                     paths.append(path)
             if not paths:
                 return
@@ -229,21 +229,21 @@ def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
     """Read all answers of a store, but lines that a kill cut short; `InputError` if a file is damaged."""
     table = folder / "answers.parquet"
     for row in read_table(table, _TABLE).to_pylist():
-        versions = from_json(row["versions"], table) if row["versions"] else None
-        yield _record({**row, "response": from_json(row["response"] or "", table), "versions": versions}, table)
+        versions = parse_json(row["versions"], table) if row["versions"] else None
+        yield _record({**row, "response": parse_json(row["response"] or "", table), "versions": versions}, table)
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
-                    record = from_json(line, path)
+                    record = parse_json(line, path)
                 except InputError:  # a kill has cut it short
                     continue
                 yield _record(record, path)
 
 
 def _record(value: Any, path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = checked(value, Record, path)
-    checked(record["response"], RESPONSES.get(record.get("kind") or "", Any), path)
+    record: dict[str, Any] = validate_json(value, Record, path)
+    validate_json(record["response"], RESPONSES.get(record.get("kind") or "", Any), path)
     return record
 
 
@@ -262,7 +262,7 @@ def write_table(path: Path, table: pa.Table) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-class Missing:
+class PendingRequests:
     """Requests whose answers are not stored yet, and what is run with them.
 
     Attributes:
@@ -294,7 +294,7 @@ def _text(args: Iterable[Any]) -> str:
     return json.dumps(list(args), sort_keys=True, default=str)
 
 
-def occurrences(requests: Iterable[Any]) -> list[int]:
+def repeat_indices(requests: Iterable[Any]) -> list[int]:
     """Count, for each request, those for the same task, document and index that came before it."""
     seen: Counter[tuple[Any, ...]] = Counter()
     counts = []
@@ -310,7 +310,7 @@ def answer(
     requests: Sequence[Any],
     kind: str,
     depends_on: Callable[[Any, int], tuple[dict[str, Any], str]],
-    run: Callable[[Missing], list[Any]],
+    run: Callable[[PendingRequests], list[Any]],
     any_rank: Callable[[bool], bool] = bool,
     in_groups: Callable[[Any], bool] = lambda _: False,
     size: int = 1,
@@ -334,7 +334,7 @@ def answer(
     Returns:
         Responses in the order of `requests`, and their keys.
     """
-    repeats = occurrences(requests)
+    repeats = repeat_indices(requests)
     keys, columns_of = _look_up(store, requests, repeats, kind, depends_on)
     first = {key: index for index, key in reversed(list(enumerate(keys)))}
     grouped = [key for key in dict.fromkeys(keys) if in_groups(requests[first[key]])]
@@ -347,7 +347,7 @@ def answer(
 
     if any_rank(bool(indices)):
         chosen = indices or [0]
-        missing = Missing(
+        missing = PendingRequests(
             kind, add, [requests[i] for i in chosen], [keys[i] for i in chosen], [repeats[i] for i in chosen]
         )
         for key, response in zip(missing.keys, run(missing), strict=True):
@@ -383,7 +383,7 @@ def _look_up(
         columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
         columns[key] |= {"prompt": digest(request.args[0]), "head": head}
         if store.versions.get(request_digest, versions) != versions:
-            outdated[differing(store.versions[request_digest], versions)] += 1
+            outdated[describe_version_change(store.versions[request_digest], versions)] += 1
     for reason, count in outdated.items():
         logger.warning("%d kept answers %s; they are not used", count, reason)
     if stored := sum(key in store.known for key in keys):

@@ -19,10 +19,10 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation
-from lmeval_prune.models.answer_store import AnswerStore, Missing, answer, occurrences
+from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer, repeat_indices
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.lengths import Ending, by_task, cut_off, merged, warn_without_template
-from lmeval_prune.models.tries import DENSE
 
 logger = logging.getLogger(__name__)
 GROUP = 8  # requests that are drawn together under batch_size=auto
@@ -106,7 +106,7 @@ class Answering:
                 repeat, number = divmod(index, count)
                 return self._key_parts("generate_until", request, repeat, applied[number]), str(masks[number] or DENSE)
 
-            def run(missing: Missing) -> list[Any]:
+            def run(missing: PendingRequests) -> list[Any]:
                 row_masks = [masks[index % count] for index in missing.repeats]
                 return self._decode(missing, [index // count for index in missing.repeats], row_masks, disable_tqdm)
 
@@ -148,7 +148,7 @@ class Answering:
 
     def _drawn(self, request: Any, repeat: int) -> list[Any]:
         """Return what a drawn answer depends on, too; the engine's draws are others than `generate`'s."""
-        return [self.lm.arguments.engine, *generation.draw_of(self.lm.seed, request, repeat)]
+        return [self.lm.arguments.engine, *generation.sampling_key(self.lm.seed, request, repeat)]
 
     def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         """Return everything that an answer depends on, as JSON, and the head of the try."""
@@ -158,8 +158,8 @@ class Answering:
     def _key_parts(self, kind: str, request: Any, repeat: int, applied: list[Any]) -> dict[str, Any]:
         arguments, drawn = list(request.args), []
         if kind == "generate_until":
-            if self.router or not generation.samples(arguments[1]):
-                arguments[1] = generation.greedily(arguments[1])
+            if self.router or not generation.is_sampling(arguments[1]):
+                arguments[1] = generation.without_sampling(arguments[1])
             else:
                 drawn = self._drawn(request, repeat)
         methods = [dict(each) if isinstance(each, dict) else each for each in applied]
@@ -183,7 +183,11 @@ class Answering:
                 if "length" in columns:
                     endings[index] = Ending(columns["length"], columns["cut_off"])
 
-            return run(Missing(kind, add, requests, range(len(requests)), occurrences(requests))), [], endings
+            return (
+                run(PendingRequests(kind, add, requests, range(len(requests)), repeat_indices(requests))),
+                [],
+                endings,
+            )
         groups = (self._in_groups(kind), self._group_size)
         responses, keys = answer(self.store, requests, kind, depends_on, run, self.lm.any_rank, *groups)
         return responses, keys, [self.store.endings.get(key) for key in keys]
@@ -192,7 +196,7 @@ class Answering:
         """Return whether a request's answer is drawn together with others."""
         return _draws if kind == "generate_until" and self.lm.engine is None else lambda _: False
 
-    def _run(self, missing: Missing, disable_tqdm: bool) -> list[Any]:
+    def _run(self, missing: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Answer requests that are not stored."""
         kind = missing.kind
         if kind == "generate_until" and self.lm.engine is not None:
@@ -207,7 +211,11 @@ class Answering:
             return self._compute_in_parts(missing, disable_tqdm)
 
     def _decode(
-        self, missing: Missing, repeats: Sequence[int], masks: Sequence[HeadMask | None] | None, disable_tqdm: bool
+        self,
+        missing: PendingRequests,
+        repeats: Sequence[int],
+        masks: Sequence[HeadMask | None] | None,
+        disable_tqdm: bool,
     ) -> list[str]:
         """Generate texts by the engine."""
         lm = self.lm
@@ -221,7 +229,7 @@ class Answering:
         return generation.generate_until(lm, lm.engine, missing.requests, repeats, keep, lm.seed, masks, greedy)
 
     @contextmanager
-    def _watched(self, missing: Missing) -> Iterator[None]:
+    def _watched(self, missing: PendingRequests) -> Iterator[None]:
         """Run a block in which lm-eval's own class reports each response, and how a text ended."""
         lm, hook = self.lm, self.lm.cache_hook
         lm.endings.clear()
@@ -241,7 +249,7 @@ class Answering:
         """Answer by lm-eval's own model class."""
         return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
 
-    def _compute_in_parts(self, missing: Missing, disable_tqdm: bool) -> list[Any]:
+    def _compute_in_parts(self, missing: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's own model class, so that each answer is reported soon and drawn by a seed of its own."""
         lm, kind, requests = self.lm, missing.kind, missing.requests
         before = lm.batch_schedule, lm.batch_size_per_gpu
@@ -257,7 +265,7 @@ class Answering:
         finally:
             lm.batch_schedule, lm.batch_size_per_gpu = before
 
-    def _draw(self, missing: Missing, disable_tqdm: bool) -> list[str]:
+    def _draw(self, missing: PendingRequests, disable_tqdm: bool) -> list[str]:
         """Generate texts; those that are drawn in groups, each by a seed that is made of the group's keys."""
         lm, size = self.lm, self._group_size
         responses: dict[int, str] = {}
@@ -291,7 +299,7 @@ class Answering:
     def _measure(self, requests: Sequence[Any], endings: Sequence[Ending | None]) -> None:
         """Keep and log how many answers of each task were cut off, on all ranks together."""
         parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for lengths in self.lm.gathered(by_task(requests, endings, self.lm.max_gen_toks)):
+        for lengths in self.lm.gather_from_ranks(by_task(requests, endings, self.lm.max_gen_toks)):
             for task, part in lengths.items():
                 parts[task].append(part)
         self.lengths = {task: merged(several) for task, several in parts.items()}
@@ -312,8 +320,8 @@ class Answering:
             columns |= {"answers": [key for _, key, _ in several]} if keys else {}
             columns["lengths"] = [ending and ending.length for _, _, ending in several]
             columns["cut_off"] = [ending and ending.cut_off for _, _, ending in several]
-            request.arguments = (context, {**generation.greedily(settings), **columns})
+            request.arguments = (context, {**generation.without_sampling(settings), **columns})
 
 
 def _draws(request: Any) -> bool:
-    return generation.samples(request.args[1])
+    return generation.is_sampling(request.args[1])

@@ -12,12 +12,12 @@ from typing import Any, Literal, Self
 import torch
 
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
 from lmeval_prune.interventions.table import method_class
-from lmeval_prune.models.registered import registered
-from lmeval_prune.models.tries import Tries
-from lmeval_prune.settings import Count, Settings, required_fields, typed
+from lmeval_prune.models.head_router import HeadRouter
+from lmeval_prune.models.registered import load_registered
+from lmeval_prune.settings import Count, Settings, parse_value, required_fields
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Arguments(Settings):
         allow_empty_layer: accept heads that leave a layer without any.
         allow_other_model: accept artefacts of another model, if they fit.
         router: chooses a head for each try of a question: folder of a fitted router, or one of `POLICIES`; once
-            parsed, a `Tries`.
+            parsed, a `HeadRouter`.
         router_store: outcome store: of training questions for `random_top` and `best` (and the pool of `random`), of
             the evaluated questions for `oracle`.
         router_pool: heads for `random` (as for `heads=`), `dense` among them if wanted.
@@ -92,8 +92,8 @@ class Arguments(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.router is not None and not isinstance(self.router, Tries):
-            object.__setattr__(self, "router", typed("router", self.router, str))
+        if self.router is not None and not isinstance(self.router, HeadRouter):
+            object.__setattr__(self, "router", parse_value("router", self.router, str))
         if self.router is not None and self.engine == "generate":
             raise InputError("router= answers by the decoding engine; leave out engine=generate")
         object.__setattr__(self, "engine", self.engine or ("generate" if self.router is None else "batched"))
@@ -133,7 +133,7 @@ class Arguments(Settings):
         """
         for name in self.others:
             if name not in hf_arguments and not hasattr(config, name) and (_is_near_ours(name) or config is None):
-                raise unknown(name)
+                raise unknown_argument(name)
 
     # ------------------------------------------------------------------ parsing
 
@@ -161,10 +161,10 @@ class Arguments(Settings):
         }
         return replace(intervention, **changes)
 
-    def _tries(self) -> Tries | None:
+    def _tries(self) -> HeadRouter | None:
         if self.router is None:
             return None
-        tries: Tries = self.router if isinstance(self.router, Tries) else registered("router")(self)
+        tries: HeadRouter = self.router if isinstance(self.router, HeadRouter) else load_registered("router")(self)
         if self.allow_empty_layer is not None:
             tries.allow_empty_layer = self.allow_empty_layer
         return tries
@@ -198,7 +198,7 @@ def _check_settings(name: str, settings: Mapping[str, Any], known: list[str], re
     """Refuse settings that a method does not have, or lacks."""
     for key in settings:
         if key not in known:
-            hint = nearest(str(key), known) or f"; it has {', '.join(known)}"
+            hint = did_you_mean(str(key), known) or f"; it has {', '.join(known)}"
             raise InputError(f"{name} has no setting {key!r}{hint}")
     if missing := [key for key in required if key not in settings]:
         example = json.dumps({"pretrained": "…", name: dict.fromkeys(missing, "…")}, ensure_ascii=False)
@@ -215,11 +215,11 @@ def refuse_empty(values: Mapping[str, Any], names: Iterable[str]) -> None:
             raise InputError(f"{name}= is empty; give it a value, or leave it out")
 
 
-def unknown(name: str, known: Iterable[str] = ()) -> InputError:
+def unknown_argument(name: str, known: Iterable[str] = ()) -> InputError:
     """Return the refusal of an argument that is neither ours nor one of these others that are known."""
-    hint = nearest(name, [*argument_names(), *known]) or "; leave it out"
+    hint = did_you_mean(name, [*argument_names(), *known]) or "; leave it out"
     return InputError(f"unknown model_arg {name!r}{hint}")
 
 
 def _is_near_ours(name: str) -> bool:
-    return bool(nearest(name, argument_names(), cutoff=0.75))
+    return bool(did_you_mean(name, argument_names(), cutoff=0.75))

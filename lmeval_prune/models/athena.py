@@ -13,19 +13,19 @@ from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
 from lmeval_prune.checkpoints.skeleton import skeleton_of
-from lmeval_prune.errors import InputError, reported
-from lmeval_prune.models.arguments import Arguments, unknown
+from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.models.arguments import Arguments, unknown_argument
 from lmeval_prune.models.identity import applied
-from lmeval_prune.models.logs import as_lm_eval_does, say_applied
-from lmeval_prune.models.once import GivenOnce
-from lmeval_prune.settings import Count, device_named, typed
+from lmeval_prune.models.lm_base import CheckedArgumentsLM
+from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
+from lmeval_prune.settings import Count, parse_value, resolve_device
 from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)
 _FOR_TEXTS = ("router", "engine", "responses")  # what only a language model has use for
 
 
-class AthenaLM(GivenOnce):
+class AthenaLM(CheckedArgumentsLM):
     r"""Answers the bare question of a document, whatever the prompt, with `\boxed{expression}`.
 
     Args:
@@ -39,7 +39,7 @@ class AthenaLM(GivenOnce):
         InputError: an argument cannot be used; before the weights are loaded wherever that can be known.
     """
 
-    @reported
+    @print_input_errors
     def __init__(
         self,
         pretrained: Any = None,
@@ -50,7 +50,7 @@ class AthenaLM(GivenOnce):
         **arguments: Any,
     ) -> None:
         super().__init__()
-        as_lm_eval_does()
+        use_lm_eval_logging()
         if not isinstance(pretrained, str) or not pretrained:
             raise InputError("name a model: --model_args pretrained=FOLDER, one that `lmeval-prune athena train` wrote")
         for name in _FOR_TEXTS:
@@ -58,9 +58,9 @@ class AthenaLM(GivenOnce):
                 raise InputError(f"{name}= is not for --model athena; leave it out")
         parsed = Arguments.of(arguments)
         for name in parsed.others:
-            raise unknown(name, ("pretrained", "batch_size", "device"))
+            raise unknown_argument(name, ("pretrained", "batch_size", "device"))
         self.field, self.batch_size = question_field, _batch(batch_size)
-        where = device_named(device, strictly=False)
+        where = resolve_device(device, strictly=False)
         self.about = checkpoint.describe(pretrained)
         self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
@@ -73,7 +73,7 @@ class AthenaLM(GivenOnce):
             self._applied = stack.pop_all()
         if self.manifest:
             eval_logger.info("checkpoint: %s", removed_from(self.manifest))
-        say_applied(self.host.encoder, self.model_map)
+        log_interventions(self.host.encoder, self.model_map)
 
     def close(self) -> None:
         """Undo what was applied. (The end of the object does so too.)"""
@@ -84,7 +84,7 @@ class AthenaLM(GivenOnce):
         """Return the encoder's layers and heads."""
         return map_model(self.host.encoder)
 
-    @reported
+    @print_input_errors
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         r"""Return the expression that answers each request's document, as `\boxed{…}`; empty if it has no numbers.
 
@@ -115,7 +115,7 @@ class AthenaLM(GivenOnce):
         if seen:
             eval_logger.warning("%d of the questions were in the training of this model: this is no test", len(seen))
 
-    @reported
+    @print_input_errors
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Refuse tasks that score given texts."""
         raise InputError("--model athena answers by expressions; use a task that scores them (prune_asdiv_a_equation)")
@@ -125,12 +125,12 @@ class AthenaLM(GivenOnce):
         return self.loglikelihood(requests)  # type: ignore[return-value]
 
     @property
-    @reported
+    @print_input_errors
     def tokenizer_name(self) -> str:
         """Refuse chat templates, which are the only ones to ask for it: there is no prompt."""
         raise InputError("--model athena is asked the bare question; leave out --apply_chat_template")
 
-    @reported
+    @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Refuse `--use_cache`, whose keys do not know what is applied to the model."""
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -149,6 +149,6 @@ class AthenaLM(GivenOnce):
 
 def _batch(size: Any) -> int:
     try:
-        return 32 if str(size).startswith("auto") else int(typed("batch_size", size, Count))
+        return 32 if str(size).startswith("auto") else int(parse_value("batch_size", size, Count))
     except InputError as error:
         raise InputError(f"{error}, or auto") from None

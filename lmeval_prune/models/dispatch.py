@@ -261,7 +261,7 @@ class _Run:
             self._log_wait(server, pause)
             with suppress(TimeoutError):
                 await asyncio.wait_for(server.available.wait(), pause)
-                return  # a request that was already sent has been answered
+                continue  # a request that was sent before has been answered
             try:
                 await self._check_listing(server)
             except RetryableError as error:
@@ -305,8 +305,8 @@ class _Run:
             return
         reasons = "; ".join(f"{each.url}: {each.last_failure}" for each in self.servers)
         raise ServersFailedError(
-            f"all servers have failed ({reasons}); {len(self.results)} of {len(self.jobs)} requests were answered: start "
-            f"a server and run the same command again; with responses=FOLDER it resumes"
+            f"all servers have failed ({reasons}); {len(self.results)} of {len(self.jobs)} requests were answered: "
+            f"start a server and run the same command again; with responses=FOLDER it resumes"
         )
 
 
@@ -337,8 +337,8 @@ def _check_status(server: Server, job: Job, response: Response) -> None:
         raise InputError(f"{server.url}: {response.description}")
     if status == 404:
         raise InputError(
-            f"{server.url} has no adapter {job.variant}, or no {job.path} ({response.description}); `lmeval-prune export "
-            f"adapter` writes adapters and prints how to start the server with them"
+            f"{server.url} has no adapter {job.variant}, or no {job.path} ({response.description}); "
+            f"`lmeval-prune export adapter` writes adapters and prints how to start the server with them"
         )
     if status != 200:
         raise RejectedError(response.description)

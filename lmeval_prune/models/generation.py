@@ -21,17 +21,17 @@ _SAMPLING = (
 )
 
 
-def samples(settings: dict[str, Any]) -> bool:
+def is_sampling(settings: dict[str, Any]) -> bool:
     """Return whether lm-eval's generation settings draw tokens."""
     return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
 
 
-def greedily(settings: dict[str, Any]) -> dict[str, Any]:
+def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
     """Return lm-eval's generation settings without those that sample."""
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
 
 
-def draw_of(seed: int, request: Any, repeat: int) -> list[Any]:
+def sampling_key(seed: int, request: Any, repeat: int) -> list[Any]:
     """Return what a drawn answer depends on beside the settings: the seed, the document and the number of the try."""
     return [seed, request.task_name, request.doc_id, request.idx, repeat]
 
@@ -66,7 +66,7 @@ def generate_until(
     for index, request in enumerate(requests):
         context, settings = request.args
         if greedy:
-            settings = greedily(settings)
+            settings = without_sampling(settings)
         key = digest(settings)
         if key not in prepared:
             prepared[key] = _settings(lm, settings)
@@ -79,7 +79,7 @@ def generate_until(
         if not context:
             raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
         ids, mask = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
-        draw = digest(draw_of(seed, request, repeats[index]))
+        draw = digest(sampling_key(seed, request, repeats[index]))
         prompts.append(
             Request(
                 tuple(ids[0][mask[0].bool()].tolist()),

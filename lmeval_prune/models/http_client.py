@@ -94,7 +94,7 @@ class Connection:
 
 
 async def send(client: aiohttp.ClientSession, method: str, url: str, content: Any = None) -> Response:
-    """Send a request and read the response; raise `RetryableError` on a timeout, a broken connection or a large body."""
+    """Send a request and read the complete response; raise `RetryableError` if there is none within the limits."""
     body = bytearray()
     try:
         async with client.request(method, url, json=content) as response:

@@ -15,7 +15,7 @@ from lmeval_prune.artefacts import CREATED_BY, content_digest, digest
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import combined, interventions_on
-from lmeval_prune.models.tries import POLICIES
+from lmeval_prune.models.head_router import POLICIES
 
 if TYPE_CHECKING:
     from lmeval_prune.models.checkpoint import Checkpoint
@@ -87,7 +87,7 @@ class ModelIdentity:
             tokenizer_fingerprint(checkpoint.tokenizer),
             checkpoint.generation_digest,
             checkpoint.dtype,
-            {name: by_content(name, value) for name, value in arguments if name not in skipped},
+            {name: argument_identity(name, value) for name, value in arguments if name not in skipped},
             checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision, **checkpoint.files),
         )
 
@@ -99,7 +99,7 @@ class ModelIdentity:
             tokenizer_fingerprint(lm.tokenizer),
             lm.checkpoint.generation_digest,
             lm.dtype,
-            {name: str(value) for name, value in sorted(lm.api.answers.items())},
+            {name: str(value) for name, value in sorted(lm.api.answer_options.items())},
             server=lm.kind.name + ("-chat" if lm.chat else ""),
             checkpoint=lm.base,
         )
@@ -122,7 +122,7 @@ class ModelIdentity:
             )
 
 
-def by_content(name: str, value: Any) -> Any:
+def argument_identity(name: str, value: Any) -> Any:
     """Return an argument's value as JSON; a file or folder, where the argument names one, by its content."""
     is_path = name in _PATHS and value not in POLICIES
     if is_path and isinstance(value, str | os.PathLike) and Path(value).expanduser().exists():
@@ -136,7 +136,7 @@ def code_versions(*libraries: str) -> dict[str, Any]:
     return {**{name: version(name) for name in libraries or ("lm_eval", "transformers")}, "answering": ANSWERING}
 
 
-def differing(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+def describe_version_change(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
     """Say by which versions something was made, and which there are now."""
     if before is None:
         return "do not say which versions made them"

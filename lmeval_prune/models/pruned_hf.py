@@ -26,20 +26,20 @@ from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.base import uncounted
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.arguments import Arguments, unknown
+from lmeval_prune.models.arguments import Arguments, unknown_argument
+from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, applied, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.logs import as_lm_eval_does, say_applied
-from lmeval_prune.models.once import AnsweringLM
-from lmeval_prune.models.tries import InTurn
+from lmeval_prune.models.lm_base import AnsweringLM
+from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
 from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
 from lmeval_prune.profiling.costs import cost_columns
-from lmeval_prune.settings import device_named
+from lmeval_prune.settings import resolve_device
 
 eval_logger = logging.getLogger(__name__)
 _HF_ARGUMENTS = set(inspect.signature(HFLM.__init__).parameters)
@@ -58,9 +58,9 @@ class PrunedHFLM(AnsweringLM, HFLM):
         InputError: an argument cannot be used; before the weights are loaded wherever that can be known.
     """
 
-    @reported
+    @print_input_errors
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
-        as_lm_eval_does()
+        use_lm_eval_logging()
         parsed = isinstance(pretrained, Arguments)
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
         model = self._check_pretrained()
@@ -89,7 +89,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
             interventions = (*interventions_on(pretrained), *interventions)
         else:
             if arguments.others.get("device") is not None:
-                device_named(arguments.others["device"], strictly=False)
+                resolve_device(arguments.others["device"], strictly=False)
             pretrained = embedded.resolve(str(pretrained))
             arguments.check_names(pretrained)
             self.manifest = manifest_in(Path(pretrained, arguments.others.get("subfolder") or ""))
@@ -113,7 +113,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         with self._apply() as applied:  # on a live model nothing may stay when something below fails
             self.engine = self._engine() if self.arguments.engine == "batched" else None
             self.answering = Answering(self, store)
-            say_applied(self.model, self.model_map)
+            log_interventions(self.model, self.model_map)
             self._applied = applied.pop_all()
 
     def _apply(self) -> ExitStack:
@@ -128,8 +128,8 @@ class PrunedHFLM(AnsweringLM, HFLM):
         self._applied.close()
         self.answering.close()
 
-    @reported
-    def again(self, parsed: Arguments | None = None, **arguments: Any) -> None:
+    @print_input_errors
+    def reconfigure(self, parsed: Arguments | None = None, **arguments: Any) -> None:
         """Answer under other arguments of ours, with the weights that are loaded.
 
         Args:
@@ -186,12 +186,12 @@ class PrunedHFLM(AnsweringLM, HFLM):
         except TypeError as error:
             stray = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if stray and stray[1] in self.arguments.others:
-                raise unknown(stray[1]) from error
+                raise unknown_argument(stray[1]) from error
             raise
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
         """Refuse classifiers, and resolve interventions, without weights: a mistake costs no minutes of loading."""
-        turns = self.arguments.router if isinstance(self.arguments.router, InTurn) else None
+        turns = self.arguments.router if isinstance(self.arguments.router, FixedOrderRouter) else None
         try:
             bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
         except Exception as error:  # some models cannot be built without weights; the real one will be checked
@@ -270,7 +270,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         return ModelIdentity.of_model(self).to_json()
 
     @property
-    def outcomes_of(self) -> dict[str, Any]:
+    def outcome_identity(self) -> dict[str, Any]:
         """Return what outcomes depend on beside `identity`."""
         assert self.engine is not None
         _, *rounded = loadable_fingerprints(self.model, self.weights)
@@ -278,7 +278,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     # ------------------------------------------------------------------ answering
 
-    @reported
+    @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Keep what `--use_cache` stores apart by model, settings and what is applied; see `keep_apart`.
 
@@ -363,7 +363,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
             mask[row, length:] = 0
         return mask
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather_from_ranks(self, value: Any) -> list[Any]:
         """Return a value of each process, in the order of ranks."""
         return list(gather_object([value])) if self.world_size > 1 else [value]
 

@@ -9,12 +9,12 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import Intervention, combined
-from lmeval_prune.models.answer_store import Missing
+from lmeval_prune.models.answer_store import PendingRequests
 from lmeval_prune.models.answering import Answering
+from lmeval_prune.models.head_router import DENSE as UNPRUNED
 from lmeval_prune.models.identity import code_versions
 from lmeval_prune.models.server_client import GeneratedText, MissingText, sampling_seed
 from lmeval_prune.models.server_kinds import DENSE, ServedVariant
-from lmeval_prune.models.tries import DENSE as UNPRUNED
 
 
 class ServerAnswering(Answering):
@@ -55,16 +55,16 @@ class ServerAnswering(Answering):
     def _group_size(self) -> int:
         return 1
 
-    def _run(self, missing: Missing, disable_tqdm: bool) -> list[Any]:
+    def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         def keep(index: int, text: GeneratedText) -> None:
             if isinstance(text, MissingText) and self.store:
-                self.store.known[missing.keys[index]] = text  # used in this run, not stored
+                self.store.known[pending.keys[index]] = text  # used in this run, not stored
             else:
-                missing.add(missing.keys[index], text, **(text.ending._asdict() if text.ending else {}))
+                pending.add(pending.keys[index], text, **(text.ending._asdict() if text.ending else {}))
 
-        if missing.kind == "generate_until":
-            return list(self.lm.client.generate(missing.requests, missing.repeats, keep, not disable_tqdm))
-        with self._watched(missing):
-            if missing.kind == "loglikelihood":
-                return list(LocalCompletionsAPI.loglikelihood(self.lm, missing.requests, disable_tqdm=disable_tqdm))
-            return self.lm.client.score_rolling(missing.requests, not disable_tqdm)
+        if pending.kind == "generate_until":
+            return list(self.lm.client.generate(pending.requests, pending.repeats, keep, not disable_tqdm))
+        with self._watched(pending):
+            if pending.kind == "loglikelihood":
+                return list(LocalCompletionsAPI.loglikelihood(self.lm, pending.requests, disable_tqdm=disable_tqdm))
+            return self.lm.client.score_rolling(pending.requests, not disable_tqdm)

@@ -13,12 +13,12 @@ from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
 from lmeval_prune.models.dispatch import Job
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.http_client import RetryableError, log_probability
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.tries import DENSE
 
 logger = logging.getLogger(__name__)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
@@ -55,7 +55,8 @@ class ServerClient:
     ) -> list[GeneratedText]:
         """Generate a text for each request; see `generation.generate_until`."""
         pairs = zip(requests, repeats, strict=True)
-        return self._run([self._generation_job(*pair, index) for index, pair in enumerate(pairs)], on_text, show_progress)
+        jobs = [self._generation_job(request, repeat, index) for index, (request, repeat) in enumerate(pairs)]
+        return self._run(jobs, on_text, show_progress)
 
     def score(self, requests: Sequence[Any], show_progress: bool) -> list[LogLikelihood]:
         """Score requests of texts (or None), context tokens and continuation tokens; fill lm-eval's cache hook."""
@@ -112,8 +113,8 @@ class ServerClient:
         context, settings = request.args[:2]
         if len(request.args) > 2:
             raise InputError(f"{name}: it has more than a text; pruned-server sends texts only")
-        if router or not generation.samples(settings):
-            settings = generation.greedily(settings)
+        if router or not generation.is_sampling(settings):
+            settings = generation.without_sampling(settings)
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
         until = handle_stop_sequences(options.pop("until", None), eos=lm.eos_string)
         length, is_sampled = options.pop("max_gen_toks"), bool(options.pop("do_sample", False))
@@ -151,7 +152,7 @@ class ServerClient:
                 source = "the model's own " if name not in settings else ""
                 raise InputError(
                     f"{source}generation setting {name}={result[name]} cannot be sent to server={kind.name}"
-                    f"{nearest(name, known)}; it takes {', '.join(known)}: change gen_kwargs"
+                    f"{did_you_mean(name, known)}; it takes {', '.join(known)}: change gen_kwargs"
                 )
         return result
 

@@ -140,8 +140,8 @@ class Probe:
         elif tokens != self.tokens:
             raise InputError(
                 f"{server.url} splits a text into {len(tokens)} tokens, this tokenizer into {count}"
-                f"{' different ones' if count == len(tokens) else ''}: another base model? Give tokenizer= of the served "
-                f"model"
+                f"{' different ones' if count == len(tokens) else ''}: another base model? Give tokenizer= of the "
+                f"served model"
             )
 
     def _check_batch(self, server: Server, alone: dict[ServedVariant, Signature]) -> None:

@@ -50,7 +50,7 @@ def refuse_collapsed(requests: Iterable[Any]) -> None:
     """Refuse requests whose repeats the cache would answer alike."""
     for request in requests:
         settings = request.args[1]
-        if generation.samples(settings) and settings.get("do_sample") is None:
+        if generation.is_sampling(settings) and settings.get("do_sample") is None:
             raise InputError(
                 f"task {request.task_name} samples (temperature {settings['temperature']}) without do_sample: true, "
                 f"so --use_cache would give every repeat the same answer on the next run; add do_sample=true to "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import position_limit
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.tasks.named import load_task, task_manager
+from lmeval_prune.tasks.loading import load_task, task_manager
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lmeval_prune.artefacts import digest, file_name, from_json, read_json, read_tensors, write_bytes, write_text
+from lmeval_prune.artefacts import digest, file_name, parse_json, read_json, read_tensors, write_bytes, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.parts import Removed
 
@@ -59,7 +59,7 @@ class LayerStore:
         """Return what a layer loses; None if it is not known."""
         try:
             tensors = read_tensors(self._path(label))
-            notes = from_json(bytes(tensors.pop("notes").tolist()), label)
+            notes = parse_json(bytes(tensors.pop("notes").tolist()), label)
             removed = {key: set(members) for key, members in notes["removed"].items()}
             return Removal(removed, tensors, dict(notes["damping"]))
         except (AttributeError, KeyError, TypeError, ValueError):  # it is damaged, or not there, and is made again

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features
-from lmeval_prune.artefacts import COMPUTED, check_finite
+from lmeval_prune.artefacts import NONFINITE_REMEDY, check_finite
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.parts import Part
@@ -68,7 +68,7 @@ class Moments:
             InputError: naming the projection.
         """
         statistics = self.deviations if self.products is None else self.products
-        check_finite({projection: statistics}, "what was read of the inputs", COMPUTED)
+        check_finite({projection: statistics}, "what was read of the inputs", NONFINITE_REMEDY)
 
     @property
     def variance(self) -> Tensor:

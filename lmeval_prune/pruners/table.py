@@ -1,6 +1,6 @@
 """Pruners by their names. A line a pruner; nothing is imported before it is asked for."""
 
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 
 PRUNERS = {
     "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
@@ -22,4 +22,4 @@ def check_pruner(name: str) -> None:
         InputError: it is none.
     """
     if name not in PRUNERS:
-        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{nearest(name, PRUNERS)}")
+        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{did_you_mean(name, PRUNERS)}")

@@ -10,11 +10,11 @@ from typing import Any
 
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import either
+from lmeval_prune.options import mutually_exclusive
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 
 
-@either("layers", "heads")
+@mutually_exclusive("layers", "heads")
 def sweep(**options: Any) -> int:
     """Sweep a task: the outcomes of its questions under every head of some layers."""
     settings = SweepOptions(**options)

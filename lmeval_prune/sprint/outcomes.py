@@ -27,12 +27,12 @@ import pyarrow as pa
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import Head
-from lmeval_prune.artefacts import from_json, read_artefact, write_artefact
+from lmeval_prune.artefacts import parse_json, read_artefact, write_artefact
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
-from lmeval_prune.models.identity import differing
+from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.identity import describe_version_change
 from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
-from lmeval_prune.models.tries import DENSE
 
 SCHEMA = "lmeval-prune/outcomes"
 SCHEMA_VERSION = 2  # 1: texts in the table of cells
@@ -179,7 +179,7 @@ class OutcomeStore:
         try:
             pool = about["pool"]
             for row in questions:
-                row["attributes"] = from_json(row["attributes"], "questions.parquet")
+                row["attributes"] = parse_json(row["attributes"], "questions.parquet")
             z = np.full((len(questions), len(pool)), np.nan, np.float32)
             row_of = {Question.of(row): i for i, row in enumerate(questions)}
             column_of = {name: i for i, name in enumerate(pool)}
@@ -287,7 +287,7 @@ def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
     if how[0] != how[1] and "server" in {**before, **now}:
         raise InputError(f"{folder} has outcomes computed by {how[0]}, these are by {how[1]}: give a new folder")
     if before.get("versions") != now.get("versions"):
-        reason = differing(before.get("versions"), now.get("versions") or {})
+        reason = describe_version_change(before.get("versions"), now.get("versions") or {})
         raise InputError(f"{folder} has outcomes that {reason}: give a new folder")
     old, new = before.get("adapters", {}), now.get("adapters", {})
     shared = old.keys() & new.keys()

@@ -13,7 +13,7 @@ import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.tries import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown

@@ -10,14 +10,14 @@ from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.tries import DENSE, POLICIES, Tries
+from lmeval_prune.models.head_router import DENSE, POLICIES, HeadRouter
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 
 
-class Routing(Tries):
+class Routing(HeadRouter):
     """An order of a pool of heads for each question; the i-th try of a question takes the i-th.
 
     Args:

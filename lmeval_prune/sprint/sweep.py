@@ -22,13 +22,13 @@ from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
+from lmeval_prune.models.head_router import DENSE, FixedOrderRouter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.tries import DENSE, InTurn
 from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question, pool_order
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
-from lmeval_prune.tasks.named import load_tasks, task_manager
+from lmeval_prune.tasks.loading import load_tasks, task_manager
 
 logger = logging.getLogger(__name__)
 Model = PrunedHFLM | PrunedServerLM
@@ -108,7 +108,7 @@ class Sweep:
             raise InputError(f"task {name} is not generative; a sweep needs answers that are generated")
         if (task.get_config("repeats") or 1) > 1:
             raise InputError(f"task {name} has repeats; sweep the greedy task it is made of")
-        if generation.samples({**declared, **self.options.gen_kwargs}):
+        if generation.is_sampling({**declared, **self.options.gen_kwargs}):
             raise InputError(f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs")
 
     def _choose_split(self, name: str, task: ConfigurableTask) -> None:
@@ -251,7 +251,7 @@ class Sweep:
         return cells
 
 
-class HeadPool(InTurn):
+class HeadPool(FixedOrderRouter):
     """The unpruned model, then heads in their order.
 
     Args:
@@ -273,7 +273,7 @@ def _identity(lm: Model) -> dict[str, Any]:
     name = str(getattr(lm.config, "_name_or_path", ""))
     identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
     identity |= {"versions": lm.answering.versions}
-    return {**json.loads(json.dumps(identity)), **lm.outcomes_of}
+    return {**json.loads(json.dumps(identity)), **lm.outcome_identity}
 
 
 def _attributes(doc: dict[str, Any], question_field: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.options import as_options
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
-from lmeval_prune.settings import device_named
+from lmeval_prune.settings import resolve_device
 
 
 def naming_methods(command: Callable[..., int]) -> Callable[..., int]:
@@ -55,7 +55,7 @@ def importance(
     from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
     from lmeval_prune.reporting.maps import draw_head_scores
 
-    pruner, target = make_pruner(method, options or {}), device_named(device)
+    pruner, target = make_pruner(method, options or {}), resolve_device(device)
     kinds = KINDS if channels else (HEADS,)
     check_writable(output)
     pruner.check(kinds, reading.is_named)
@@ -114,7 +114,7 @@ def prune(
     from lmeval_prune.pruners.schedule import check_methods, settled, stages
     from lmeval_prune.surgery.cut import cut_to
 
-    target = device_named(device)
+    target = resolve_device(device)
     artefact, pruner, channel_pruner = _methods(scores, pruning, method, options, ffn_method, ffn_options)
     known = dict(artefact.scores) if artefact else {}
     if ffn_method:  # it scores the channels

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmeval_prune.errors import InputError, first_line, unknown_task
+from lmeval_prune.errors import InputError, first_line, unknown_task_error
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -40,7 +40,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
     if not names:
         raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
     if unknown:
-        raise unknown_task(unknown, manager.all_tasks)
+        raise unknown_task_error(unknown, manager.all_tasks)
     try:
         tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     except InputError:

@@ -13,7 +13,7 @@ DENSE = "dense"  # among names of heads: nothing is pruned
 POLICIES = ("random", "random_top", "best", "oracle")  # values of `router=` that are no folder
 
 
-class Tries(ABC):
+class HeadRouter(ABC):
     """Answers the i-th try at a question greedily under the i-th head of an order."""
 
     allow_empty_layer = False  # whether a layer may lose all its heads
@@ -58,7 +58,7 @@ class Tries(ABC):
         return self.order(request)[repeat % request.repeats]
 
 
-class InTurn(Tries):
+class FixedOrderRouter(HeadRouter):
     """Try i under member i of a pool (heads, several joined by `+`, or `dense`), the same for every question."""
 
     def __init__(self, pool: Sequence[str]) -> None:

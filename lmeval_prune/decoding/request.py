@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any
 
 from annotated_types import Interval
@@ -48,6 +49,11 @@ class SamplingParams(Settings):
         super().__post_init__()
         if self.do_sample and self.temperature <= 0:
             raise InputError(f"temperature={self.temperature} must be above 0 when do_sample is true")
+
+    @cached_property
+    def takes_argmax(self) -> bool:
+        """Whether the next token is the argmax of the unchanged logits."""
+        return not self.do_sample and self.repetition_penalty == 1.0 and self.others == "{}"
 
     @classmethod
     def of_generation_config(cls, config: Any, stop: tuple[str, ...] = (), **changes: Any) -> SamplingParams:

@@ -9,13 +9,22 @@ import numpy
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from lmeval_prune.decoding.request import Request, SamplingParams
+from lmeval_prune.decoding.request import Request
 from lmeval_prune.decoding.stopping import Stopping
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Return whether the next token is the argmax of the unchanged logits."""
-    return not params.do_sample and params.repetition_penalty == 1.0 and params.others == "{}"
+def near_tied_argmax(logits: torch.Tensor) -> list[bool]:
+    """Return for each line whether a rounding of the logits could change the argmax.
+
+    The assumed error of a logit is half of 1e-3, or of 32 roundings of the largest logit if that is more.
+
+    Args:
+        logits: (lines, vocabulary).
+    """
+    best, second = logits.float().topk(2).values.double().unbind(-1)
+    error = (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
+    near: list[bool] = (best - second < error).tolist()
+    return near
 
 
 class Sampler:
@@ -52,13 +61,13 @@ class Sampler:
     def near_tie(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> bool:
         """Return whether a rounding of the logits could change the chosen token; arguments as in `choose`.
 
-        The assumed error of a logit is half of 1e-3, or of 32 roundings of the largest logit if that is more. An error
-        e of all logits moves a cumulative distribution F by at most 2 e F (1 - F) / temperature (in first order).
+        The assumed error of a logit is that of `near_tied_argmax`. An error e of all logits moves a cumulative
+        distribution F by at most 2 e F (1 - F) / temperature (in first order).
         """
         params = request.params
         if params.others != "{}" or (params.do_sample and (params.top_k or params.top_p < 1 or params.min_p)):
             return True  # rounding may move the cut
-        scores = logits.float() if is_plain(params) else self._scores(logits, request, answer)
+        scores = self._scores(logits, request, answer)
         best, second = scores.topk(2).values.tolist()
         size = float(logits.abs().max()) if params.do_sample else abs(best)
         error = max(1e-3, 32 * torch.finfo(logits.dtype).eps * size) / 2

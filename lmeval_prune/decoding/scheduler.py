@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.decoding.drafts import NgramIndex
+from lmeval_prune.decoding.drafts import Drafter
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
-from lmeval_prune.decoding.sampling import Sampler, is_plain
+from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.settings import Natural, Settings
@@ -83,6 +83,7 @@ class Scheduler:
     stepped: Callable[[int], None] = lambda _: None  # called with the number of tokens in incomplete answers
     ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
+    drafter: Drafter = field(default_factory=Drafter)
 
     def answers(self) -> Iterator[Sequence]:
         """Yield each sequence when it ends."""
@@ -113,7 +114,7 @@ class Scheduler:
             if self.ready:
                 self._start_followers()
             elif not self._start_leaders():
-                leading = [row.group for row in self.active if row.kept_layers()]
+                leading = [row.group for row in self.active if row.kept_layers]
                 free = self.runner.cache.count - len(self.active)
                 if self.waiting or not leading or sum(len(group.followers) for group in leading) > free:
                     return
@@ -129,13 +130,16 @@ class Scheduler:
         return len(self.active) < self.runner.cache.count and (fits or not tokens)
 
     def _enter(self, row: Sequence) -> Sequence:
+        params = row.request.params
         row.slot = len(self.active)
+        row.ends = self.stopping.ends(params)
+        row.limit = min(params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
         self.active.append(row)
         return row
 
     def _start_leaders(self) -> bool:
         """Run the prompts of new leaders, at most as many as memory has room for their kept inputs."""
-        leading = sum(bool(row.kept_layers()) for row in self.active)
+        leading = sum(bool(row.kept_layers) for row in self.active)
         rows: list[Sequence] = []
         tokens = 0
         while self.waiting and self._has_room(self.waiting[0].leader, tokens):
@@ -148,11 +152,11 @@ class Scheduler:
         prompts = [row.request.prompt for row in rows]
         if rows:
             logits = self._forward(rows, prompts, [len(prompt) - 1 for prompt in prompts])
-            picks = self._picks(logits, rows)
+            choices = self._argmax(logits, rows)
         for i, row in enumerate(rows):
             row.stored = len(prompts[i])
             self.statistics.prompt_tokens += row.stored
-            self._take(row, logits[i : i + 1], [], picks[i : i + 1])
+            self._take(row, logits, slice(i, i + 1), [], choices)
             if not self._follow_tokens:
                 self._let_follow(row.group)
         return bool(rows)
@@ -161,6 +165,7 @@ class Scheduler:
         """Save the leader's keys and values for its followers, and let them start."""
         if group.followers and not group.leader_tokens:
             leader = group.leader
+            leader.kept_layers = frozenset()
             group.leader_tokens = leader.tokens if self._follow_tokens else list(leader.request.prompt)
             group.shared = self.runner.cache.take(leader.slot, leader.stored, group.followers[0].first_layer)
             self.ready.append(group)
@@ -199,14 +204,14 @@ class Scheduler:
             hidden.append(kept[start:until])
             skips.append(max(prompt - 1 - start, 0))  # logits are needed from the prompt's last token on
         logits = self._forward(rows, stretches, skips, first, torch.cat(hidden))
-        picks = self._picks(logits, rows)
+        choices = self._argmax(logits, rows)
         matching, line = [], 0
         for row, kept, stretch, skip in zip(rows, known, stretches, skips, strict=True):
             leader_tokens, until = row.group.leader_tokens, row.stored + len(stretch)
             lines = slice(line, line + len(stretch) - skip)
             line = lines.stop
             row.stored += skip + 1
-            self._take(row, logits[lines], leader_tokens[row.stored : until], picks[lines])
+            self._take(row, logits, lines, leader_tokens[row.stored : until], choices)
             if not row.ended and until < len(kept) and row.tokens == leader_tokens[: until + 1]:
                 matching.append(row)
         self.statistics.follow_tokens += sum(map(len, stretches))
@@ -220,9 +225,8 @@ class Scheduler:
             group.left -= 1
             if row is group.leader:
                 self._let_follow(group)
-            if self.schedule.drafts and group.left:
-                group.answers = group.answers or NgramIndex()
-                group.answers.add(row.tokens)
+            if self.schedule.drafts:
+                self.drafter.add(row)
             self._close(row.slot)
         self.statistics.answers += len(ended)
         self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
@@ -253,7 +257,7 @@ class Scheduler:
     ) -> torch.Tensor:
         """Run new tokens of some rows, keep the layer inputs that their followers need, and return the logits."""
         batch = [
-            Chunk(row.slot, row.stored, row.mask, new, skip, row.kept_layers())
+            Chunk(row.slot, row.stored, row.mask, new, skip, row.kept_layers)
             for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
         ]
         logits, kept = self.runner.forward(batch, *args)
@@ -265,86 +269,76 @@ class Scheduler:
     def _step(self) -> None:
         """Decode the next token of each row, or several if drafts are right."""
         rows = self.active
-        drafts = self._proposals(rows)
+        drafts: list[list[int]] = [[] for _ in rows]
+        if self.schedule.drafts and self.budget > len(rows):
+            drafts = self.drafter.propose(rows, self.schedule.drafts, self.budget - len(rows))
         logits = self._forward(rows, [[row.answer[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
         self.statistics.steps += 1
         self.statistics.step_rows += len(rows)
         self.statistics.step_tokens += len(logits)
-        picks = self._picks(logits, rows)
+        choices = self._argmax(logits, rows)
         line = 0
         for row, draft in zip(rows, drafts, strict=True):
             lines = slice(line, line + 1 + len(draft))
             line = lines.stop
             row.stored += 1
-            taken = self._take(row, logits[lines], draft, picks[lines])
+            taken = self._take(row, logits, lines, draft, choices)
             self.statistics.drafted += len(draft)
             self.statistics.draft_accepted += taken - 1
-            for layer in row.kept_layers():  # drop the inputs of rejected drafts
+            for layer in row.kept_layers:  # drop the inputs of rejected drafts
                 pieces = row.group.kept[layer]
                 pieces[-1] = pieces[-1][:taken]
-
-    def _proposals(self, rows: Items[Sequence]) -> list[list[int]]:
-        """Propose drafts from the n-gram indices, within the budget of the step."""
-        drafts: list[list[int]] = [[] for _ in rows]
-        room = self.budget - len(rows)
-        if not self.schedule.drafts or room <= 0:
-            return drafts
-        most = min(self.schedule.drafts, max(1, room // len(rows)))
-        for i, row in enumerate(rows):
-            count = min(most, room, self._limit(row) - len(row.answer) - 1)
-            if count <= 0:
-                continue
-            tokens = row.tokens
-            row.ngrams = row.ngrams or NgramIndex()
-            row.ngrams.extend(tokens[len(row.ngrams.text) :])
-            size, drafts[i] = row.ngrams.propose(tokens, count)
-            if row.group.answers:
-                sibling_size, draft = row.group.answers.propose(tokens, count)
-                drafts[i] = draft if sibling_size >= size else drafts[i]
-            room -= len(drafts[i])
-        return drafts
 
     @property
     def _follow_tokens(self) -> int:
         return self.schedule.follow if self.schedule.share else 0
 
-    def _limit(self, row: Sequence) -> int:
-        return min(row.request.params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
+    def _argmax(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[tuple[int, bool]]:
+        """Return for each line of the logits the argmax, and whether it is a near-tie that must be decided alone.
 
-    def _picks(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[int]:
-        """Return the token of the largest logit in each line, if any row is plain greedy; else -1."""
-        if any(is_plain(row.request.params) for row in rows):
-            # in float32 for each model type, as in `generate`
-            return logits.float().argmax(-1).tolist()
-        return [-1] * len(logits)
+        Empty if no row takes the argmax.
+        """
+        if not any(row.request.params.takes_argmax for row in rows):
+            return []
+        tokens = logits.float().argmax(-1).tolist()  # in float32 for each model type, as in `generate`
+        near_ties = near_tied_argmax(logits) if self.deterministic else [False] * len(tokens)
+        return list(zip(tokens, near_ties, strict=True))
 
-    def _take(self, row: Sequence, logits: torch.Tensor, draft: Items[int], picks: Items[int]) -> int:
+    def _take(
+        self, row: Sequence, logits: torch.Tensor, lines: slice, draft: Items[int], choices: Items[tuple[int, bool]]
+    ) -> int:
         """Choose tokens from the logits, as long as the drafts are right.
 
         Args:
             row: the sequence; its `stored` counts the tokens up to that of the first logits; each right draft adds one.
-            logits: (1 + drafts, vocabulary).
-            draft: draft tokens; line i + 1 of the logits follows token i.
-            picks: tokens of the largest logits.
+            logits: (all lines of the pass, vocabulary).
+            lines: those of the row, 1 + drafts.
+            draft: draft tokens; the line i + 1 of the row follows token i.
+            choices: `_argmax` of the logits.
 
         Returns:
             Number of tokens added to the answer.
         """
-        for i, pick in enumerate(picks):
-            token = self._choose(row, logits[i], pick)
-            row.answer.append(token)
-            row.ended = self.stopping.ended(row.answer, row.request.params) or len(row.answer) >= self._limit(row)
+        params, answer = row.request.params, row.answer
+        for i, line in enumerate(range(lines.start, lines.stop)):
+            token = self._choose(row, logits[line], choices[line] if params.takes_argmax else None)
+            answer.append(token)
+            row.ended = token in row.ends or len(answer) >= row.limit
+            if params.stop and not row.ended:
+                row.ended = self.stopping.has_stop_text(answer, params.stop)
             if row.ended or i == len(draft) or token != draft[i]:
                 break
             row.stored += 1
         return i + 1
 
-    def _choose(self, row: Sequence, logits: torch.Tensor, pick: int) -> int:
-        if self.deterministic and self.sampler.near_tie(logits, row.request, row.answer):
+    def _choose(self, row: Sequence, logits: torch.Tensor, choice: tuple[int, bool] | None) -> int:
+        """Choose the next token: the argmax in `choice` if it is given, else by the sampler; near-ties alone."""
+        token, near_tie = choice or (-1, self.deterministic and self.sampler.near_tie(logits, row.request, row.answer))
+        if near_tie:
             self.statistics.alone += 1
             logits = self.runner.alone(row.tokens, row.mask)
-            pick = int(logits.float().argmax())
-        return pick if is_plain(row.request.params) else self.sampler.choose(logits, row.request, row.answer)
+            token = int(logits.float().argmax())
+        return token if choice else self.sampler.choose(logits, row.request, row.answer)
 
 
 def _common_length(tokens: Items[int], others: Items[int]) -> int:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.drafts import NgramIndex
 from lmeval_prune.decoding.kv_cache import SlotCopy
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.interventions.head_mask import HeadMask
@@ -28,7 +27,8 @@ class Sequence:
         stored: number of tokens (of prompt and answer) that the slot holds.
         answer: tokens chosen so far; the last one is not stored yet.
         ended: whether the answer is complete.
-        ngrams: of prompt and answer, for drafts; made when first needed.
+        ends, limit: end tokens, and the largest number of tokens in the answer; set when the sequence starts.
+        kept_layers: layers whose input is kept for followers while this sequence runs; empty unless it is a leader.
     """
 
     request: Request
@@ -39,18 +39,14 @@ class Sequence:
     stored: int = 0
     answer: list[int] = field(default_factory=list)
     ended: bool = False
-    ngrams: NgramIndex | None = None
+    ends: tuple[int, ...] = ()
+    limit: int = 0
+    kept_layers: frozenset[int] = frozenset()
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and answer."""
         return [*self.request.prompt, *self.answer]
-
-    def kept_layers(self) -> frozenset[int]:
-        """Return the layers whose input is kept for followers while this sequence runs."""
-        if self is not self.group.leader or self.group.leader_tokens:
-            return frozenset()
-        return frozenset(follower.first_layer for follower in self.group.followers)
 
 
 @dataclass(eq=False)
@@ -63,7 +59,6 @@ class PromptGroup:
         leader_tokens: the tokens that followers check: the leader's prompt and answer.
         kept: by layer, its inputs at the tokens of `leader_tokens`, in pieces (tokens, width).
         shared: the leader's keys and values below the highest first layer of a follower.
-        answers: n-grams of the answers so far, for drafts.
         left: number of requests without an answer yet.
     """
 
@@ -72,13 +67,13 @@ class PromptGroup:
     leader_tokens: list[int] = field(default_factory=list)
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     shared: list[SlotCopy] = field(default_factory=list)
-    answers: NgramIndex | None = None
     left: int = 0
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> PromptGroup:
         """Group sequences; the first of those with the highest first layer leads."""
         leader, *others = sorted(sequences, key=lambda sequence: -sequence.first_layer)
+        leader.kept_layers = frozenset(follower.first_layer for follower in others)
         group = cls(leader, deque(others), left=len(sequences))
         for sequence in sequences:
             sequence.group = group

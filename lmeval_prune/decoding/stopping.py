@@ -44,12 +44,14 @@ class Stopping:
 
     def stopped(self, tokens: Sequence[int], params: SamplingParams) -> bool:
         """Return whether `tokens` end with an end token or a stop text, and not for lack of room."""
-        if tokens[-1] in self.ends(params):
-            return True
-        if not params.stop:
+        return tokens[-1] in self.ends(params) or self.has_stop_text(tokens, params.stop)
+
+    def has_stop_text(self, tokens: Sequence[int], stop: tuple[str, ...]) -> bool:
+        """Return whether the decoded end of `tokens` contains a stop text."""
+        if not stop:
             return False
-        text = self.tokenizer.decode(tokens[-self._stop_tokens(params.stop) :])
-        return any(stop in text for stop in params.stop)
+        text = self.tokenizer.decode(tokens[-self._stop_tokens(stop) :])
+        return any(each in text for each in stop)
 
     def _most_tokens(self, stop: tuple[str, ...]) -> int:
         """Count the last tokens that lm-eval looks into: some more than a stop text takes."""

@@ -135,7 +135,7 @@ class _Wiring:
 _WIRED: WeakKeyDictionary[nn.Module, tuple[_Wiring, AttentionLayer | None]] = WeakKeyDictionary()
 
 
-def put_in_front(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
+def intercept_attention(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
     """Let `handler(call, attend)` answer all attention calls of a model until `stack` closes.
 
     It may change the call, call `attend` or not, and change what comes back: attention outputs (batch, tokens, heads,
@@ -238,6 +238,28 @@ def _in_front(original: str) -> str:
 def _name_implementation(wiring: _Wiring) -> None:
     for config, original in wiring.originals:
         config._attn_implementation = NAME if wiring.stores else _in_front(original)
+
+
+def valid_tokens(call: AttentionCall) -> torch.Tensor:
+    """Return which new tokens are no padding, (rows, tokens): those that see themselves.
+
+    Raises:
+        InputError: the mask is not a causal one of one text a row.
+    """
+    rows, tokens = call.query.shape[0], call.query.shape[2]
+    if call.mask is None:
+        return torch.ones(rows, tokens, dtype=torch.bool, device=call.query.device)
+    seen = call.mask[:, 0, :, -tokens:]
+    seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
+    valid = seen.diagonal(dim1=1, dim2=2).expand(rows, tokens)
+    if tokens > 1:
+        positions = torch.arange(tokens, device=seen.device)
+        causal = (positions <= positions[:, None]) & valid[:, None]
+        if (window := call.options.get("sliding_window")) is not None:
+            causal &= positions > positions[:, None] - window
+        if not torch.equal(seen & valid[..., None], causal & valid[..., None]):
+            raise InputError("this method needs causal attention to one text a row; give packed texts row by row")
+    return valid
 
 
 def _attend(

@@ -36,7 +36,7 @@ from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, applied, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.lm_base import AnsweringLM
-from lmeval_prune.models.logs import as_lm_eval_does, say_applied
+from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
 from lmeval_prune.models.use_cache import refuse_identical_repeats, separate_tables
 from lmeval_prune.profiling.costs import cost_columns
 from lmeval_prune.settings import resolve_device
@@ -60,7 +60,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     @print_input_errors
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
-        as_lm_eval_does()
+        use_lm_eval_logging()
         parsed = isinstance(pretrained, Arguments)
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
         model = self._check_pretrained()
@@ -113,7 +113,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         with self._apply() as applied:  # on a live model nothing may stay when something below fails
             self.engine = self._engine() if self.arguments.engine == "batched" else None
             self.answering = Answering(self, store)
-            say_applied(self.model, self.model_map)
+            log_interventions(self.model, self.model_map)
             self._applied = applied.pop_all()
 
     def _apply(self) -> ExitStack:

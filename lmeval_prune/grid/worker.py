@@ -28,7 +28,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.served import without_server
+from lmeval_prune.models.server_options import without_server
 from lmeval_prune.profiling.speed import peak_memory_of_process
 from lmeval_prune.tasks.loading import task_manager
 

@@ -65,11 +65,7 @@ class Head(NamedTuple):
 
 
 def head_names(heads: Any) -> tuple[str, ...]:
-    """Split a user's text or list into head names (`L5H3`, `L5H0-3`, `L5H*`) without duplicates; needs no model.
-
-    Raises:
-        InputError: a name is malformed, or there is no name.
-    """
+    """Split a user's text or list into head names (`L5H3`, `L5H0-3`, `L5H*`) without duplicates; needs no model."""
     items: Iterable[Any]
     if isinstance(heads, str):
         text = heads.strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -29,11 +28,11 @@ class ServedAnswering(Answering):
         """Return the versions that answers depend on; a server computes without our transformers."""
         return code_versions("lm_eval")
 
-    def _drawn(self, request: Any, repeat: int) -> list[Any]:
+    def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
         return [seed_of(self.lm.seed, repeat)]
 
-    def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        parts, head = super()._depends_on(kind, request, repeat)
+    def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
+        parts, head = super()._key_parts(kind, request, repeat)
         adapters = self.lm.hashes(self.variant(head))
         return {**parts, "cut": self.lm.jobs.cut(kind, request), "adapters": adapters}, head
 
@@ -48,9 +47,6 @@ class ServedAnswering(Answering):
         """Return all that may be asked for."""
         return list(dict.fromkeys(map(self.variant, self.router.pool if self.router else (UNPRUNED,))))
 
-    def _in_groups(self, kind: str) -> Callable[[Any], bool]:
-        return lambda _: False
-
     @property
     def _group_size(self) -> int:
         return 1
@@ -58,13 +54,13 @@ class ServedAnswering(Answering):
     def _run(self, missing: PendingRequests, disable_tqdm: bool) -> list[Any]:
         def keep(index: int, text: Text) -> None:
             if isinstance(text, NoText) and self.store:
-                self.store.known[missing.keys[index]] = text  # for this run
+                self.store.responses[missing.keys[index]] = text  # for this run
             else:
                 missing.add(missing.keys[index], text, **(text.ending._asdict() if text.ending else {}))
 
         if missing.kind == "generate_until":
             return list(self.lm.jobs.generate(missing.requests, missing.repeats, keep, not disable_tqdm))
-        with self._watched(missing):
+        with self._hooked(missing):
             if missing.kind == "loglikelihood":
                 return list(LocalCompletionsAPI.loglikelihood(self.lm, missing.requests, disable_tqdm=disable_tqdm))
             return list(self.lm.jobs.score_whole(missing.requests, not disable_tqdm))

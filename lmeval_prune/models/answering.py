@@ -79,7 +79,7 @@ class Answering:
             warn_without_template(requests, self.lm.tokenizer)
         if self.router:
             if kind != "generate_until":
-                raise InputError("router= is for generative tasks; leave out tasks that score given texts")
+                raise InputError("router= is for generative tasks only; leave out tasks that score given texts")
             self.router.prepare(requests)
         with self._frozen_interventions():
             responses, keys, endings = self._answer(kind, requests, disable_tqdm)

@@ -544,7 +544,7 @@ def test_what_is_no_model_is_named_and_nothing_stays_of_what_is_refused(
     ):
         with pytest.raises(InputError, match=message):
             distill(replace(athena, pretrained=str(folder)))
-    with pytest.raises(InputError, match="is an ATHENA; ask it by --model athena"):
+    with pytest.raises(InputError, match="is an ATHENA model; use --model athena"):
         PrunedHFLM(athena.pretrained, device="cpu")
     with pytest.raises(InputError, match="give test"):
         distill(replace(language, test=None))

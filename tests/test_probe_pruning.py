@@ -33,7 +33,7 @@ def lowest(scores: torch.Tensor, weight: torch.Tensor, width: int, ratio: float)
 
 def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
     """The plan that the plain criterion gives for a text: Σ_t of what each projection reads, layer after layer."""
-    model_map, text = map_model(model), CalibrationText.of("text", ids)
+    model_map, text = map_model(model), CalibrationText.from_windows("text", ids)
     plan = Plan()
     for layer, block in zip(model_map.attention, model_map.feed_forward, strict=True):
         for part, module, width in (("o_proj", layer.o_proj, layer.head_dim), ("down", block.down, 1)):
@@ -101,7 +101,10 @@ def test_a_run_fuses_what_earlier_batches_read() -> None:
     model, first, second = tiny("llama"), tokens(3, 8), tokens(3, 8, seed=5)
     model_map = map_model(model)
     layer = model_map.attention[0]
-    x = [inputs_of(model_map, CalibrationText.of("t", ids))["L0.o_proj"].view(3, 8, -1) for ids in (first, second)]
+    x = [
+        inputs_of(model_map, CalibrationText.from_windows("t", ids))["L0.o_proj"].view(3, 8, -1)
+        for ids in (first, second)
+    ]
     h, p = (one.square().mean(0) for one in x)
     with ProbePruning(0.5, positions=1.0, samples=1.0, state="run", skip_first=0).applied_to(model):
         (applied,) = interventions_on(model)
@@ -156,7 +159,7 @@ def test_a_history_is_by_a_texts_own_places() -> None:
 @pytest.mark.parametrize("kind", ["none", "least_squares"])
 def test_over_a_plan_it_is_what_it_is_on_the_cut_model(kind: str) -> None:
     """What is gone is not counted, and new weights are what scores are of; what goes is said."""
-    model, text = tiny("llama", num_hidden_layers=4), CalibrationText.of("t", tokens(16, 20, seed=1))
+    model, text = tiny("llama", num_hidden_layers=4), CalibrationText.from_windows("t", tokens(16, 20, seed=1))
     options = PruneOptions(0.4, budget="parameters", compensation=kind)
     (plan,) = stages(make_pruner("random", {}), map_model(model), options, text)
     assert plan.heads and plan.channels

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.cli import main
-from lmeval_prune.pruners.allocation import Budget, allocate, pots_of, removed_by, share_of
+from lmeval_prune.pruners.allocation import Budget, allocate, removed_by, share_of, unit_pools
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
@@ -26,7 +26,7 @@ from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import KINDS, Part, parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
-from lmeval_prune.pruners.schedule import settled, stages
+from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens
 
@@ -58,8 +58,8 @@ def select(
 ) -> Labelled:
     """Return the heads or channels of each layer that go when a share of all goes."""
     budget = Budget((kind,), ratio, allocation, by_heads(**wanted))
-    pots = pots_of(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
-    removed = removed_by(pots, allocate(pots, budget), {})
+    pools = unit_pools(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
+    removed = removed_by(pools, allocate(pools, budget), {})
     return {key.partition(".")[2]: members for key, members in removed.items()}
 
 
@@ -72,7 +72,7 @@ def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationT
     for row, missing in ((1, 3), (3, 5)):
         real[row, length - missing :] = 0
     real = real.flip(1) if side == "left" else real
-    return CalibrationText.of("test", tokens(rows, length), 2, real)
+    return CalibrationText.from_windows("test", tokens(rows, length), 2, real)
 
 
 def eager_attentions(model: Any, ids: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
@@ -188,7 +188,7 @@ def test_what_goes_wrong_over_the_text_is_said_and_not_tried_another_way() -> No
 
 
 def test_windows_that_slide_are_counted_as_such() -> None:
-    model, text = tiny("mistral", sliding_window=4), CalibrationText.of("whole", tokens(4, 9), 2)
+    model, text = tiny("mistral", sliding_window=4), CalibrationText.from_windows("whole", tokens(4, 9), 2)
     found = attention_statistic(map_model(model), text, NormEntropy()._entropies)
     expected = literal(tiny("mistral", "eager", sliding_window=4), text, "normalized")
     assert not torch.allclose(
@@ -463,7 +463,7 @@ def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
     assert plan.heads == ("L0H0", "L1H0")
     expected = next(stages(RandomScores(3), model_map, by_heads(ffn_ratio=0.25)))
     assert plan.channels == expected.channels
-    with pytest.raises(InputError, match="measured on a text"):  # a second step scores anew
+    with pytest.raises(InputError, match="needs a calibration text"):  # a second step scores anew
         list(stages(NormEntropy(), model_map, by_heads(0.5, steps=2), None, scores=heads))
 
 
@@ -491,7 +491,7 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
     model_map, pruner, text = map_model(tiny("opt")), make_pruner(name, {}), text_of()
     parts = parts_of(model_map, ["heads"] if pruner.heads_only else KINDS)
     ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
-    others = CalibrationText.of("test", torch.where(real.bool(), ids, ids + 1), 2, real)
+    others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
     first, second = (pruner.scores(model_map, each, parts, {}).values for each in (text, others))
     for part in parts:
         assert len(first[part.key]) == part.size
@@ -506,8 +506,8 @@ def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
     assert plan == next(stages(pruner, model_map, PruneOptions(0.25, parts=parts), text))
     assert bool(plan.channels) == (parts == "both") and plan.provenance["options"]["parts"] == parts
-    assert settled(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
-    assert settled(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
+    assert resolve_options(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
+    assert resolve_options(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
 
 
 def test_what_a_plan_removes_in_words() -> None:
@@ -561,15 +561,15 @@ def planned(family: str, *ratio: float, **wanted: Any) -> list[Plan]:
         (lambda m: PruneOptions(p_min=0.1), "p_min=0.1 must be at most the ratio, 0.0"),
         (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "give --ratio .of the parameters.*--ffn_ratio"),
         (lambda m: make_pruner("global_threshold", {"alpha": 0.0}), "'alpha'; it has none"),
-        (lambda m: head_scores(NormEntropy(0.0), m, None), "norm_entropy is measured on a text"),
-        (lambda m: channel_scores(NormEntropy(0.0), m, None), "norm_entropy is measured on a text"),
-        (lambda m: head_scores(Confidence(), m, None), "confidence is measured on a text"),
+        (lambda m: head_scores(NormEntropy(0.0), m, None), "norm_entropy needs a calibration text"),
+        (lambda m: channel_scores(NormEntropy(0.0), m, None), "norm_entropy needs a calibration text"),
+        (lambda m: head_scores(Confidence(), m, None), "confidence needs a calibration text"),
         (lambda m: make_pruner("norm_entropy", {"alpha": "much"}), "alpha='much' must be a number"),
         (lambda m: planned("gpt2", 0.2, unit="balanced"), "does not suit this gpt2.*head or group"),
         (lambda m: planned("gpt_bigcode", 0.2, unit="group"), "head or balanced"),
         (lambda m: planned("bloom", 0.2, unit="group"), "position biases.*use head"),
         (lambda m: planned("mixtral", ffn_ratio=0.2), "no dense feed-forward blocks"),
-        (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "measured on a text"),
+        (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "needs a calibration text"),
         (lambda m: list(stages(Confidence(), m, by_heads(0.2, ffn_ratio=0.2), text_of())), "scores heads only"),
     ],
 )
@@ -587,7 +587,7 @@ def test_windows_are_as_long_as_the_model_has_positions_and_no_longer(family: st
     if family == "roberta":
         model = tiny(family, pad_token_id=1)
     for length in (limit, limit + 1):
-        text = CalibrationText.of("long", tokens(1, length).clamp(min=3))
+        text = CalibrationText.from_windows("long", tokens(1, length).clamp(min=3))
         if length == limit:
             check_length(model, length)
             list(text.run(model))

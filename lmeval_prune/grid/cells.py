@@ -26,7 +26,7 @@ from lmeval_prune.grid.task_identity import TaskIdentity
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_versions
-from lmeval_prune.models.served import ServerOptions, without_server
+from lmeval_prune.models.server_options import ServerOptions, without_server
 from lmeval_prune.tasks.loading import task_manager
 
 JSON_FIELDS = ("evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine")

@@ -35,7 +35,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.errors import InputError, did_you_mean, yaml_error_text
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.models.arguments import argument_names
-from lmeval_prune.models.served import API_OPTIONS, SERVER_ARGUMENTS
+from lmeval_prune.models.server_options import API_OPTIONS, SERVER_ARGUMENTS
 from lmeval_prune.settings import Count, Natural, Positive, Settings
 
 SEED = 1234

@@ -74,11 +74,11 @@ class Prune(Preparation):
     def make(self, lm: Any, folder: Path) -> None:
         """Write the plan, and the checkpoint if `cut`."""
         from lmeval_prune.pruners.calibration import check_length, read_calibration
-        from lmeval_prune.pruners.schedule import check_methods, settled, stages
+        from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
         from lmeval_prune.surgery.cut import cut_to
 
         pruner, model_map, text = make_pruner(self.method, self.options), lm.model_map, None
-        options = settled(self.prune_options(), pruner, model_map)
+        options = resolve_options(self.prune_options(), pruner, model_map)
         check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
         if self.task or self.text:
             check_length(model_map.model, self.tokens)

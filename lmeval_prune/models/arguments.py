@@ -17,7 +17,7 @@ from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined, load_intervention
 from lmeval_prune.interventions.table import method_class
 from lmeval_prune.models.head_router import HeadRouter
-from lmeval_prune.models.registered import registered
+from lmeval_prune.models.registered import load_registered
 from lmeval_prune.settings import Count, Settings, parse_value
 
 
@@ -160,7 +160,7 @@ class Arguments(Settings):
     def _load_router(self) -> HeadRouter | None:
         if self.router is None:
             return None
-        router: HeadRouter = self.router if isinstance(self.router, HeadRouter) else registered("router")(self)
+        router: HeadRouter = self.router if isinstance(self.router, HeadRouter) else load_registered("router")(self)
         if self.allow_empty_layer is not None:
             router.allow_empty_layer = self.allow_empty_layer
         return router

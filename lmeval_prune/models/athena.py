@@ -11,13 +11,13 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models.arguments import Arguments, unknown_argument
-from lmeval_prune.models.identity import applied
+from lmeval_prune.models.identity import interventions_report
 from lmeval_prune.models.lm_base import CheckedArgumentsLM
-from lmeval_prune.models.logs import as_lm_eval_does, say_applied
+from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
 from lmeval_prune.settings import Count, parse_value, resolve_device
 from lmeval_prune.training.questions import question_key
 
@@ -50,7 +50,7 @@ class AthenaLM(CheckedArgumentsLM):
         **arguments: Any,
     ) -> None:
         super().__init__()
-        as_lm_eval_does()
+        use_lm_eval_logging()
         if not isinstance(pretrained, str) or not pretrained:
             raise InputError("name a model: --model_args pretrained=FOLDER, one that `lmeval-prune athena train` wrote")
         for name in _FOR_TEXTS:
@@ -62,7 +62,7 @@ class AthenaLM(CheckedArgumentsLM):
         self.field, self.batch_size = question_field, _batch(batch_size)
         where = resolve_device(device, strictly=False)
         self.about = checkpoint.describe(pretrained)
-        self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
+        self.manifest = valid_manifest(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
         for intervention in parsed.interventions:
             intervention.fit_to(bare)
@@ -72,8 +72,8 @@ class AthenaLM(CheckedArgumentsLM):
                 stack.enter_context(intervention.applied_to(self.host.encoder, self.model_map, any_thread=True))
             self._applied = stack.pop_all()
         if self.manifest:
-            eval_logger.info("checkpoint: %s", removed_from(self.manifest))
-        say_applied(self.host.encoder, self.model_map)
+            eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
+        log_interventions(self.host.encoder, self.model_map)
 
     def close(self) -> None:
         """Undo what was applied. (The end of the object does so too.)"""
@@ -141,7 +141,7 @@ class AthenaLM(CheckedArgumentsLM):
         """Return the model's training, and a section `pruning`, for the results file."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
-        pruning = applied(self.model_map, self.model_map.weights)
+        pruning = interventions_report(self.model_map, self.model_map.weights)
         if self.manifest:
             pruning["checkpoint"] = checkpoint_columns(self.manifest)
         return {"model_num_parameters": parameters, "athena": training, "pruning": pruning}

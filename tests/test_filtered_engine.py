@@ -138,10 +138,10 @@ class Counted:
     def move(self, source: int, target: int) -> None:
         self.seen[target] = self.seen[source]
 
-    def take(self, slot: int) -> int:
+    def snapshot(self, slot: int) -> int:
         return self.seen[slot]
 
-    def put(self, slot: int, taken: int) -> None:
+    def restore(self, slot: int, taken: int) -> None:
         self.seen[slot] = taken
 
 
@@ -249,7 +249,7 @@ def test_decisions_where_the_tensors_are_are_the_same(prompts: int, monkeypatch:
 def test_slots_are_moved_and_prompts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other tests compare did run on every path."""
     model, seen = model_of("llama"), Counter[str]()
-    for name in ("move", "take", "put"):
+    for name in ("move", "snapshot", "restore"):
         inner = getattr(KVCache, name)
 
         def watched(self: KVCache, *args: Any, name: str = name, inner: Any = inner) -> Any:
@@ -260,7 +260,7 @@ def test_slots_are_moved_and_prompts_are_shared(monkeypatch: pytest.MonkeyPatch)
     with TokenFilter(**QUICK).applied_to(model):
         engine = Engine(model, Letters(), max_rows=4)
         answers(engine, some_requests(model, seed=3, prompts=6))
-    assert min(seen["move"], seen["take"], seen["put"], engine.statistics.follow_tokens) > 0
+    assert min(seen["move"], seen["snapshot"], seen["restore"], engine.statistics.follow_tokens) > 0
     assert engine.statistics.drafted == engine.statistics.followed == 0
 
 

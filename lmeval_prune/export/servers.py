@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Any
 
 from lmeval_prune.architectures.blocks import in_features, out_features
-from lmeval_prune.checkpoints.loading import has_own_layers
+from lmeval_prune.checkpoints.loading import has_pruned_layers
 from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.export.gguf_format import SERVER_DTYPES
 from lmeval_prune.export.manifest import read_adapters
@@ -34,7 +34,7 @@ def slot_memory(export: AdapterExport, slots: int, rank: int) -> int:
 
 def vllm_options(config: Any) -> tuple[str, str]:
     """Return the options with which vLLM loads a model, and a comment line on them; both empty for stock models."""
-    if has_own_layers(config):
+    if has_pruned_layers(config):
         is_registered = config.architectures[0].removeprefix("Pruned") in STOCK
         comment = "# without --trust-remote-code where lmeval-prune is installed\n" if is_registered else ""
         return " --trust-remote-code", comment

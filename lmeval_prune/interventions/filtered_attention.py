@@ -53,16 +53,16 @@ class SlotMemory(Memory):
 
     def move(self, source: int, target: int) -> None:
         """Copy a sequence to another slot."""
-        self.write(target, self.take(source))
+        self.write(target, self.snapshot(source))
 
-    def take(self, slot: int) -> Memory:
+    def snapshot(self, slot: int) -> Memory:
         """Return a copy of a sequence's memory."""
         return Memory(*(tensor[slot].clone() for tensor in self.tensors))
 
-    def put(self, slot: int, taken: Memory) -> None:
+    def restore(self, slot: int, state: Memory) -> None:
         """Continue a copied sequence in a slot; its tokens are counted again."""
-        self.write(slot, taken)
-        self.totals += taken.states[[SEEN, SKIPPED]].long()
+        self.write(slot, state)
+        self.totals += state.states[[SEEN, SKIPPED]].long()
 
 
 class FilteredAttention:

@@ -172,8 +172,10 @@ class Plan(Intervention):
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Hook each projection that loses inputs or has a compensation."""
-        for block, numbers in (*self.heads_by_layer(model_map), *self.channels_by_layer(model_map)):
-            zero_columns(block, numbers, stack)
+        for layer, heads in self.heads_by_layer(model_map):
+            zero_columns(layer, heads, stack)
+        for block, channels in self.channels_by_layer(model_map):
+            zero_columns(block, channels, stack)
         earlier = [plan.compensation for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]
         for name in sorted(self.compensation, reverse=True):  # weights before biases
             tensor, bias = self.compensation[name], f"{name.removesuffix('.weight')}.bias"

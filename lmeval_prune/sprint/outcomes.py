@@ -32,7 +32,7 @@ from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import describe_version_change
-from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
+from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 
 SCHEMA = "lmeval-prune/outcomes"
 SCHEMA_VERSION = 2  # 1: texts in the table of cells
@@ -87,7 +87,7 @@ class Outcomes:
     @property
     def cut_off(self) -> str:
         """Sentence on answers that were cut off, if they are many; else empty."""
-        return cut_off(self.lengths) if self.lengths else ""
+        return cut_off_note(self.lengths) if self.lengths else ""
 
     @property
     def known(self) -> np.ndarray:
@@ -274,7 +274,9 @@ def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, An
         known = None not in (cell["length"], cell["cut_off"])
         endings[cell["task"]].append(Ending(cell["length"], cell["cut_off"]) if known else None)
     limits = {name: ((tasks.get(name) or {}).get("generation") or {}).get("max_gen_toks") for name in endings}
-    return merged([lengths(endings_of_task, limits[name]) for name, endings_of_task in endings.items()])
+    return merge_lengths(
+        [summarize_lengths(endings_of_task, limits[name]) for name, endings_of_task in endings.items()]
+    )
 
 
 def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

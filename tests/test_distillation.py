@@ -556,7 +556,7 @@ def test_a_damaged_beginning_is_one_line(athena: DistillOptions) -> None:
     for content in ("{", "[]"):
         work.mkdir(exist_ok=True)
         (work / "options.json").write_text(content)
-        with pytest.raises(InputError, match=r"options\.json is (damaged|not valid JSON).*to begin anew"):
+        with pytest.raises(InputError, match=r"options\.json is (damaged|not valid JSON).*to start again"):
             distill(athena)
 
 

@@ -157,7 +157,7 @@ def test_luck_alone_gains_too() -> None:
     ]
     outcomes = Outcomes(z, [DENSE, *(f"L0H{h}" for h in range(4))], rows)
     table = heads.HeadTable.of(outcomes)
-    luck = heads.gains_by_luck(outcomes, table, draws=2000)["L0"]
+    luck = heads.gains_by_chance(outcomes, table, draws=2000)["L0"]
     assert 0.03 < np.mean(luck) < 0.15
     assert abs(heads.gains(table)["L0"][0] - np.mean(luck)) < 3 * np.std(luck)
 

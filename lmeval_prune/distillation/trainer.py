@@ -240,7 +240,7 @@ class DistillTrainer(ResumableTrainer):
     def _over_processes(self, value: Tensor) -> float:
         return float(self.accelerator.reduce(value, "sum") if self.args.world_size > 1 else value)
 
-    def further_figures(self) -> dict[str, float]:
+    def further_metrics(self) -> dict[str, float]:
         """Return the terms over the whole validation split, and the figures of the host."""
         terms = {
             name: self._over_processes(total) / self._over_processes(count)

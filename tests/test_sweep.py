@@ -290,7 +290,7 @@ def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path
     options = {"tasks": (few_shot(tmp_path),), "heads": "L0H0", "gen_kwargs": {}, "limit": None}
     found = sweep(tiny_folder, tmp_path / "s", **options)
     assert found.texts == [f"held {i}+{i}?" for i in range(4)]
-    assert found.tasks["mine"]["metric"] == "exact_match,first" and found.question_field == "ask"
+    assert found.tasks["mine"]["metric"] == "exact_match,first" and found.tasks["mine"]["question_field"] == "ask"
     assert np.isin(found.z, [0, 1]).all()
     more = sweep(tiny_folder, tmp_path / "s", split="train", **options)
     assert more.texts == [*found.texts, *(f"train {i}+{i}?" for i in range(4))] and more.observed.all()

@@ -39,7 +39,7 @@ from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training import curves
-from lmeval_prune.training.questions import SeenQuestions, question_key
+from lmeval_prune.training.questions import TrainingQuestions, question_key
 from lmeval_prune.training.trainer import BatchesByLength
 from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
 from tests.conftest import ROOT
@@ -856,13 +856,13 @@ def test_a_question_that_stands_in_both_splits_is_a_training_question(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path
 ) -> None:
     model = checkpoint.read(dense.output)
-    own = SeenQuestions(frozenset("ab"), frozenset("bc"))
+    own = TrainingQuestions(frozenset("ab"), frozenset("bc"))
     model.about |= own.to_artefact()
     checkpoint.write(model, tmp_path / "host")
     host = host_of(replace(athena, pretrained=str(tmp_path / "host")))
     assert host.all_questions(own, [], "fold0").to_artefact() == {"trained_on": ["a", "b", "c"], "validated_on": ["c"]}
     with pytest.raises(InputError, match="was trained on 1 of the 1 validation problems"):
-        host.all_questions(SeenQuestions(frozenset("c"), frozenset("a")), [], "fold0")
+        host.all_questions(TrainingQuestions(frozenset("c"), frozenset("a")), [], "fold0")
 
 
 def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:

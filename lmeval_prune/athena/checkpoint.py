@@ -32,29 +32,12 @@ SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
 
 
-class NeededSettings(TypedDict):
-    """Required fields of `AthenaSettings` in `athena.json`."""
-
-    width: int
-    channels: int
-    heads: int
-    constants: list[str]
-    max_length: int
-
-
-class TrainedWith(TypedDict):
-    """Training options that later commands read."""
-
-    data: str
-    train: list[str]
-
-
 class Contents(TypedDict):
     """Fields of `athena.json`."""
 
-    settings: NeededSettings
+    settings: dict[str, Any]  # of `AthenaSettings`
     head_sha256: str
-    options: NotRequired[TrainedWith]
+    options: NotRequired[dict[str, Any]]  # of `TrainOptions`
     log: NotRequired[list[dict[str, float]]]
     trained_on: NotRequired[list[str]]
     validated_on: NotRequired[list[str]]
@@ -97,7 +80,7 @@ def write(
     model: Athena,
     folder: str | os.PathLike[str],
     manifest: dict[str, Any] | None = None,
-    beside: Callable[[Path], None] | None = None,
+    add_files: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a model atomically; an existing folder is replaced.
 
@@ -105,7 +88,7 @@ def write(
         model: the model.
         folder: path of the folder.
         manifest: manifest of the encoder's cuts, if it was pruned.
-        beside: function that adds files to the folder while it is written.
+        add_files: function that adds files to the folder while it is written.
 
     Raises:
         InputError: the folder cannot be written.
@@ -122,8 +105,8 @@ def write(
             sha256 = hashlib.sha256(data).hexdigest()
             content = {"settings": asdict(model.settings), "head_sha256": sha256, **model.about}
             write_artefact(temporary / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
-            if beside is not None:
-                beside(temporary)
+            if add_files is not None:
+                add_files(temporary)
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({first_line(error)}); name another folder") from error
 

@@ -14,7 +14,7 @@ from lmeval_prune.athena.thoughts import labelled_steps
 from lmeval_prune.errors import InputError
 from lmeval_prune.scoring.equality import expression_is_right
 from lmeval_prune.tasks.data import load, stratified
-from lmeval_prune.training.questions import Document, SeenQuestions, other_folds, question_keys, without_test
+from lmeval_prune.training.questions import Document, TrainingQuestions, other_folds, question_keys, without_test
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,11 @@ class ProblemSplit:
         return cls(train, validation, tuple(sorted(constants, key=Fraction)), len(rows) - len(problems), repeated)
 
     @property
-    def questions(self) -> SeenQuestions:
+    def questions(self) -> TrainingQuestions:
         """Digests of the training and validation questions."""
-        return SeenQuestions(*(question_keys(item.document for item in part) for part in (self.train, self.validation)))
+        return TrainingQuestions(
+            *(question_keys(item.document for item in part) for part in (self.train, self.validation))
+        )
 
 
 def _validation_indices(problems: Sequence[GroundedProblem], options: TrainOptions) -> set[int]:

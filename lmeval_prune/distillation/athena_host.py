@@ -21,7 +21,7 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training.curves import ACCURACY
-from lmeval_prune.training.questions import SeenQuestions
+from lmeval_prune.training.questions import TrainingQuestions
 
 _LANGUAGE_OPTIONS = {"task": None, "chat": False, "answer": "{}", "answer_field": None}  # with their defaults
 
@@ -63,11 +63,11 @@ class AthenaHost(Host):
 
     @override
     def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
+        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
     ) -> None:
         if "trained_on" in manifest:
-            model.about = {**model.about, **SeenQuestions.from_artefact(manifest).to_artefact()}
-        checkpoint.write(model, folder, manifest, beside)
+            model.about = {**model.about, **TrainingQuestions.from_artefact(manifest).to_artefact()}
+        checkpoint.write(model, folder, manifest, add_files)
 
     @override
     def backbone(self, model: Any) -> Any:
@@ -83,11 +83,11 @@ class AthenaHost(Host):
         return folder / checkpoint.ENCODER
 
     @override
-    def questions_of(self, folder: str) -> SeenQuestions:
+    def questions_of(self, folder: str) -> TrainingQuestions:
         about = checkpoint.describe(folder)
         if "options" in about and "validated_on" not in about:  # an older file: draw its validation split again
             about["validated_on"] = ProblemSplit.load(self._training_options(folder)).questions.validated
-        return SeenQuestions.from_artefact(about)
+        return TrainingQuestions.from_artefact(about)
 
     def _training_options(self, folder: str, **changes: Any) -> TrainOptions:
         """Return an ATHENA's training options with changes."""

@@ -23,7 +23,7 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.training.questions import Document, SeenQuestions, question_keys
+from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of a distilled model
@@ -118,9 +118,9 @@ class Host(ABC):
 
     @abstractmethod
     def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
+        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
     ) -> None:
-        """Write a model and the manifest of its cuts atomically; `beside` adds further files to the folder."""
+        """Write a model and the manifest of its cuts atomically; `add_files` adds further files to the folder."""
 
     def backbone(self, model: Any) -> Any:
         """Return the backbone of a model."""
@@ -151,25 +151,27 @@ class Host(ABC):
         """Load the examples without weights; `InputError` if they are missing or contain the test."""
 
     @abstractmethod
-    def questions_of(self, folder: str) -> SeenQuestions:
+    def questions_of(self, folder: str) -> TrainingQuestions:
         """Return the recorded training questions of a model and its ancestors."""
 
-    def all_questions(self, questions: SeenQuestions, test: Iterable[Document], test_name: str) -> SeenQuestions:
+    def all_questions(
+        self, questions: TrainingQuestions, test: Iterable[Document], test_name: str
+    ) -> TrainingQuestions:
         """Return the questions of this training, of the model and of the teacher.
 
         Raises:
             InputError: model or teacher were trained on the test or on validation problems.
         """
         tested, total = question_keys(test), questions
-        validated = questions.validated - questions.learned
+        validated = questions.validated - questions.trained
         for folder in filter(None, (self.options.pretrained, self.options.teacher)):
             earlier = self.questions_of(folder)
-            if count := len(tested & (earlier.learned | earlier.validated)):
+            if count := len(tested & (earlier.trained | earlier.validated)):
                 raise InputError(
                     f"{folder} was trained on {count} of the {len(tested)} questions of the test split {test_name}; "
                     f"use the test split of its training, or another model"
                 )
-            if count := len(validated & earlier.learned):
+            if count := len(validated & earlier.trained):
                 raise InputError(
                     f"{folder} was trained on {count} of the {len(validated)} validation problems, so they cannot "
                     f"choose the best epoch; use the validation split of its training (the same validation, limit and "

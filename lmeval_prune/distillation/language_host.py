@@ -26,7 +26,7 @@ from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.tasks.data import DATA, load
 from lmeval_prune.tasks.loading import load_task, task_manager
-from lmeval_prune.training.questions import SeenQuestions, other_folds, question_key, without_test
+from lmeval_prune.training.questions import TrainingQuestions, other_folds, question_key, without_test
 
 IGNORED = -100  # label of tokens without a loss
 
@@ -92,16 +92,16 @@ class LanguageHost(Host):
 
     @override
     def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
+        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
     ) -> None:
-        save_checkpoint(folder, model, manifest, self.tokenizer, beside, [embedded.resolve(self.options.pretrained)])
+        save_checkpoint(folder, model, manifest, self.tokenizer, add_files, [embedded.resolve(self.options.pretrained)])
 
     @override
-    def questions_of(self, folder: str) -> SeenQuestions:
+    def questions_of(self, folder: str) -> TrainingQuestions:
         content = read_manifest(embedded.resolve(folder)) or {}
         if "trained_on" not in content and (Path(folder) / NOTE).is_file():
             content = read_note(folder)["material"]
-        return SeenQuestions.from_artefact(content)
+        return TrainingQuestions.from_artefact(content)
 
     @override
     def examples(self) -> TrainingExamples:
@@ -118,7 +118,7 @@ class LanguageHost(Host):
         (validation, validation_keys), (train, train_keys) = (
             ([text for text, _ in part], frozenset(key for _, key in part)) for part in (pairs[:count], pairs[count:])
         )
-        questions = self.all_questions(SeenQuestions(train_keys, validation_keys), rows.test, test_name)
+        questions = self.all_questions(TrainingQuestions(train_keys, validation_keys), rows.test, test_name)
         if not train or (share and not validation):
             raise InputError(
                 f"{len(pairs)} of {len(drawn)} problems are too few to train and validate; raise limit, validation or "

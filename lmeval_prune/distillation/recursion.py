@@ -205,12 +205,12 @@ class Stage:
             **{name: self.examples.note[name] for name in ("trained_on", "validated_on")},
         }
 
-        def beside(folder: Path) -> None:
+        def add_files(folder: Path) -> None:
             write_artefact(folder / NOTE, SCHEMA, VERSION, note)
             if self.number == self.host.options.stages:
                 draw(note["stages"], LINES, TITLE, folder / "distillation")
 
-        self.host.write(student, manifest, self.folder, beside)
+        self.host.write(student, manifest, self.folder, add_files)
 
 
 def _content(artefact: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Routing(HeadRouter):
         self.orders: dict[str, list[str]] = {}
         self.model: dict[str, Any] = {}
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
-        self._policy: Policy | None = None
+        self.policy: Policy  # with `router_pool` set by `fit_to`
         default_field: str | None = None
         if self.source not in POLICIES:
             default_field = self._load_router(arguments)
@@ -55,7 +55,7 @@ class Routing(HeadRouter):
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
-        self._policy = policies.nearest(router)
+        self.policy = policies.nearest(router)
         return question_field(router.about.get("tasks", {}))
 
     def _load_store(self, arguments: Arguments) -> str | None:
@@ -66,19 +66,13 @@ class Routing(HeadRouter):
         outcomes = OutcomeStore(arguments.router_store).read()
         self.model = outcomes.model
         if self.source == "random":
-            self._policy = policies.random_order(outcomes.pool, self._seed)
+            self.policy = policies.random_order(outcomes.pool, self._seed)
         elif self.source == "random_top":
             size = min(arguments.router_size, len(outcomes.pool))
-            self._policy = policies.random_top(outcomes, size, self._seed)
+            self.policy = policies.random_top(outcomes, size, self._seed)
         else:
-            self._policy = (policies.best if self.source == "best" else policies.oracle)(outcomes)
+            self.policy = (policies.best if self.source == "best" else policies.oracle)(outcomes)
         return question_field(outcomes.tasks)
-
-    @property
-    def policy(self) -> Policy:
-        """The policy; with `router_pool` only after `fit_to`."""
-        assert self._policy is not None
-        return self._policy
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         """Check that router or outcomes were made for this model; see the base class."""
@@ -97,7 +91,7 @@ class Routing(HeadRouter):
             names = self._random_pool.split("+")
             heads = Head.parse([name for name in names if name != DENSE], model_map)
             pool = pool_order([*map(str, heads), *([DENSE] if DENSE in names else [])])
-            self._policy = policies.random_order(pool, self._seed)
+            self.policy = policies.random_order(pool, self._seed)
         super().fit_to(model_map, weights, interventions)
 
     @property

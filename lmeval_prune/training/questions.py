@@ -53,14 +53,14 @@ def without_test(
 
 
 @dataclass(frozen=True)
-class SeenQuestions:
+class TrainingQuestions:
     """Digests of the questions that a model and its ancestors were trained on."""
 
-    learned: frozenset[str] = frozenset()  # training questions
+    trained: frozenset[str] = frozenset()  # training questions
     validated: frozenset[str] = frozenset()  # validation questions, which chose the best epoch
 
     @classmethod
-    def from_artefact(cls, content: Mapping[str, Any]) -> SeenQuestions:
+    def from_artefact(cls, content: Mapping[str, Any]) -> TrainingQuestions:
         """Read the optional fields `trained_on` and `validated_on` of an artefact."""
         validated = frozenset(content.get("validated_on", ()))
         return cls(frozenset(content.get("trained_on", ())) - validated, validated)
@@ -68,9 +68,9 @@ class SeenQuestions:
     def to_artefact(self) -> dict[str, list[str]]:
         """Return `trained_on`, all questions, and `validated_on`, the questions without training."""
         return {
-            "trained_on": sorted(self.learned | self.validated),
-            "validated_on": sorted(self.validated - self.learned),
+            "trained_on": sorted(self.trained | self.validated),
+            "validated_on": sorted(self.validated - self.trained),
         }
 
-    def __or__(self, other: SeenQuestions) -> SeenQuestions:
-        return SeenQuestions(self.learned | other.learned, self.validated | other.validated)
+    def __or__(self, other: TrainingQuestions) -> TrainingQuestions:
+        return TrainingQuestions(self.trained | other.trained, self.validated | other.validated)

@@ -273,15 +273,15 @@ def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_pa
             write_report(ReportOptions(**given))
 
     report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
-    report("training questions too", train=str(tmp_path / "overlap"))
-    report("which the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
+    report("also training questions", train=str(tmp_path / "overlap"))
+    report("the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
     report("the pool has 5", n=6)
     report("n=0 must be", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
     report("not.jsonl is damaged or of another kind", samples=[("T", str(tmp_path / "not.jsonl"))])
     for wrong in ({"prompt": "another"}, {"length": 9}):
         samples(tmp_path / "w.jsonl", test, **wrong)
-        report("cannot be compared", samples=[("T", str(tmp_path / "w.jsonl"))])
+        report("other prompts or another max_gen_toks", samples=[("T", str(tmp_path / "w.jsonl"))])
     write(tmp_path / "unlike", 200, 30, tasks={"toy": {**TASKS["toy"], "chat_template": "other"}})
     report("different settings of toy", train=str(tmp_path / "unlike"))
     report("shortlist .* has 1", shortlist=1)

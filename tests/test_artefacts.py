@@ -332,7 +332,7 @@ def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tmp_path: 
     code = f"from lmeval_prune.artefacts import output_lock, new_folder; out = {str(out)!r}\nwith output_lock(out), new_folder(out): 1"
     done = subprocess.run([*bare, sys.executable, "-c", code], capture_output=True, text=True)
     out.parent.chmod(0o755)
-    reason = f"{out} cannot be written: permission denied; name a place that can be written"
+    reason = f"{out} cannot be written: permission denied; name a writable path"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"lmeval_prune.errors.DiskError: {reason}"
     assert here(out) == [] and here(out.parent) == ["out"]
 
@@ -487,11 +487,11 @@ def test_variants_and_tasks_stay_in_their_folders(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("key", ["../../out", "..", "/etc/passwd"])
 def test_keys_of_a_grid_stay_in_its_folder(key: str, tmp_path: Path) -> None:
     folder = GridFolder(tmp_path / "a" / "grid")
-    folder.fail(key, "reason", "")
-    folder.write_measure(key, {"device": "cpu", "threads": 1})
-    with folder.lock(key), folder.making(key) as growing:
+    folder.record_failure(key, "reason", "")
+    folder.write_costs(key, {"device": "cpu", "threads": 1})
+    with folder.lock(key), folder.new_cell(key) as growing:
         (growing / "x").touch()
-    assert folder.failure(key) == "reason" and folder.done(key) and folder.measure(key)
+    assert folder.failure(key) == "reason" and folder.has_cell(key) and folder.costs(key)
     assert here(tmp_path) == ["a"] and here(tmp_path / "a") == ["grid"]
 
 
@@ -508,7 +508,7 @@ def test_a_link_is_not_appended_to(exists: bool, tmp_path: Path) -> None:
     (tmp_path / "store" / "rank-0.jsonl").unlink()
     store = AnswerStore(tmp_path / "store")
     (tmp_path / "store" / "rank-0.jsonl").symlink_to(target)
-    with pytest.raises(InputError, match="is a link"):
+    with pytest.raises(InputError, match="is a symbolic link"):
         store.add("key", "text", {})
     assert target.exists() == exists and (not exists or target.read_text() == "text")
 
@@ -551,7 +551,7 @@ def _plan(folder: Path) -> Kind:
         {"L0": "3,5-9"},
         compensation={"L0.o_proj.bias": torch.ones(32)},
         scores={"heads.L0": torch.rand(4)},
-        made={"method": "flap", "options": {"steps": 1}, "stages": []},
+        provenance={"method": "flap", "options": {"steps": 1}, "stages": []},
     )
     plan.save(folder / "plan.json", map_model(model))
     return Kind(sorted(folder.glob("plan.*")), lambda: of_intervention(folder / "plan.json"))
@@ -641,10 +641,10 @@ RANGES = {"decode_tokens_per_second": [4.0, 5.0]}
 
 def _grid(folder: Path) -> Kind:
     grid = grid_by_hand(folder / "grid", {"a": {"t": [1, 0, 1]}, "b": {"t": [0, 0, 1]}})
-    GridFolder(grid).fail("a-t", "reason", "")
+    GridFolder(grid).record_failure("a-t", "reason", "")
     (speed,) = RANGES
     for name in "ab":
-        GridFolder(grid).write_measure(name, {"parameters": 100, speed: 4.5, "ranges": RANGES})
+        GridFolder(grid).write_costs(name, {"parameters": 100, speed: 4.5, "ranges": RANGES})
         lengths = {"answers": 3, "unknown": 1, "cut_off": 0.5, "mean_tokens": 4.0, "max_gen_toks": 8}
         results = {"configs": {"t": {}}, "results": {}, "config": {"pruning": {"answers": {"t": lengths}}}}
         write_text(grid / "cells" / f"{name}-t" / "results.json", json.dumps(results))

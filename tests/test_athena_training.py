@@ -395,7 +395,7 @@ def test_questions_of_the_training_are_noticed(
         ({"dtype": "float32"}, "unknown model_arg 'dtype'"),
         ({"batch_size": "many"}, "batch_size=.many. must be a whole number"),
         ({"batch_size": 0}, "must be a whole number, at least 1, or auto"),
-        ({"device": "abacus"}, "device=abacus is not there"),
+        ({"device": "abacus"}, "device=abacus does not exist"),
     ],
 )
 def test_arguments_that_cannot_be_used(trained: str, arguments: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners import layer_store
-from lmeval_prune.pruners.allocation import Budget, Pot, allocate, pots_of, removed_by, standardised
+from lmeval_prune.pruners.allocation import Budget, UnitPool, allocate, removed_by, standardised, unit_pools
 from lmeval_prune.pruners.base import PRUNERS, Pruner, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
@@ -32,8 +32,8 @@ from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_mo
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import Part, parts_of, weight_of
 from lmeval_prune.pruners.random_scores import RandomScores
-from lmeval_prune.pruners.schedule import settled, stages
-from lmeval_prune.pruners.sequential import Replay
+from lmeval_prune.pruners.schedule import resolve_options, stages
+from lmeval_prune.pruners.sequential import LayerReplay
 from lmeval_prune.pruners.slimgpt import SlimGpt, eliminated
 from lmeval_prune.pruners.wanda_sp import WandaSp
 from lmeval_prune.surgery.cut import cut
@@ -54,7 +54,7 @@ def plan_by(name: str, model_map: ModelMap, text: CalibrationText | None, given:
 
 def whole(rows: int = 6, length: int = 11, batch: int = 4, seed: int = 1) -> CalibrationText:
     """Windows without padding; enough tokens for every column."""
-    return CalibrationText.of("whole", tokens(rows, length, seed), batch)
+    return CalibrationText.from_windows("whole", tokens(rows, length, seed), batch)
 
 
 def scored(pruner: Pruner, model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Tensor]:
@@ -90,14 +90,16 @@ def test_moments_are_those_of_two_passes(family: str) -> None:
     model_map = map_model(tiny(family))
     inputs = inputs_of(model_map, text_of())
     parts = parts_of(model_map)
-    for name, one in zip([p.name for p in parts], input_moments(model_map, text_of(), parts).values(), strict=True):
+    for name, one in zip(
+        [p.projection_name for p in parts], input_moments(model_map, text_of(), parts).values(), strict=True
+    ):
         mean = inputs[name].sum(0) / len(inputs[name])
         variance = (inputs[name] - mean).square().sum(0) / len(inputs[name])
         torch.testing.assert_close(one.mean, mean, rtol=0, atol=1e-13)
         torch.testing.assert_close(one.variance, variance, rtol=1e-11, atol=1e-15)
         torch.testing.assert_close(one.mean_square, inputs[name].square().mean(0), rtol=1e-11, atol=1e-15)
     x = torch.randn(50, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e6
-    far = Moments(3, pairs=True)
+    far = Moments(3, products=True)
     for part in x.split([1, 0, 20, 29]):
         far.add(part)
     torch.testing.assert_close(far.variance, x.var(0, correction=0), rtol=1e-8, atol=0)
@@ -186,10 +188,10 @@ def test_flap_reference_leaves_the_last_unit_of_a_layer() -> None:
     model_map, text = map_model(tiny("llama")), whole()
     plan = plan_by("flap", model_map, text, {"reference": True}, ratio=0.9)
     assert [len(heads) for _, heads in plan.heads_by_layer(model_map)] == [2, 2]
-    assert plan.made["options"]["allocation"] == "flap_reference"
+    assert plan.provenance["options"]["allocation"] == "flap_reference"
     assert (
-        plan_by("flap", model_map, text, {"reference": True}, allocation="standardised").made["options"]
-        == (plan_by("flap", model_map, text).made["options"])
+        plan_by("flap", model_map, text, {"reference": True}, allocation="standardised").provenance["options"]
+        == (plan_by("flap", model_map, text).provenance["options"])
     )
 
 
@@ -433,12 +435,12 @@ def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_
     assert damping > 0 and torch.linalg.cholesky_ex(found)[1] == 0
     assert damped(second, 0.01)[1] == 0.01
     for broken in (torch.zeros(3, 3).double(), torch.full((3, 3), torch.nan).double()):
-        with pytest.raises(InputError, match="not positive definite, however it is damped"):
+        with pytest.raises(InputError, match="not positive definite with any damping"):
             damped(broken, 0.01)
     said: list[str] = []
     options = PruneOptions(0.3, damping=0.0)
     (plan,) = stages(SlimGpt(), map_model(tiny("llama")), options, whole(rows=1, length=8), progress=said.append)
-    assert plan.made["damping"] and any("damping of L0.o_proj raised to" in line for line in said)
+    assert plan.provenance["damping"] and any("damping of L0.o_proj raised to" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["slimgpt", "random"])
@@ -448,7 +450,7 @@ def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCa
     for rows, length in ((1, 2), (4, 11), (8, 11)):
         short = {"tokens": rows * length, "widest": "L0.down", "columns": 48} if rows * length < 48 else {}
         caplog.clear()
-        made = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).made
+        made = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).provenance
         lines = [one.getMessage() for one in caplog.records]
         assert made.get("fewer_tokens_than_columns", {}) == short and len(lines) == bool(short)
         text = f"has {rows * length} tokens, fewer than the 48 columns of L0.down: the solution"
@@ -466,8 +468,8 @@ def compared(scores: Any, removed: Any = None) -> Any:
     return standardised(scores, removed or {}, "standardised")
 
 
-def counts_of(pots: list[Pot], ratio: float, allocation: str, log_start: float = 0.3125) -> list[int]:
-    return allocate(pots, Budget(("heads", "channels"), ratio, allocation, PruneOptions(log_start=log_start)))
+def counts_of(pools: list[UnitPool], ratio: float, allocation: str, log_start: float = 0.3125) -> list[int]:
+    return allocate(pools, Budget(("heads", "channels"), ratio, allocation, PruneOptions(log_start=log_start)))
 
 
 def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
@@ -480,7 +482,7 @@ def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
     assert compared({"heads.L0": torch.ones(3)})["heads.L0"].tolist() == [0, 0, 0]
 
 
-def random_pots(draw: random.Random) -> list[Pot]:
+def random_pools(draw: random.Random) -> list[UnitPool]:
     """Layers of other sizes each, some without channels."""
     found = []
     for number in range(draw.randint(3, 12)):
@@ -489,7 +491,7 @@ def random_pots(draw: random.Random) -> list[Pot]:
                 continue
             size = draw.randint(4, most)
             scores = torch.tensor(sorted(draw.random() for _ in range(size)), dtype=torch.float64)
-            found.append(Pot(f"{kind}.L{number}", [(place,) for place in range(size)], scores, cost))
+            found.append(UnitPool(f"{kind}.L{number}", [(place,) for place in range(size)], scores, cost))
     return found
 
 
@@ -497,18 +499,18 @@ def random_pots(draw: random.Random) -> list[Pot]:
 def test_budgets_are_hit_within_one_unit(allocation: str) -> None:
     for seed in range(60):
         draw = random.Random(seed)
-        pots, ratio = random_pots(draw), draw.uniform(0.05, 0.35 if allocation == "log" else 0.6)
-        counts = counts_of(pots, ratio, allocation, 0.3125)
-        wanted = ratio * sum(pot.size * pot.cost for pot in pots)
-        removed = sum(count * pot.cost for pot, count in zip(pots, counts, strict=True))
-        assert abs(removed - wanted) <= max(pot.cost for pot in pots), seed
-        assert all(0 <= count < pot.size for pot, count in zip(pots, counts, strict=True))
+        pools, ratio = random_pools(draw), draw.uniform(0.05, 0.35 if allocation == "log" else 0.6)
+        counts = counts_of(pools, ratio, allocation, 0.3125)
+        wanted = ratio * sum(pool.size * pool.cost for pool in pools)
+        removed = sum(count * pool.cost for pool, count in zip(pools, counts, strict=True))
+        assert abs(removed - wanted) <= max(pool.cost for pool in pools), seed
+        assert all(0 <= count < pool.size for pool, count in zip(pools, counts, strict=True))
 
 
 def test_uniform_carries_what_rounding_leaves() -> None:
     """Of three groups a layer, a fifth: each layer alone would round to one, or to none."""
-    pots = [Pot(f"heads.L{n}", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
-    counts = counts_of(pots, 0.2, "uniform")
+    pools = [UnitPool(f"heads.L{n}", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
+    counts = counts_of(pools, 0.2, "uniform")
     assert sum(counts) == 6 and max(counts) == 1
     running = [sum(counts[: n + 1]) - 0.6 * (n + 1) for n in range(10)]
     assert max(map(abs, running)) <= 0.5 + 1e-9
@@ -516,23 +518,23 @@ def test_uniform_carries_what_rounding_leaves() -> None:
 
 def test_log_takes_more_and_more_and_its_mean_is_the_ratio() -> None:
     """The 20% of the paper: 0.0625 in the first of 32 layers, 0.25 in the last."""
-    pots = [Pot(f"channels.L{n}", [(c,) for c in range(10000)], torch.zeros(10000), 1.0) for n in range(32)]
-    shares = [count / 10000 for count in counts_of(pots, 0.2, "log", 0.3125)]
+    pools = [UnitPool(f"channels.L{n}", [(c,) for c in range(10000)], torch.zeros(10000), 1.0) for n in range(32)]
+    shares = [count / 10000 for count in counts_of(pools, 0.2, "log", 0.3125)]
     expected = [0.0625 + (shares[-1] - 0.0625) * math.log(n + 1) / math.log(32) for n in range(32)]
     assert shares == pytest.approx(expected, abs=2e-4) and shares[-1] == pytest.approx(0.25, abs=1e-3)
     assert sum(shares) / 32 == pytest.approx(0.2, abs=1e-4)
 
 
 def test_global_compares_heads_with_heads_and_standardised_all_with_all() -> None:
-    pots = [
-        Pot("heads.L0", [(0,), (1,)], torch.tensor([0.1, 0.9]).double(), 10.0),
-        Pot("channels.L0", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 0.2, 1.0),
-        Pot("heads.L1", [(1,), (0,)], torch.tensor([0.5, 0.6]).double(), 10.0),
-        Pot("channels.L1", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 2, 1.0),
+    pools = [
+        UnitPool("heads.L0", [(0,), (1,)], torch.tensor([0.1, 0.9]).double(), 10.0),
+        UnitPool("channels.L0", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 0.2, 1.0),
+        UnitPool("heads.L1", [(1,), (0,)], torch.tensor([0.5, 0.6]).double(), 10.0),
+        UnitPool("channels.L1", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 2, 1.0),
     ]
-    assert counts_of(pots, 0.25, "global") == [1, 5, 0, 0]
-    assert counts_of(pots, 0.25, "standardised") == [1, 4, 0, 0]  # 0.1, then 0.2 to 0.5; then the head of 0.5
-    assert removed_by(pots, [1, 4, 0, 0], {}) == {"heads.L0": {0}, "channels.L0": {0, 1, 2, 3}}
+    assert counts_of(pools, 0.25, "global") == [1, 5, 0, 0]
+    assert counts_of(pools, 0.25, "standardised") == [1, 4, 0, 0]  # 0.1, then 0.2 to 0.5; then the head of 0.5
+    assert removed_by(pools, [1, 4, 0, 0], {}) == {"heads.L0": {0}, "channels.L0": {0, 1, 2, 3}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -557,7 +559,7 @@ def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
     model_map = map_model(model)
     plan = plan_by("magnitude", model_map, None, ratio=0.5)
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
-    assert plan.heads and fewer == plan.made["parameters"]["removed"]
+    assert plan.heads and fewer == plan.provenance["parameters"]["removed"]
 
 
 @pytest.mark.parametrize("unit", ["group", "balanced"])
@@ -568,7 +570,7 @@ def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=2, parts="heads")
     *_, plan = stages(make_pruner("random", {}), model_map, options)
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
-    assert fewer == plan.made["parameters"]["removed"] > 0
+    assert fewer == plan.provenance["parameters"]["removed"] > 0
 
 
 def test_heads_are_named_in_the_order_of_layers_whatever_step_they_went_in() -> None:
@@ -583,11 +585,14 @@ def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     empty = {"heads.L1": {0, 1, 2, 3}}
     scores = {f"heads.{layer.label}": torch.arange(4.0) for layer in model_map.attention}
-    pots = pots_of(model_map, Budget(("heads",), 0.6, "global", PruneOptions(0.6, unit=unit)), scores, empty)
-    assert [pot.size for pot in pots] == [2, 2, 2, 2]
+    pools = unit_pools(model_map, Budget(("heads",), 0.6, "global", PruneOptions(0.6, unit=unit)), scores, empty)
+    assert [pool.size for pool in pools] == [2, 2, 2, 2]
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=3, parts="heads", allow_empty_layer=True)
     *_, plan = stages(make_pruner("random", {"seed": 3}), model_map, options)
-    assert len(plan.heads) == 8 and plan.made["parameters"]["removed"] * 2 == plan.made["parameters"]["removable"]
+    assert (
+        len(plan.heads) == 8
+        and plan.provenance["parameters"]["removed"] * 2 == plan.provenance["parameters"]["removable"]
+    )
 
 
 def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
@@ -599,7 +604,7 @@ def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
             block.down.weight *= 1 + 5 * layer.index
     model_map = map_model(model)
     plan = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3)
-    assert plan.made["head_allocation"] == plan.made["ffn_allocation"] == "standardised"
+    assert plan.provenance["head_allocation"] == plan.provenance["ffn_allocation"] == "standardised"
     scores = {key: values for key, values in scored(Flap(), model_map, text).items() if key.startswith("channels.")}
     every = [
         (float(x), (key.removeprefix("channels."), number))
@@ -610,16 +615,16 @@ def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
     assert lowest == {(label, number) for label in plan.channels for number in plan.channel_numbers(label)}
     assert len({name[:2] for name in plan.heads}) > 2
     raw = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3, allocation="global")
-    assert raw.heads != plan.heads and raw.made["head_allocation"] == "global"
+    assert raw.heads != plan.heads and raw.provenance["head_allocation"] == "global"
 
 
 def test_layers_that_are_spared_do_not_count() -> None:
     model_map, text = map_model(tiny("llama", num_hidden_layers=5)), text_of()
-    every = plan_by("flap", model_map, text).made["parameters"]["removable"]
+    every = plan_by("flap", model_map, text).provenance["parameters"]["removable"]
     for name in ("flap", "wanda_sp", "llm_pruner"):
         plan = plan_by(name, model_map, text, skip_first=1, skip_last=2)
         assert {x[:2] for x in plan.heads} | {*plan.channels} <= {"L1", "L2"}
-        counted = plan.made["parameters"]
+        counted = plan.provenance["parameters"]
         assert counted["removable"] == every * 2 / 5
         assert abs(counted["removed"] - 0.3 * counted["removable"]) <= Part(model_map.attention[0]).cost("group")
 
@@ -650,8 +655,8 @@ def test_every_plan_is_its_surgery(name: Any, family: str) -> None:
         one.numel() for key, one in plan.compensation.items() if key.endswith("bias") and _lacks_bias(model_map, key)
     )
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in smaller.parameters())
-    assert fewer + added == plan.made["parameters"]["removed"]
-    assert plan.made["calibration"]["sha256"] and plan.made["options"]["budget"] == "parameters"
+    assert fewer + added == plan.provenance["parameters"]["removed"]
+    assert plan.provenance["calibration"]["sha256"] and plan.provenance["options"]["budget"] == "parameters"
 
 
 def _lacks_bias(model_map: ModelMap, name: str) -> bool:
@@ -666,7 +671,7 @@ def test_stages_spend_more_and_more(name: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     options = PruneOptions(0.5, budget="parameters", steps=3)
     plans = list(stages(make_pruner(name, {}), model_map, options, whole()))
-    spent = [plan.made["parameters"]["removed"] / plan.made["parameters"]["removable"] for plan in plans]
+    spent = [plan.provenance["parameters"]["removed"] / plan.provenance["parameters"]["removable"] for plan in plans]
     assert spent == pytest.approx([1 / 6, 1 / 3, 1 / 2], abs=0.05)
     for one, other in pairwise(plans):
         assert {*one.heads} <= {*other.heads}
@@ -684,29 +689,29 @@ def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
     )
     model_map = map_model(model)
     dense, expected = output(model, tokens()), inputs_of(model_map, text)
-    replay = Replay(model_map, text)
+    replay = LayerReplay(model_map, text)
     for number, layer in enumerate(model_map.attention):
-        moments = Moments(32 if layer.o_proj is None else expected[f"{layer.label}.o_proj"].shape[-1], pairs=True)
-        replay.through(number, {layer.o_proj: moments})
+        moments = Moments(32 if layer.o_proj is None else expected[f"{layer.label}.o_proj"].shape[-1], products=True)
+        replay.run_layer(number, {layer.o_proj: moments})
         x = expected[f"{layer.label}.o_proj"]
         torch.testing.assert_close(moments.second, x.T @ x / len(x), rtol=1e-9, atol=1e-12)
-        replay.through(number, {}, keep=True)
+        replay.run_layer(number, {}, keep_output=True)
     assert torch.equal(output(model, tokens()), dense)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_hidden_states_of_the_text_are_kept_once() -> None:
     model_map, text = map_model(tiny("llama", num_hidden_layers=3)), whole(batch=2)
-    replay = Replay(model_map, text)
-    replay.through(0, {}, keep=True)
-    kept, first = replay.kept, [*replay.kept]
-    replay.through(1, {}, keep=True)
-    assert replay.kept is kept and len(kept) == 3
+    replay = LayerReplay(model_map, text)
+    replay.run_layer(0, {}, keep_output=True)
+    kept, first = replay.outputs, [*replay.outputs]
+    replay.run_layer(1, {}, keep_output=True)
+    assert replay.outputs is kept and len(kept) == 3
     assert all(one is not other for one, other in zip(kept, first, strict=True))
 
 
 def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
-    assert whole(batch=1).about() == whole(batch=4).about() != whole(batch=4, seed=2).about()
+    assert whole(batch=1).record() == whole(batch=4).record() != whole(batch=4, seed=2).record()
 
 
 # --------------------------------------------------------------------------- killed, and on
@@ -761,7 +766,7 @@ def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path
              str(tmp_path / "text.txt"), "--windows", "8", "--tokens", "32", "--output", str(tmp_path / "plan.json")]  # fmt: skip
     assert main(words) == 0
     plan = Plan.load(tmp_path / "plan.json")
-    assert plan.channels and plan.made["method"] == name and (plan.heads or name == "flap")
+    assert plan.channels and plan.provenance["method"] == name and (plan.heads or name == "flap")
     assert bool(plan.compensation) == (name in ("flap", "slimgpt"))
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".txt"}
     assert main([*words[:3], *words[3:-1], str(tmp_path / "none.json"), "--compensation", "none"]) == 0
@@ -799,7 +804,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
 
     def made(*words: str) -> dict[str, Any]:
         assert main(["prune", *model, *words, "--output", str(tmp_path / "plan.json")]) == 0
-        return dict(Plan.load(tmp_path / "plan.json").made)
+        return dict(Plan.load(tmp_path / "plan.json").provenance)
 
     flap, drawn_by_chance = str(tmp_path / "flap.json"), str(tmp_path / "random.json")
     assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
@@ -862,7 +867,7 @@ def masked() -> Any:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (lambda m: plan_by("flap", m, None), "flap is measured on a text; give --task"),
+        (lambda m: plan_by("flap", m, None), "flap needs a calibration text; give --task"),
         (lambda m: plan_by("random", m, None, compensation="bias"), "compensation=bias needs a text"),
         (lambda m: plan_by("flap", m, text_of(), ratio=0.97), "would take all heads or channels of a layer"),
         (lambda m: plan_by("wanda_sp", m, text_of(), ratio=0.8), "would take all heads of a layer"),
@@ -900,7 +905,10 @@ def masked() -> Any:
         ),
         (lambda m: plan_by("llm_pruner", map_model(tiny("bert")), text_of()), "causal language model; this bert"),
         (lambda m: plan_by("flap", map_model(tiny("mixtral")), text_of(), parts="channels"), "no dense feed-forward"),
-        (lambda m: plan_by("llm_pruner", m, CalibrationText.of("t", tokens(2, 1))), "no token with one before it"),
+        (
+            lambda m: plan_by("llm_pruner", m, CalibrationText.from_windows("t", tokens(2, 1))),
+            "no token that follows another one",
+        ),
         (lambda m: list(stages(SlimGpt(), m, PruneOptions(0.2), text_of(), RandomScores())), "leave out ffn_method"),
         (lambda m: Flap("wif"), "metric='wif' must be wifv, ifv or wifn"),
         (lambda m: SlimGpt("none"), "error='none' must be exact or diagonal"),
@@ -946,10 +954,10 @@ def test_units_are_groups_where_they_can_be_cut() -> None:
         ("gpt_bigcode", "parameters", "head"),
         ("olmo2", "parameters", "head"),
     ):
-        options = settled(PruneOptions(0.2, budget=budget), RandomScores(), map_model(tiny(family)))
+        options = resolve_options(PruneOptions(0.2, budget=budget), RandomScores(), map_model(tiny(family)))
         assert options.unit == unit
-    pots = pots_of(map_model(tiny("llama")), Budget(("heads",), 0.2, "global", PruneOptions(0.2, unit="balanced")))
-    assert [(pot.cost, pot.size) for pot in pots] == [(2 * 2 * 8 * 32, 2)] * 2
+    pools = unit_pools(map_model(tiny("llama")), Budget(("heads",), 0.2, "global", PruneOptions(0.2, unit="balanced")))
+    assert [(pool.cost, pool.size) for pool in pools] == [(2 * 2 * 8 * 32, 2)] * 2
 
 
 def test_a_sequential_score_is_that_of_the_dense_model() -> None:
@@ -969,7 +977,7 @@ def test_a_sequential_score_is_that_of_the_dense_model() -> None:
             "prune_tinny",
             "there is no task prune_tinny .*; did you mean 'prune_tiny'",
         ),
-        ("latin.txt", None, "is no text in UTF-8 .* convert it"),
+        ("latin.txt", None, "is not UTF-8 .* convert it"),
         ("none.txt", None, "no such file"),
     ],
 )
@@ -1029,15 +1037,15 @@ def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[s
     model_map, reached = map_model(tiny("llama", num_hidden_layers=3, num_attention_heads=8)), 0
     for ratio in (0.0005, 0.002, 0.01, 0.05, 0.2, 0.4, 0.6, 0.9):
         wanted = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
-        settled_options = settled(PruneOptions(**wanted, **options), RandomScores(seed), model_map)
+        resolved = resolve_options(PruneOptions(**wanted, **options), RandomScores(seed), model_map)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lmeval_prune.pruners.schedule._reaches_a_unit", lambda *_: True)
+            patch.setattr("lmeval_prune.pruners.schedule._removes_a_unit", lambda *_: True)
             try:
-                list(stages(RandomScores(seed), model_map, settled_options))
+                list(stages(RandomScores(seed), model_map, resolved))
             except InputError:
                 continue
         reached += 1
-        assert list(stages(RandomScores(seed), model_map, settled_options))
+        assert list(stages(RandomScores(seed), model_map, resolved))
     assert reached > 1
 
 
@@ -1070,7 +1078,7 @@ def test_what_to_do_where_nothing_would_go() -> None:
 def test_a_budget_that_is_missed_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """By FLAP's released costs a unit of heads may be worth far less than it is."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
-    counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).made["parameters"]
+    counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).provenance["parameters"]
     assert counted["removed"] - 0.05 * counted["removable"] > Part(model_map.attention[0]).cost("group")
     (line,) = (each.getMessage() for each in caplog.records)
     share = f"{100 * counted['removed'] / counted['removable']:.1f}%"

@@ -82,7 +82,7 @@ def test_a_window_begins_as_lm_eval_reads_its_text(
 
 def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, text: str) -> None:
     """The hash that plans of such models have had all along."""
-    found = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).about()
+    found = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).record()
     assert found["sha256"] == "86b6f6fd7c5ea7b6" and found["tokens"] == 320
     assert found["special_tokens"] == {"before": [], "after": []} and found["apply_chat_template"] is False
 
@@ -134,10 +134,10 @@ def test_problems_are_turns_of_a_conversation(tiny_folder: Path, sums: str, arou
     added = [1] if around == "bos" else []
     assert all(row[: len(added)] == added and row[1] != 1 for row in windows)
     assert added or not re.search(r"<s>(?!user: |assistant: )", stream_of(tokenizer, windows, 0, 0))
-    about = read_calibration(tokenizer, None, sums, 8, 150, apply_chat_template=True).about()
+    about = read_calibration(tokenizer, None, sums, 8, 150, apply_chat_template=True).record()
     assert about["apply_chat_template"] is True
     assert about["special_tokens"] == {"before": ["<s>"] * len(added), "after": []}
-    assert about["sha256"] != read_calibration(tokenizer, None, sums, 8, 150).about()["sha256"]
+    assert about["sha256"] != read_calibration(tokenizer, None, sums, 8, 150).record()["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, te
         words = ["prune", "--pretrained", str(folder), "--ratio", "0.25", "--text", text, "--windows", "4",
                  "--tokens", "32", "--output", str(tmp_path / "plan.json"), *more]  # fmt: skip
         assert main(words) == 0
-        found.append(Plan.load(tmp_path / "plan.json").made["calibration"])
+        found.append(Plan.load(tmp_path / "plan.json").provenance["calibration"])
     assert [one["special_tokens"]["before"] for one in found] == [["<s>"], []]
     assert found[0]["sha256"] != found[1]["sha256"]
 
@@ -231,7 +231,7 @@ def test_calibration_does_not_run_the_output_head(name: str, family: str, monkey
         model_map.model(**next(text.inputs(model_map.model))[2])
     handle.remove()
     for module in (calibration, attention_statistics):
-        monkeypatch.setattr(module, "stopping_at", lambda *_, **__: nullcontext())
+        monkeypatch.setattr(module, "stop_forward_at", lambda *_, **__: nullcontext())
     whole = flat(pruner.scores(model_map, text, parts, {}))
     assert len(found) == len(whole) > 0 and all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
 

@@ -163,7 +163,7 @@ def test_the_pruner_of_the_example_works_as_it_stands(
     words[words.index("--task")] = "--text"
     assert main([*words, "--windows", "2", "--tokens", "16", "--ratio", "0.3"]) == 0
     plan = lmeval_prune.Plan.load(tmp_path / "plan.json")
-    assert plan.made["method"] == name == "largest_inputs" and plan.made["power"] == 1.0
+    assert plan.provenance["method"] == name == "largest_inputs" and plan.provenance["power"] == 1.0
     assert plan.heads and plan.channels
 
 

@@ -73,7 +73,7 @@ WRITERS: dict[str, tuple[str, int, Callable[[Path], Any]]] = {
         lambda path: Router(torch.ones(1, 2), torch.ones(1, 1), ["dense"], "none").save(path / "r"),
     ),
     "new_file": ("large.gguf", 0, lambda path: write_large(path / "large.gguf")),
-    "failure": ("x.json", 0, lambda path: GridFolder(path).fail("x", "why", "")),
+    "failure": ("x.json", 0, lambda path: GridFolder(path).record_failure("x", "why", "")),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_library_that_finds_the_disk_full_fails_no_cell(
 ) -> None:
     from safetensors import SafetensorError
 
-    from lmeval_prune.grid.work import VariantLM
+    from lmeval_prune.grid.worker import VariantLM
 
     given = described(tiny_folder, variants={"dense": {}}, tasks=["prune_tiny_choice"])
     for error in (OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O error (os error 28)")):

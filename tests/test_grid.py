@@ -23,15 +23,15 @@ from lmeval_prune.artefacts import content_digest, new_folder
 from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
-from lmeval_prune.grid import work as work_module
+from lmeval_prune.grid import worker as worker_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, measuring
+from lmeval_prune.grid.folder import GridFolder, costs_failure
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.runners import OnRay
-from lmeval_prune.grid.work import Job, LoadedModel, Worker
+from lmeval_prune.grid.runners import RayRunner
+from lmeval_prune.grid.worker import Job, LoadedModel, Worker
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import checkpoint
 from lmeval_prune.models import identity as identity_module
@@ -210,7 +210,7 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
         tried.append(len(requests))
         raise RuntimeError("no room\nleft")
 
-    from lmeval_prune.grid.work import VariantLM
+    from lmeval_prune.grid.worker import VariantLM
 
     command = ["grid", "run", str(path), "--output", str(tmp_path / "g")]
     with monkeypatch.context() as patch:
@@ -250,16 +250,16 @@ def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Pa
     given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
     (cell,) = cells_of(Grid.of(given))
     folder = GridFolder(tmp_path / "g")
-    folder.begin("", None, [])
+    folder.create("", None, [])
     job, died = Job(str(folder.path), (cell,), prepares=True), RuntimeError("the node died")
     assert [one.state for one in Worker(job, LoadedModel()).run()] == ["done"]
-    assert list(OnRay()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
-    folder.fail(cell.prepared, "once", "")
-    folder.fail(cell.key, "its preparation failed: once", "")
+    assert list(RayRunner()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
+    folder.record_failure(cell.prepared, "once", "")
+    folder.record_failure(cell.key, "its preparation failed: once", "")
     assert run(Grid.of(given), str(folder.path)).new == 1
     assert not list((folder.path / "failed").iterdir())
     other = replace(cell, prepared="1" * 16)
-    (lost,) = OnRay()._lost(replace(job, cells=(other,)), died)
+    (lost,) = RayRunner()._lost(replace(job, cells=(other,)), died)
     assert lost.key == other.prepared and "the node died" in lost.reason == folder.failure(other.prepared)
 
 
@@ -309,11 +309,11 @@ SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "
 def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it measures, or asked for only when all cells are there."""
     given = Grid.of(described(tiny_folder, **SMALL, measure=True))
-    monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
+    monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     child = os.fork()
     if child == 0:
         try:
-            work_module.measure = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            worker_module.measure = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             run(given, str(tmp_path / "killed"))
         finally:
             os._exit(0)
@@ -323,23 +323,23 @@ def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkey
     assert run(given, str(tmp_path / "later")).new == 0
     for name in ("killed", "later"):
         folder = GridFolder(tmp_path / name)
-        assert all(folder.measure(cell["costs"]) for cell in folder.read()["cells"])
+        assert all(folder.costs(cell["costs"]) for cell in folder.read()["cells"])
 
 
 def test_costs_that_cannot_be_measured_are_tried_once(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    monkeypatch.setattr(work_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
+    monkeypatch.setattr(worker_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
     given = Grid.of(described(tiny_folder, **SMALL, measure=True))
     assert run(given, str(tmp_path)).failed == [] and run(given, str(tmp_path)).new == 0
     assert len(tried) == 2
     folder = GridFolder(tmp_path)
     costs = [cell["costs"] for cell in folder.read()["cells"]]
-    assert {folder.failure(measuring(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
-    monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
+    assert {folder.failure(costs_failure(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
+    monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     run(given, str(tmp_path), retry_failed=True)
-    assert all(folder.measure(one) for one in costs) and not list((tmp_path / "failed").iterdir())
+    assert all(folder.costs(one) for one in costs) and not list((tmp_path / "failed").iterdir())
 
 
 def test_it_says_for_whom_it_waits(
@@ -347,7 +347,7 @@ def test_it_says_for_whom_it_waits(
 ) -> None:
     given = Grid.of(described(tiny_folder, **SMALL))
     (_, cell), caught = cells_of(given), ExitStack()
-    GridFolder(tmp_path).begin("", None, [])
+    GridFolder(tmp_path).create("", None, [])
     assert caught.enter_context(GridFolder(tmp_path).lock(cell.key))
     slept = []
 
@@ -360,7 +360,7 @@ def test_it_says_for_whom_it_waits(
     with caplog.at_level("INFO", logger="lmeval_prune"):
         assert run(given, str(tmp_path)).new == 2
     said = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
-    assert said == ["waiting for another run that has 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
+    assert said == ["waiting for another run that holds 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
 
 
 def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(

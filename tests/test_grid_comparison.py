@@ -285,13 +285,13 @@ def question(task: str, number: int, value: float, text: str = "", metric: str =
 def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = None, **entries: Any) -> Path:
     """A grid's folder with these outcomes, by variant and task."""
     folder, cells = GridFolder(path), []
-    folder.begin("By hand", baseline, [])
+    folder.create("By hand", baseline, [])
     for variant, tasks in values.items():
         for task, own in tasks.items():
             key = f"{variant}-{task}".replace(" ", "_")
             rows = own if isinstance(own, list) and own and isinstance(own[0], dict) else None
             rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
-            with folder.making(key) as cell:
+            with folder.new_cell(key) as cell:
                 write_tables(cell, {task: rows}, {})
                 higher = {task: {"perplexity": False, "exact_match": True}}
                 results = {"results": {task: {"alias": task}}, "configs": {task: {}}, "higher_is_better": higher}
@@ -315,8 +315,8 @@ def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = N
             }
             cells.append({**entry, **entries.get(variant, {})})
         cost = {"parameters": 100, "flops_per_token": float(200 - len(variant)), "device": "cpu", "threads": 1}
-        folder.write_measure(variant, cost)
-    folder.begin("By hand", baseline, cells)
+        folder.write_costs(variant, cost)
+    folder.create("By hand", baseline, cells)
     return path
 
 
@@ -641,9 +641,9 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
     checkpoint, router = tmp_path / "checkpoint", tmp_path / "router"
     write_text(checkpoint / "vocab.json", json.dumps({"seen": 5}))
     write_artefact(router / "router.json", "lmeval-prune/router", 1, {"seen": [digest("t question 7?")]})
-    folder.begin("Large", None, [])
+    folder.create("Large", None, [])
     for kind in range(10):
-        with folder.making(f"k{kind}") as cell:
+        with folder.new_cell(f"k{kind}") as cell:
             values = RNG.random(1000) < 0.5
             rows = [question("t", i, float(value)) for i, value in enumerate(values)]
             write_tables(cell, {"t": rows}, {})
@@ -654,7 +654,7 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
         entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
         entry["model_args"] = {"pretrained": str(checkpoint), "router": str(router)}
         cells.append({**entry, "prepare": {}, "costs": "", "command": ""})
-    folder.begin("Large", None, cells)
+    folder.create("Large", None, cells)
     program = (
         "import sys\nfrom lmeval_prune.grid.report import write\nfrom lmeval_prune.profiling.speed import highest_memory\n"
         "print(write(sys.argv[1])[-1][-1])\nprint(highest_memory())"
@@ -708,18 +708,18 @@ def test_names_and_texts_of_others_are_only_shown(browser: Any, tmp_path: Path, 
         for name, value in ((base, 0.0), (HOSTILE, 1.0), (link, 1.0), ("\x1b[31mred", 0.0))
     }
     path, folder = tmp_path / "g", GridFolder(tmp_path / "g")
-    folder.begin(HOSTILE, base, [])
+    folder.create(HOSTILE, base, [])
     cells = []
     for number, (name, own) in enumerate(rows.items()):
-        with folder.making(f"c{number}") as cell:
+        with folder.new_cell(f"c{number}") as cell:
             write_tables(cell, {task: own}, {})
             write_text(cell / "results.json", "{}")
         entry = {"key": f"c{number}", "variant": name, "task": task, "metric": None, "selected_on": [HOSTILE]}
         entry |= {"model_args": {"heads": "L0H0"}, "prepare": {}, "costs": f"m{number}", "command": HOSTILE}
         cells.append(entry)
         cost = {"parameters": 100, "flops_per_token": 9.0 - number, "device": HOSTILE, "threads": 1}
-        folder.write_measure(f"m{number}", cost)
-    folder.begin(HOSTILE, base, cells)
+        folder.write_costs(f"m{number}", cost)
+    folder.create(HOSTILE, base, cells)
     assert main(["grid", "compare", str(path)]) == 0
     assert "\x1b" not in capsys.readouterr().out
     table = (path / "compare" / "table.csv").read_text()
@@ -909,7 +909,7 @@ def test_the_plot_can_be_read(browser: Any, tmp_path: Path, width: int) -> None:
     speed = "decode_tokens_per_second"
     for i, name in enumerate(names):
         cost = {"parameters": 100, "flops_per_token": 1e6 * (200 + i), speed: 10.0 - i, "device": "cpu", "threads": 1}
-        GridFolder(path).write_measure(name, {**cost, "ranges": {speed: [9.7 - i, 10.2 - i]}})
+        GridFolder(path).write_costs(name, {**cost, "ranges": {speed: [9.7 - i, 10.2 - i]}})
     assert main(["grid", "compare", str(path)]) == 0
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto((path / "compare" / "page.html").as_uri())

@@ -435,7 +435,7 @@ def test_trials_on_the_device_are_not_counted(state: str) -> None:
             model(ids, use_cache=False)
             (live,) = interventions_on(model)
             if trial:
-                with live.uncounted():
+                with live.preserve_state():
                     model(ids.flip(1), use_cache=False)
             return model(ids, use_cache=False).logits, live.report(model_map)["token_filter_skipped"]
 

@@ -36,7 +36,7 @@ def test_plans_that_compensate_compose(family: str, first: str, second: str) -> 
     one, two = plans
     with one.applied_to(model), two.applied_to(model):
         nested = output(model, tokens())
-    joined = one.joined(two)
+    joined = one.merged_with(two)
     assert joined is not None
     with joined.applied_to(model):
         torch.testing.assert_close(output(model, tokens()), nested, rtol=0, atol=1e-9)
@@ -112,16 +112,16 @@ def test_a_method_for_channels_scores_them_whatever_the_scores_have(
         == 0
     )
     assert plan.channels == Plan.load(path).channels
-    assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
-    assert plan.made["method"] == "norm_entropy" and plan.made["calibration"]["tokens"] == 32
-    assert "ffn_calibration" not in plan.made
+    assert plan.provenance["ffn_method"] == "random" and plan.provenance["ffn_options"] == {"seed": 3}
+    assert plan.provenance["method"] == "norm_entropy" and plan.provenance["calibration"]["tokens"] == 32
+    assert "ffn_calibration" not in plan.provenance
 
 
 def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path: Path) -> None:
     words = ("--ffn_method", "norm_entropy", "--ratio", 0.25, "--scores", "heads.json")
     assert prune(prunable, tmp_path / "a.json", *words) == 2
     assert prune(prunable, tmp_path / "a.json", *words, "--text", "text.txt", "--windows", 2, "--tokens", 8) == 0
-    made = Plan.load(tmp_path / "a.json").made
+    made = Plan.load(tmp_path / "a.json").provenance
     assert (made["calibration"]["tokens"], made["ffn_calibration"]["tokens"]) == (32, 16)
 
 
@@ -143,9 +143,12 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
             "scores heads only",
         ),
         (("--method", "flap", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
-        (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu is not for this; use cpu or cuda"),
-        (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 is not there"),
-        (("--method", "random", "--ratio", 0.25, "--device", "meta"), "device=meta is not for this; use cpu or cuda"),
+        (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu cannot be used here; use cpu or cuda"),
+        (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 does not exist"),
+        (
+            ("--method", "random", "--ratio", 0.25, "--device", "meta"),
+            "device=meta cannot be used here; use cpu or cuda",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_loaded(
@@ -174,7 +177,7 @@ def test_channels_go_by_the_second_papers_scores_only_where_that_is_said(
     for more, kinds in (((), "heads"), (("--parts", "both"), "heads and channels")):
         assert prune(prunable, tmp_path / "plan.json", *words, *more) == 0
         plan, shown = Plan.load(tmp_path / "plan.json"), capsys.readouterr().out
-        assert plan.made["removes"] == f"40% of the parameters of {kinds}" and plan.made["removes"] in shown
+        assert plan.provenance["removes"] == f"40% of the parameters of {kinds}" and plan.provenance["removes"] in shown
         assert bool(plan.channels) == bool(more) == ("by norm_entropy are an extension of ours" in shown)
 
 
@@ -201,7 +204,7 @@ def test_scores_of_several_steps_are_refused(prunable: Path, tmp_path: Path, cap
     words = ("--ratio", 0.5, "--method", "random")
     assert prune(prunable, tmp_path / "steps.json", *words, "--steps", 2) == 0
     assert prune(prunable, tmp_path / "plan.json", *words, "--scores", tmp_path / "steps.json") == 2
-    assert "what several steps left" in capsys.readouterr().err
+    assert "that earlier steps pruned" in capsys.readouterr().err
 
 
 def test_importance_refuses_channels_of_a_method_without(
@@ -268,7 +271,7 @@ def test_ranges_are_compared_with_the_model_before_they_are_expanded(
     monkeypatch.setattr("lmeval_prune.interventions.plan.range", short, raising=False)
     with pytest.raises(InputError, match=reason) as error:
         plan = Plan(**fields)
-        for one in (plan, Plan(channels={"L0": "1-2"}).joined(plan), plan.joined(Plan("L1H0"))):
+        for one in (plan, Plan(channels={"L0": "1-2"}).merged_with(plan), plan.merged_with(Plan("L1H0"))):
             with pytest.raises(InputError, match=reason):
                 one.resolve(model_map)
         plan.resolve(model_map)
@@ -279,7 +282,7 @@ def test_ranges_are_joined_as_sets_of_numbers_are() -> None:
     for text, same in (("3,5-9,4", "3-9"), ("7,7,7-8,1-2,2-3", "1-3,7-8"), ("0-9,2-3", "0-9"), ([4, 2, 3, 9], "2-4,9")):
         assert Plan(channels={"L0": text}).channels["L0"] == same
         assert Channels(text).numbers == Channels(same).numbers
-    assert Plan(channels={"L0": "0-3"}).joined(Plan(channels={"L0": "2-5", "L1": "1"})).channels == {
+    assert Plan(channels={"L0": "0-3"}).merged_with(Plan(channels={"L0": "2-5", "L1": "1"})).channels == {
         "L0": "0-5",
         "L1": "1",
     }

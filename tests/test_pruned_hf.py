@@ -264,7 +264,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"mask": "nowhere.json"}, "no such file: nowhere.json"),
         ({"mask": "/"}, "is a folder; name a file in it"),
         ({"heads": ""}, "heads= is empty"),
-        ({"dtype": "floaty"}, "dtype=floaty is not a type"),
+        ({"dtype": "floaty"}, "dtype=floaty is not a torch dtype"),
         ({"heads": "encoder.L0H1"}, "this model has one stack; write the head without a stack"),
         ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
@@ -293,7 +293,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"engine": "batched", "engine_rows": "many"}, "engine_rows='many' must be"),
         ({"batch_size": "abc"}, "batch_size=abc is neither"),
         ({"batch_size": 0}, "batch_size=0 is neither"),
-        ({"dtype": 5}, "dtype=5 is not a type"),
+        ({"dtype": 5}, "dtype=5 is not a torch dtype"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkeypatch, arguments, message) -> None:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.cli import main
-from lmeval_prune.pruners.allocation import Budget, allocate, pots_of, removed_by, share_of
+from lmeval_prune.pruners.allocation import Budget, allocate, removed_by, share_of, unit_pools
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
@@ -26,7 +26,7 @@ from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import KINDS, Part, parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
-from lmeval_prune.pruners.schedule import settled, stages
+from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens
 
@@ -58,8 +58,8 @@ def select(
 ) -> Labelled:
     """Return the heads or channels of each layer that go when a share of all goes."""
     budget = Budget((kind,), ratio, allocation, by_heads(**wanted))
-    pots = pots_of(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
-    removed = removed_by(pots, allocate(pots, budget), {})
+    pools = unit_pools(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
+    removed = removed_by(pools, allocate(pools, budget), {})
     return {key.partition(".")[2]: members for key, members in removed.items()}
 
 
@@ -72,7 +72,7 @@ def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationT
     for row, missing in ((1, 3), (3, 5)):
         real[row, length - missing :] = 0
     real = real.flip(1) if side == "left" else real
-    return CalibrationText.of("test", tokens(rows, length), 2, real)
+    return CalibrationText.from_windows("test", tokens(rows, length), 2, real)
 
 
 def eager_attentions(model: Any, ids: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
@@ -188,7 +188,7 @@ def test_what_goes_wrong_over_the_text_is_said_and_not_tried_another_way() -> No
 
 
 def test_windows_that_slide_are_counted_as_such() -> None:
-    model, text = tiny("mistral", sliding_window=4), CalibrationText.of("whole", tokens(4, 9), 2)
+    model, text = tiny("mistral", sliding_window=4), CalibrationText.from_windows("whole", tokens(4, 9), 2)
     found = attention_statistic(map_model(model), text, NormEntropy()._entropies)
     expected = literal(tiny("mistral", "eager", sliding_window=4), text, "normalized")
     assert not torch.allclose(
@@ -391,7 +391,7 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     for label, one in again.items():
         torch.testing.assert_close(plans[1].scores[f"heads.{label}"], one)
     assert any(not torch.equal(plans[0].scores[key], plans[1].scores[key]) for key in plans[0].scores)
-    made = plans[-1].made
+    made = plans[-1].provenance
     assert made["method"] == "norm_entropy" and made["calibration"]["sha256"] and len(made["stages"]) == 3
     assert sum(len(plans[-1].channel_numbers(label)) for label in model_map.channels()) == 36
     assert [stage["channels"] for stage in made["stages"]] == [
@@ -444,10 +444,10 @@ def test_what_makes_up_for_a_step_goes_with_the_plan_and_counts_in_the_next_one(
 def test_made_says_how_channels_were_scored() -> None:
     model_map = map_model(tiny("llama"))
     (plan,) = stages(NormEntropy(1.0), model_map, by_heads(0.25, ffn_ratio=0.25), None, RandomScores(3))
-    assert plan.made["method"] == "norm_entropy" and plan.made["alpha"] == 1.0
-    assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
-    assert plan.made["stages"] == [{"step": 1, "ratio": 0.25, "ffn_ratio": 0.25, "heads": 2, "channels": 24}]
-    assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).made
+    assert plan.provenance["method"] == "norm_entropy" and plan.provenance["alpha"] == 1.0
+    assert plan.provenance["ffn_method"] == "random" and plan.provenance["ffn_options"] == {"seed": 3}
+    assert plan.provenance["stages"] == [{"step": 1, "ratio": 0.25, "ffn_ratio": 0.25, "heads": 2, "channels": 24}]
+    assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).provenance
 
 
 def test_two_pruners_that_are_equal_score_heads_and_channels() -> None:
@@ -463,7 +463,7 @@ def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
     assert plan.heads == ("L0H0", "L1H0")
     expected = next(stages(RandomScores(3), model_map, by_heads(ffn_ratio=0.25)))
     assert plan.channels == expected.channels
-    with pytest.raises(InputError, match="measured on a text"):  # a second step scores anew
+    with pytest.raises(InputError, match="needs a calibration text"):  # a second step scores anew
         list(stages(NormEntropy(), model_map, by_heads(0.5, steps=2), None, scores=heads))
 
 
@@ -480,9 +480,9 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
             continue
         first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
         assert first == second and first.identity(model_map) == second.identity(model_map)
-        counted, unit = first.made["parameters"], Part(model_map.attention[0]).cost("group")
+        counted, unit = first.provenance["parameters"], Part(model_map.attention[0]).cost("group")
         assert abs(counted["removed"] - 0.25 * counted["removable"]) <= unit
-        assert first.made["removes"] == f"25% of the parameters of {said}"
+        assert first.provenance["removes"] == f"25% of the parameters of {said}"
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -491,7 +491,7 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
     model_map, pruner, text = map_model(tiny("opt")), make_pruner(name, {}), text_of()
     parts = parts_of(model_map, ["heads"] if pruner.heads_only else KINDS)
     ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
-    others = CalibrationText.of("test", torch.where(real.bool(), ids, ids + 1), 2, real)
+    others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
     first, second = (pruner.scores(model_map, each, parts, {}).values for each in (text, others))
     for part in parts:
         assert len(first[part.key]) == part.size
@@ -505,9 +505,9 @@ def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     parts = "heads" if name in ("norm_entropy", "global_threshold", "confidence") else "both"
     (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
     assert plan == next(stages(pruner, model_map, PruneOptions(0.25, parts=parts), text))
-    assert bool(plan.channels) == (parts == "both") and plan.made["options"]["parts"] == parts
-    assert settled(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
-    assert settled(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
+    assert bool(plan.channels) == (parts == "both") and plan.provenance["options"]["parts"] == parts
+    assert resolve_options(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
+    assert resolve_options(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
 
 
 def test_what_a_plan_removes_in_words() -> None:
@@ -520,7 +520,7 @@ def test_what_a_plan_removes_in_words() -> None:
     assert str(by_heads(0.3, ffn_ratio=0.25)) == "30% of the query heads and 25% of the channels"
     assert str(by_heads(ffn_ratio=0.25)) == "25% of the channels"
     (plan,) = stages(RandomScores(), map_model(tiny("mixtral")), PruneOptions(0.5))
-    assert plan.made["removes"] == "50% of the parameters of heads"  # experts are none of the channels
+    assert plan.provenance["removes"] == "50% of the parameters of heads"  # experts are none of the channels
 
 
 @pytest.mark.parametrize("command", ["prune", "importance"])
@@ -561,15 +561,15 @@ def planned(family: str, *ratio: float, **wanted: Any) -> list[Plan]:
         (lambda m: PruneOptions(p_min=0.1), "p_min=0.1 must be at most the ratio, 0.0"),
         (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "give --ratio .of the parameters.*--ffn_ratio"),
         (lambda m: make_pruner("global_threshold", {"alpha": 0.0}), "'alpha'; it has none"),
-        (lambda m: head_scores(NormEntropy(0.0), m, None), "norm_entropy is measured on a text"),
-        (lambda m: channel_scores(NormEntropy(0.0), m, None), "norm_entropy is measured on a text"),
-        (lambda m: head_scores(Confidence(), m, None), "confidence is measured on a text"),
+        (lambda m: head_scores(NormEntropy(0.0), m, None), "norm_entropy needs a calibration text"),
+        (lambda m: channel_scores(NormEntropy(0.0), m, None), "norm_entropy needs a calibration text"),
+        (lambda m: head_scores(Confidence(), m, None), "confidence needs a calibration text"),
         (lambda m: make_pruner("norm_entropy", {"alpha": "much"}), "alpha='much' must be a number"),
         (lambda m: planned("gpt2", 0.2, unit="balanced"), "does not suit this gpt2.*head or group"),
         (lambda m: planned("gpt_bigcode", 0.2, unit="group"), "head or balanced"),
         (lambda m: planned("bloom", 0.2, unit="group"), "position biases.*use head"),
         (lambda m: planned("mixtral", ffn_ratio=0.2), "no dense feed-forward blocks"),
-        (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "measured on a text"),
+        (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "needs a calibration text"),
         (lambda m: list(stages(Confidence(), m, by_heads(0.2, ffn_ratio=0.2), text_of())), "scores heads only"),
     ],
 )
@@ -587,7 +587,7 @@ def test_windows_are_as_long_as_the_model_has_positions_and_no_longer(family: st
     if family == "roberta":
         model = tiny(family, pad_token_id=1)
     for length in (limit, limit + 1):
-        text = CalibrationText.of("long", tokens(1, length).clamp(min=3))
+        text = CalibrationText.from_windows("long", tokens(1, length).clamp(min=3))
         if length == limit:
             check_length(model, length)
             list(text.run(model))
@@ -603,5 +603,5 @@ def test_a_plan_with_scores_survives_its_file(tmp_path: Path) -> None:
     plan = list(stages(NormEntropy(), model_map, by_heads(0.25, ffn_ratio=0.1), text_of()))[-1]
     plan.save(tmp_path / "plan.json", model_map)
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded == plan and loaded.made["options"]["ratio"] == 0.25
+    assert loaded == plan and loaded.provenance["options"]["ratio"] == 0.25
     assert all(torch.equal(loaded.scores[key], one) for key, one in plan.scores.items())

@@ -177,7 +177,7 @@ def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
     """As plans tried out, as cuts of a cut, and as one cut; the second group goes with the last of its heads."""
     model = stored("llama", tmp_path)
     first, second = Plan("L0H0", {"L0": "1-4"}), Plan("L0H1+L1H2", {"L0": "3-8", "L1": "7"})
-    union = first.joined(second)
+    union = first.merged_with(second)
     assert union is not None and len(union.kv_heads_by_layer(map_model(model))) == 1
     with first.applied_to(model), second.applied_to(model):
         expected = output(model, tokens())
@@ -238,7 +238,7 @@ def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
             with pytest.raises(InputError, match="other weights"), one.applied_to(tiny("llama", seed=1)):
                 pass
     assert all(torch.equal(one, found[0]) for one in found)
-    with pytest.raises(InputError, match="says more than heads can"):
+    with pytest.raises(InputError, match="more settings than heads has"):
         Arguments.of({"heads": str(tmp_path / "more.json")})
     (both,) = Arguments.of({"heads": "L0H2", "plan": str(tmp_path / "plan.json")}).interventions
     assert both.fit_to(model_map).heads == ("L0H1", "L0H2", "L1H0")

@@ -21,7 +21,7 @@ from lmeval_prune import HeadMask, InputError, RowMasks, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
 from lmeval_prune.interventions import filtered_attention, interventions_on
-from lmeval_prune.interventions.attention_call import put_in_front
+from lmeval_prune.interventions.attention_call import intercept_attention
 from lmeval_prune.interventions.filtered_cache import FilteredLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.token_filter import naive, ops
@@ -163,7 +163,7 @@ def reference(model: Any, one: TokenFilter, stack: ExitStack) -> None:
             )
         return torch.stack(rows), None
 
-    put_in_front(model_map, handle, stack)
+    intercept_attention(model_map, handle, stack)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -546,10 +546,10 @@ def test_a_map_of_decisions_is_drawn(tiny_folder: Path, tmp_path: Path, capsys: 
     assert (tmp_path / "map.png").stat().st_size > 1000 and (tmp_path / "map.svg").exists()
     assert "of tokens × layers skipped (target 40%)" in capsys.readouterr().out
     for wrong, message in (
-        ([text, "--token_filter", "0"], "nothing is filtered"),
-        ([text, "--token_filter", '{"ratio": 0.2'], "is no JSON"),
+        ([text, "--token_filter", "0"], "filters no tokens"),
+        ([text, "--token_filter", '{"ratio": 0.2'], "is not JSON"),
         (["missing.txt"], "no such file"),
-        ([text, "--tokens", "-1"], "nothing to draw"),
+        ([text, "--tokens", "-1"], "no text to plot"),
     ):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,8 @@ def content_digest(path: str | os.PathLike[str]) -> str:
         return digest([[name, content_digest(file)] for name, file in files if not re.search(r"(^|/)\.", name)])
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def files_digest(paths: Iterable[Path]) -> str:
+    """Return a digest of files by their names and contents; their folders are ignored."""
+    return digest(sorted([path.name, content_digest(path)] for path in paths))

@@ -122,7 +122,7 @@ def _read_bytes(path: Path) -> bytes:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     if data.startswith((b"\x80", b"PK")):
         raise InputError(
-            f"{path} is a pickle or torch file, which can run code when it is loaded, so it was not loaded; "
+            f"{path} is a pickle or torch file, which can run code when it is loaded, and was not read; "
             f"artefacts are JSON (write one with `lmeval-prune mask` or HeadMask.save)"
         )
     if len(data) > _MAX_JSON_BYTES:

@@ -247,18 +247,18 @@ class KVCache:
             for state in self.states[layer].values():
                 state.move(source, target)
 
-    def take(self, slot: int, length: int, layers: int) -> list[SlotCopy]:
+    def snapshot(self, slot: int, length: int, layers: int) -> list[SlotCopy]:
         """Copy a slot's keys and values, (heads, length, width), in the layers below `layers`."""
         copies = []
         for layer in range(layers):
             stored = self._stored(layer, slot, length)
             keys, values = (storage[layer][slot, :, :stored].clone() for storage in (self.keys, self.values))
             positions = self.positions[layer][slot, :stored].clone() if layer in self.positions else None
-            states = {owner: state.take(slot) for owner, state in self.states[layer].items()}
+            states = {owner: state.snapshot(slot) for owner, state in self.states[layer].items()}
             copies.append(SlotCopy((keys, values), positions, states))
         return copies
 
-    def put(self, slot: int, copies: Sequence[SlotCopy], length: int, layers: int) -> None:
+    def restore(self, slot: int, copies: Sequence[SlotCopy], length: int, layers: int) -> None:
         """Write the first `length` tokens of copies into a slot, in the layers below `layers`.
 
         Where only some tokens stay, all that were copied are written, with what is remembered of them.
@@ -271,7 +271,7 @@ class KVCache:
                 self.lengths[layer][slot] = len(copied.positions)
                 self.positions[layer][slot, : len(copied.positions)] = copied.positions
             for owner, state in copied.states.items():
-                self.states[layer][owner].put(slot, state)
+                self.states[layer][owner].restore(slot, state)
 
     def _stored(self, layer: int, slot: int, length: int) -> int:
         """Number of the first `length` tokens of a slot that stay in a layer."""

@@ -16,7 +16,7 @@ from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
 from lmeval_prune.decoding.model_lock import locked
 from lmeval_prune.interventions.attention_call import Packed, UnsupportedAttention, replace_attention
-from lmeval_prune.interventions.base import uncounted
+from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.row_masks import RowMasks
 
@@ -130,7 +130,7 @@ class ModelRunner:
         cache, packed = KVCache(1, length), Packed((0,), (0,), (length,))
         with ExitStack() as stack:
             replace_attention(self._model_map, cache, stack)
-            stack.enter_context(uncounted(self._model))
+            stack.enter_context(preserve_state(self._model))
             stack.enter_context(self._skip.running())
             layout = stack.enter_context(cache.packing(packed, self._device))
             return self._logits(list(tokens), [mask] * length, layout.positions, [length - 1])[0]

@@ -167,7 +167,7 @@ class Scheduler:
             leader = group.leader
             leader.kept_layers = frozenset()
             group.leader_tokens = leader.tokens if self._follow_tokens else list(leader.request.prompt)
-            group.shared = self.runner.cache.take(leader.slot, leader.stored, group.followers[0].first_layer)
+            group.shared = self.runner.cache.snapshot(leader.slot, leader.stored, group.followers[0].first_layer)
             self.ready.append(group)
 
     def _start_followers(self) -> None:
@@ -188,7 +188,7 @@ class Scheduler:
             following = self._follow(following, first, [known[id(row.group)] for row in following])
         for row in rows:
             group = row.group
-            self.runner.cache.put(row.slot, group.shared, min(row.stored, len(known[id(group)])), first)
+            self.runner.cache.restore(row.slot, group.shared, min(row.stored, len(known[id(group)])), first)
             self.statistics.followed += _common_length(row.tokens, group.leader_tokens) - len(row.request.prompt)
         for group in [group for group in self.ready if not group.followers]:
             self.ready.remove(group)

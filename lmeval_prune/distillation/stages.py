@@ -13,7 +13,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import share_of
 from lmeval_prune.pruners.base import Pruner, make_pruner, pruner_name
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.schedule import check_methods, least_removed, settled, stages
+from lmeval_prune.pruners.schedule import check_methods, resolve_options, smallest_removal, stages
 from lmeval_prune.pruners.sequential import SequentialPruner, count_removed
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
 
@@ -30,7 +30,7 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
                 f"{pruner_name(pruner)} scores layer by layer, and a stage needs scores of all layers at once; use "
                 f"another method"
             )
-    pruning = settled(pruning, head_pruner, model_map, channel_pruner)
+    pruning = resolve_options(pruning, head_pruner, model_map, channel_pruner)
     check_methods(head_pruner, channel_pruner, model_map, pruning, True)
     check_cuttable(model_map, bool(pruning.ratio))
     if pruning.ratio and pruning.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
@@ -40,7 +40,7 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
         )
     before = {"heads": 0, "channels": 0}
     pruners = {"heads": head_pruner, "channels": channel_pruner}
-    for stage, removed in enumerate(least_removed(model_map, pruning, pruners), start=1):
+    for stage, removed in enumerate(smallest_removal(model_map, pruning, pruners), start=1):
         after = count_removed(removed)
         if after["heads"] <= before["heads"] and after["channels"] <= before["channels"]:
             raise InputError(

@@ -38,7 +38,7 @@ from lmeval_prune.export.projections import Projections
 from lmeval_prune.export.servers import VLLM_RANKS, largest_rank
 from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.plan import hash_of
+from lmeval_prune.interventions.plan import tensors_digest
 from lmeval_prune.settings import parse_value
 
 Format = Literal["peft", "gguf"]
@@ -202,7 +202,7 @@ class AdapterExport:
             "format": self.format,
             "dtype": self.dtype,
             "rank": self.rank,
-            "hash": digest([hash_of(columns), modules, self.dtype]),
+            "hash": digest([tensors_digest(columns), modules, self.dtype]),
             "base": self.base,
             "modules": modules,
             "files": {file.name: content_digest(file) for file in sorted(folder.iterdir())},

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import as_options, mutually_exclusive
+from lmeval_prune.options import mutually_exclusive
 
 
 def adapter(
@@ -46,27 +46,26 @@ def adapter(
     from lmeval_prune.export.adapters import AdapterExport
     from lmeval_prune.interventions import HeadMask
 
-    with as_options():
-        masks = [HeadMask(names, allow_empty_layer=allow_empty_layer) for names in heads]
-        masks += [_load_mask(path, allow_other_model, allow_empty_layer) for path in mask]
-        pool = [f"L{layer}H*" for layer in layers] + ([each] if each else [])
-        if pool:
-            model_map = map_model(skeleton_of(pretrained, revision))
-            masks += [HeadMask(str(head), allow_empty_layer=True) for head in Head.parse("+".join(pool), model_map)]
-        if not masks:
-            raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
-        export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
-        try:
-            counts = Counter(_print_new(export.output / name, is_new) for name, is_new in export.run())
-        except KeyboardInterrupt:
-            print(f"interrupted; run the same command again to resume {output}")
-            return 130
-        print(
-            f"{output}: {counts[True]} adapters written, {counts[False]} kept; rank {export.rank}, {export.dtype}; "
-            f"merged, all are exact"
-        )
-        _print_serving(export, None if served else revision)
-        return 0
+    masks = [HeadMask(names, allow_empty_layer=allow_empty_layer) for names in heads]
+    masks += [_load_mask(path, allow_other_model, allow_empty_layer) for path in mask]
+    pool = [f"L{layer}H*" for layer in layers] + ([each] if each else [])
+    if pool:
+        model_map = map_model(skeleton_of(pretrained, revision))
+        masks += [HeadMask(str(head), allow_empty_layer=True) for head in Head.parse("+".join(pool), model_map)]
+    if not masks:
+        raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
+    export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
+    try:
+        counts = Counter(_print_new(export.output / name, is_new) for name, is_new in export.run())
+    except KeyboardInterrupt:
+        print(f"interrupted; run the same command again to resume {output}")
+        return 130
+    print(
+        f"{output}: {counts[True]} adapters written, {counts[False]} kept; rank {export.rank}, {export.dtype}; "
+        f"merged, all are exact"
+    )
+    _print_serving(export, None if served else revision)
+    return 0
 
 
 def _print_new(folder: Path, is_new: bool) -> bool:
@@ -127,21 +126,20 @@ def model(
     from lmeval_prune.interventions.plan import Plan, load_plan
     from lmeval_prune.surgery.commands import write_cut
 
-    with as_options():
-        pruned = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
-        pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
-        config = None
-        if format == "gguf":
-            _write_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
-        elif pruned is None:
-            raise InputError("name what is to be removed: --plan FILE or --heads L5H3+L15H0")
-        elif dtype or splitting:
-            raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
-        else:
-            config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
-        for line in model_lines(output, format, config):
-            print(f"\n{line}")
-        return 0
+    pruned = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
+    pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
+    config = None
+    if format == "gguf":
+        _write_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
+    elif pruned is None:
+        raise InputError("name what is to be removed: --plan FILE or --heads L5H3+L15H0")
+    elif dtype or splitting:
+        raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
+    else:
+        config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
+    for line in model_lines(output, format, config):
+        print(f"\n{line}")
+    return 0
 
 
 def _write_gguf(

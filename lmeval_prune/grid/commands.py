@@ -40,13 +40,16 @@ def run(
     parsed = Grid.read(grid)
     _check_selected(parsed)
     from lmeval_prune.grid.run import run as run_grid
-    from lmeval_prune.grid.runners import Here, OnRay
+    from lmeval_prune.grid.runners import LocalRunner, RayRunner
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune.grid").setLevel(logging.INFO)
     try:
         summary = run_grid(
-            parsed, output, Here() if runner == "here" else OnRay(ray_address, cpus, gpus, memory), retry_failed
+            parsed,
+            output,
+            LocalRunner() if runner == "here" else RayRunner(ray_address, cpus, gpus, memory),
+            retry_failed,
         )
     except KeyboardInterrupt:
         print(f"interrupted; run the same command again to resume {output}")

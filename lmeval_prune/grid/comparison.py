@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder, check_name
 from lmeval_prune.grid.outcomes import read_cell_json, read_lower_is_better, read_outcomes, read_text_keys
-from lmeval_prune.grid.seen import seen
+from lmeval_prune.grid.selection import selection_questions
 from lmeval_prune.models.lengths import Lengths, cut_off, merged
 from lmeval_prune.reporting.statistics import (
     detectable,
@@ -169,7 +169,7 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     variants, tasks = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     baseline = baseline or contents["baseline"] or variants[0]
     check_name("baseline", baseline, variants)
-    done = {names: entry for names, entry in cells.items() if folder.done(entry["key"])}
+    done = {names: entry for names, entry in cells.items() if folder.has_cell(entry["key"])}
     missing = [(*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done]
     tables = _tables(folder, done, variants, tasks, baseline)
     chosen, notes = _chosen_on(folder, done, variants, tables)
@@ -329,7 +329,7 @@ def _chosen_on(
     chosen: dict[str, set[str]] = {name: set() for name in variants}
     notes = []
     for (variant, _), entry in done.items():
-        texts, lost = seen(folder, entry)
+        texts, lost = selection_questions(folder, entry)
         selected = [texts_of.get(task, set()) for task in entry["selected_on"]]
         chosen[variant] |= texts.union(*selected)
         notes += [f"{variant}: {name} is not there as it was used; its questions are unknown" for name in lost]
@@ -376,7 +376,7 @@ def _add_lengths(row: Row, cell: Path) -> list[str]:
 
 def _costs(folder: GridFolder, cells: Mapping[tuple[str, str], dict[str, Any]], variant: str) -> dict[str, Any]:
     keys = {entry["costs"] for (name, _), entry in cells.items() if name == variant}
-    measured = next(filter(None, map(folder.measure, sorted(keys))), {})
+    measured = next(filter(None, map(folder.costs, sorted(keys))), {})
     envelope = {"schema", "schema_version", "created_by"}
     return {name: value for name, value in measured.items() if name not in envelope}
 

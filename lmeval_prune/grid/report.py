@@ -240,7 +240,7 @@ def write_lm_eval(path: str, output: str) -> Path:
         is_taken = name.casefold() in {other.casefold() for other in names.values()}
         names[variant] = f"{name}__{digest(variant)}" if is_taken else name
     for entry in entries:
-        if not folder.done(entry["key"]):
+        if not folder.has_cell(entry["key"]):
             continue
         cell = folder.cell(entry["key"])
         results = read_json(cell / "results.json", Results)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.attention_call import Attend, AttentionCall, Store, put_in_front
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, Store, intercept_attention, valid_tokens
 from lmeval_prune.interventions.filtered_cache import FilteredLayer
 from lmeval_prune.kernels.dispatch import on_device
 from lmeval_prune.kernels.filtered_attention import ops as attention
@@ -53,16 +53,16 @@ class SlotMemory(Memory):
 
     def move(self, source: int, target: int) -> None:
         """Copy a sequence to another slot."""
-        self.write(target, self.take(source))
+        self.write(target, self.snapshot(source))
 
-    def take(self, slot: int) -> Memory:
+    def snapshot(self, slot: int) -> Memory:
         """Return a copy of a sequence's memory."""
         return Memory(*(tensor[slot].clone() for tensor in self.tensors))
 
-    def put(self, slot: int, taken: Memory) -> None:
+    def restore(self, slot: int, state: Memory) -> None:
         """Continue a copied sequence in a slot; its tokens are counted again."""
-        self.write(slot, taken)
-        self.totals += taken.states[[SEEN, SKIPPED]].long()
+        self.write(slot, state)
+        self.totals += state.states[[SEEN, SKIPPED]].long()
 
 
 class FilteredAttention:
@@ -93,7 +93,7 @@ class FilteredAttention:
         return self
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Count nothing inside the block, and move no threshold that all sequences share."""
         records = [self.totals] if self._shared is None else [self.totals, self._shared]
         before = [[(label, tensor, tensor.clone()) for label, tensor in record.items()] for record in records]
@@ -121,7 +121,7 @@ class FilteredAttention:
 
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
         """Handle the attention of these layers until `stack` closes."""
-        put_in_front(model_map, self.handle, stack)
+        intercept_attention(model_map, self.handle, stack)
         stack.callback(self._forget)
         self._labels = {layer.label for layer in layers}
         for layer in layers:
@@ -238,28 +238,6 @@ class FilteredAttention:
             valid = valid_tokens(call)
             self._last_valid = (call.mask, valid) if shape[1] == 1 else (None, None)
         return valid
-
-
-def valid_tokens(call: AttentionCall) -> torch.Tensor:
-    """Return which new tokens are no padding, (rows, tokens): those that see themselves.
-
-    Raises:
-        InputError: the mask is not a causal one of one text a row.
-    """
-    rows, tokens = call.query.shape[0], call.query.shape[2]
-    if call.mask is None:
-        return torch.ones(rows, tokens, dtype=torch.bool, device=call.query.device)
-    seen = call.mask[:, 0, :, -tokens:]
-    seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
-    valid = seen.diagonal(dim1=1, dim2=2).expand(rows, tokens)
-    if tokens > 1:
-        positions = torch.arange(tokens, device=seen.device)
-        causal = (positions <= positions[:, None]) & valid[:, None]
-        if (window := call.options.get("sliding_window")) is not None:
-            causal &= positions > positions[:, None] - window
-        if not torch.equal(seen & valid[..., None], causal & valid[..., None]):
-            raise InputError("this method needs causal attention to one text a row; give packed texts row by row")
-    return valid
 
 
 def _row(call: AttentionCall, attend: Attend, cache: FilteredLayer, row: int, chosen: torch.Tensor) -> torch.Tensor:

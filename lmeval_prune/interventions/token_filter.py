@@ -118,14 +118,14 @@ class TokenFilter(Intervention):
         positions = 0 if self.keep_skipped_kv else 8 + 4 * length
         return 8 * anchors + len(layers) * (8 * COLUMNS + 1 + positions)
 
-    def uncounted(self) -> AbstractContextManager[None]:
+    def preserve_state(self) -> AbstractContextManager[None]:
         """Count nothing inside the block; see the base class."""
-        return self.attention.uncounted() if self.attention else nullcontext()
+        return self.attention.preserve_state() if self.attention else nullcontext()
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def self_check(self) -> Iterator[None]:
         """Skip chosen tokens and no others: similarity and threshold may be close; see the base class."""
-        with self.uncounted(), self.attention.skipping() if self.attention else nullcontext():
+        with self.preserve_state(), self.attention.skipping() if self.attention else nullcontext():
             yield
 
     @property
@@ -144,7 +144,7 @@ class TokenFilter(Intervention):
         """Return whether answers depend on those before them."""
         return self.state == "run" and self.ratio > 0
 
-    def joined(self, other: Intervention) -> None:
+    def merged_with(self, other: Intervention) -> None:
         """Refuse a second filter: the two would decide about each other's tokens."""
         if isinstance(other, TokenFilter):
             raise InputError("two token filters cannot be applied at once; give one")

@@ -17,7 +17,7 @@ from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models.arguments import Arguments, unknown_argument
 from lmeval_prune.models.identity import applied
 from lmeval_prune.models.lm_base import CheckedArgumentsLM
-from lmeval_prune.models.logs import as_lm_eval_does, say_applied
+from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
 from lmeval_prune.settings import Count, parse_value, resolve_device
 from lmeval_prune.training.questions import question_key
 
@@ -50,7 +50,7 @@ class AthenaLM(CheckedArgumentsLM):
         **arguments: Any,
     ) -> None:
         super().__init__()
-        as_lm_eval_does()
+        use_lm_eval_logging()
         if not isinstance(pretrained, str) or not pretrained:
             raise InputError("name a model: --model_args pretrained=FOLDER, one that `lmeval-prune athena train` wrote")
         for name in _FOR_TEXTS:
@@ -73,7 +73,7 @@ class AthenaLM(CheckedArgumentsLM):
             self._applied = stack.pop_all()
         if self.manifest:
             eval_logger.info("checkpoint: %s", removed_from(self.manifest))
-        say_applied(self.host.encoder, self.model_map)
+        log_interventions(self.host.encoder, self.model_map)
 
     def close(self) -> None:
         """Undo what was applied. (The end of the object does so too.)"""

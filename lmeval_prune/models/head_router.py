@@ -1,4 +1,4 @@
-"""Interface of whatever chooses the heads under which the tries at a question are answered."""
+"""Base class of routers, which choose the heads to prune for each attempt at a question."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ from typing import Any
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.interventions.head_mask import HeadMask
 
-DENSE = "dense"  # among names of heads: nothing is pruned
-POLICIES = ("random", "random_top", "best", "oracle")  # values of `router=` that are no folder
+DENSE = "dense"  # the entry of a pool under which no head is pruned
+POLICIES = ("random", "random_top", "best", "oracle")  # values of `router=` besides folders
 
 
 class HeadRouter(ABC):
-    """Answers the i-th try at a question greedily under the i-th head of an order."""
+    """Orders heads for each request: attempt i is answered greedily with the i-th head of the order pruned.
 
-    allow_empty_layer = False  # whether a layer may lose all its heads
+    Attributes:
+        allow_empty_layer: whether a layer may lose all its heads.
+        masks: the mask of each entry of the pool; filled by `fit_to`.
+    """
+
+    allow_empty_layer = False
 
     def __init__(self) -> None:
-        self.masks: dict[str, HeadMask | None] = {DENSE: None}  # of each name in an order; filled by `fit_to`
+        self.masks: dict[str, HeadMask | None] = {DENSE: None}
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Check that the pool fits the model, and make its masks.
+        """Check that the pool fits the model, and create its masks.
 
         Args:
-            model_map: of the model.
+            model_map: the model.
             weights: fingerprint of its weights.
-            interventions: identities of what is applied to it anyway.
+            interventions: identities of the interventions on the model besides the router's.
 
         Raises:
-            InputError: it does not fit.
+            InputError: the router does not fit the model.
         """
         for name in self.pool:
             if name != DENSE:
@@ -39,14 +44,14 @@ class HeadRouter(ABC):
     @property
     @abstractmethod
     def pool(self) -> Sequence[str]:
-        """Return all names that an order may hold."""
+        """Return all entries that an order may contain: heads, several joined by `+`, or `dense`."""
 
-    def prepare(self, requests: Sequence[Any]) -> None:  # noqa: B027 - most have nothing to get ready
-        """Get ready for these requests of lm-eval's; `InputError` if they cannot be answered so."""
+    def prepare(self, requests: Sequence[Any]) -> None:  # noqa: B027 - optional
+        """Prepare for requests of lm-eval; `InputError` if they cannot be routed."""
 
     @abstractmethod
     def order(self, request: Any) -> Sequence[str]:
-        """Return the names of the heads of a request's tries."""
+        """Return the entries of the pool for a request's attempts."""
 
     @property
     @abstractmethod
@@ -54,12 +59,12 @@ class HeadRouter(ABC):
         """Return a description for the results file."""
 
     def head(self, request: Any, repeat: int) -> str:
-        """Return the head of a request's try; copies beyond its tries (padding of ranks) begin again."""
+        """Return the entry of an attempt; attempts beyond `request.repeats` (padding of ranks) start again."""
         return self.order(request)[repeat % request.repeats]
 
 
 class FixedOrderRouter(HeadRouter):
-    """Try i under member i of a pool (heads, several joined by `+`, or `dense`), the same for every question."""
+    """Uses entry i of the pool for attempt i, the same for every question."""
 
     def __init__(self, pool: Sequence[str]) -> None:
         super().__init__()
@@ -67,7 +72,7 @@ class FixedOrderRouter(HeadRouter):
 
     @property
     def pool(self) -> Sequence[str]:
-        """Return its members."""
+        """Return the pool."""
         return self._pool
 
     def order(self, request: Any) -> Sequence[str]:

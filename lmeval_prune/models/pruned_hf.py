@@ -28,7 +28,7 @@ from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.base import uncounted
+from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, unknown_argument
@@ -36,8 +36,8 @@ from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, applied, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.lm_base import AnsweringLM
-from lmeval_prune.models.logs import as_lm_eval_does, say_applied
-from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
+from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
+from lmeval_prune.models.use_cache import refuse_identical_repeats, separate_tables
 from lmeval_prune.profiling.costs import cost_columns
 from lmeval_prune.settings import resolve_device
 
@@ -60,7 +60,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     @print_input_errors
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
-        as_lm_eval_does()
+        use_lm_eval_logging()
         parsed = isinstance(pretrained, Arguments)
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
         model = self._check_pretrained()
@@ -113,7 +113,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         with self._apply() as applied:  # on a live model nothing may stay when something below fails
             self.engine = self._engine() if self.arguments.engine == "batched" else None
             self.answering = Answering(self, store)
-            say_applied(self.model, self.model_map)
+            log_interventions(self.model, self.model_map)
             self._applied = applied.pop_all()
 
     def _apply(self) -> ExitStack:
@@ -280,7 +280,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Keep what `--use_cache` stores apart by model, settings and what is applied; see `keep_apart`.
+        """Keep what `--use_cache` stores apart by model, settings and what is applied; see `separate_tables`.
 
         Raises:
             InputError: there is an answer store too, answers depend on their order, or tables cannot be told apart.
@@ -295,13 +295,13 @@ class PrunedHFLM(AnsweringLM, HFLM):
                 raise InputError(
                     "answers that depend on their order (state=run) cannot be stored; leave out --use_cache"
                 )
-            keep_apart(database, self)
+            separate_tables(database, self)
         super().set_cache_hook(cache_hook)
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
         """Refuse requests whose repeats `--use_cache` would answer alike."""
         if kind == "generate_until" and getattr(self.cache_hook, "dbdict", None) is not None:
-            refuse_collapsed(requests)
+            refuse_identical_repeats(requests)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         """Generate as `hf` does, noting how each row's answer ended."""
@@ -339,7 +339,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         return scores
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        with uncounted(self.model):
+        with preserve_state(self.model):
             return int(super()._detect_batch_size(*args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

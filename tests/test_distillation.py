@@ -546,7 +546,7 @@ def test_what_is_no_model_is_named_and_nothing_stays_of_what_is_refused(
             distill(replace(athena, pretrained=str(folder)))
     with pytest.raises(InputError, match="is an ATHENA; ask it by --model athena"):
         PrunedHFLM(athena.pretrained, device="cpu")
-    with pytest.raises(InputError, match="give test"):
+    with pytest.raises(InputError, match="is not a fold"):
         distill(replace(language, test=None))
     assert not Path(f"{athena.output}.distilling").exists() and not Path(f"{language.output}.distilling").exists()
 
@@ -660,7 +660,7 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
         ({"ratio": 0.5, "stages": 9}, "stage 1 of 9 has nothing left to remove"),
         ({"ratio": 0.9, "stages": 7}, "stage 7 of 7 has nothing left to remove: 6 of 8 heads"),
         ({"train": ("fold0",), "test": "fold0"}, "test=fold0 is also a training split"),
-        ({"train": ("all",)}, "hold 6 of the 6 questions of the test split fold0"),
+        ({"train": ("all",)}, "have 6 of the 6 questions of the test split fold0"),
         ({"test": "fold1"}, "was trained on 6 of the 6 questions of the test split fold1"),
         ({"task": "prune_gsm8k"}, "task is for language models"),
         ({"unit": "balanced"}, "unit=balanced does not suit this bert model"),
@@ -971,7 +971,7 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     assert "was made with other options" in capsys.readouterr().err
     less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
     assert main(["distill", "--config", str(recipe), *less]) == 0
-    assert "25.0% of the heads: less than --ratio 0.4, as only whole units" in capsys.readouterr().out
+    assert "25.0% of the heads: less than --ratio 0.4, because only whole units" in capsys.readouterr().out
 
 
 def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,17 @@ SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
 
 
+class RequiredSettings(TypedDict):
+    """Fields of `AthenaSettings` with a default that are required in `athena.json`."""
+
+    constants: list[str]
+    max_length: int
+
+
 class Contents(TypedDict):
     """Fields of `athena.json`."""
 
-    settings: dict[str, Any]  # of `AthenaSettings`
+    settings: RequiredSettings
     head_sha256: str
     options: NotRequired[dict[str, Any]]  # of `TrainOptions`
     log: NotRequired[list[dict[str, float]]]

@@ -50,7 +50,7 @@ from lmeval_prune.artefacts import (
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
 from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
@@ -630,8 +630,8 @@ def _checkpoint(folder: Path) -> Kind:
     cut_to(folder / "cut", load_pretrained(folder / "model"), Plan("L*H0-1"))
 
     def read() -> Any:
-        found = manifest_in(folder / "cut")
-        return str(found), found and removed_from(found), found and str(checkpoint_columns(found))
+        found = valid_manifest(folder / "cut")
+        return str(found), found and removal_summary(found), found and str(checkpoint_columns(found))
 
     return Kind([folder / "cut" / "lmeval_prune.json"], read)
 

@@ -536,7 +536,7 @@ def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> No
     from lmeval_prune.checkpoints import embedded
 
     try:
-        source = embedded.packaged("smollm2-135m")
+        source = embedded.packaged_file("smollm2-135m")
     except InputError:
         pytest.skip("no real model")
     assert (

@@ -167,7 +167,7 @@ def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path,
         assert line.startswith("lmeval-prune: error: ") and line.endswith("run the same command again")
         assert not list((tmp_path / "g").glob("failed/*"))
     assert main(command) == 0
-    assert f"2 of {whole.cells} cells are there" in capsys.readouterr().out
+    assert f"2 of {whole.cells} cells are done" in capsys.readouterr().out
     assert outcomes(tmp_path / "g") == outcomes(tmp_path / "whole")
 
 

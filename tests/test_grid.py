@@ -218,9 +218,9 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
         assert main(command) == 1
         assert main(command) == 1 and len(tried) == 2  # not tried again
     out = capsys.readouterr().out
-    assert "failed: head on prune_tiny_choice: RuntimeError: no room\n" in out and "0 of 2 cells are there" in out
+    assert "failed: head on prune_tiny_choice: RuntimeError: no room\n" in out and "0 of 2 cells are done" in out
     assert main([*command, "--retry-failed"]) == 0
-    assert "2 of 2 cells are there, 2 of them new" in capsys.readouterr().out
+    assert "2 of 2 cells are done, 2 of them new" in capsys.readouterr().out
     assert not list((tmp_path / "g" / "failed").iterdir())
 
 
@@ -307,7 +307,7 @@ SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "
 
 
 def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while it measures, or asked for only when all cells are there."""
+    """Killed while it measures, or asked for only when all cells are done."""
     given = Grid.of(described(tiny_folder, **SMALL, measure=True))
     monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     child = os.fork()

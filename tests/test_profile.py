@@ -86,7 +86,7 @@ def killed(folder: str, work: Workload, threads: int) -> float:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the processor's memory")
 def test_a_killed_measurement_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmeval_prune.profiling.speed._peak", killed)
+    monkeypatch.setattr("lmeval_prune.profiling.speed._peak_memory", killed)
     with pytest.raises(
         InputError, match="the memory of somewhere was killed, probably for lack of memory; give smaller"
     ):

@@ -490,7 +490,7 @@ def test_missing_demo_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     from lmeval_prune.checkpoints import embedded
 
     monkeypatch.setenv("LMEVAL_PRUNE_CACHE", str(tmp_path))
-    gone = embedded.Embedded("no_such_package_here", "no-such-package==1", "x.gguf", "")
+    gone = embedded.EmbeddedModel("no_such_package_here", "no-such-package==1", "x.gguf", "")
     monkeypatch.setitem(embedded.MODELS, "smollm2-135m", gone)
     with pytest.raises(
         InputError, match="no-such-package, which is not installed: run `lmeval-prune models --get smollm2-135m`"

@@ -282,7 +282,7 @@ def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Pa
     cut_to(tmp_path / "cut", model, loaded)
     torch.testing.assert_close(output(load_pretrained(tmp_path / "cut"), tokens()), expected, rtol=0, atol=1e-9)
     next(tmp_path.glob("plan.*.safetensors")).write_bytes(b"other")
-    with pytest.raises(InputError, match="is not the file that the artefact beside it was written with"):
+    with pytest.raises(InputError, match="does not belong to the artefact beside it"):
         Plan.load(tmp_path / "plan.json")
 
 

@@ -23,7 +23,7 @@ from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import read_config, refused_as
+from lmeval_prune.checkpoints.loading import as_input_error, read_config
 from lmeval_prune.checkpoints.pruned import save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
@@ -61,7 +61,7 @@ def begin(name: str, **settings: Any) -> Athena:
         InputError: the model does not exist, or is not an encoder with a mask token.
     """
     config, folder = read_config(name), embedded.resolve(name)
-    with refused_as(f"the encoder {name} cannot be read"):
+    with as_input_error(f"the encoder {name} cannot be read"):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     fix = "name a model of the BERT family, e.g. roberta-base or all-minilm-l6-v2"
     if tokenizer.mask_token is None:
@@ -78,7 +78,7 @@ def begin(name: str, **settings: Any) -> Athena:
         max_length=min(filter(None, (position_limit(model_map.model), tokenizer.model_max_length))),
         **settings,
     )
-    with refused_as(f"the weights of the encoder {name} cannot be loaded"):
+    with as_input_error(f"the weights of the encoder {name} cannot be loaded"):
         encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return Athena(sizes, encoder, tokenizer)
 

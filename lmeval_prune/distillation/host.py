@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.loading import refused_as
+from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
@@ -92,7 +92,7 @@ class Host(ABC):
 
     def tokenizer_of(self, folder: str) -> Any:
         """Read a model's tokenizer; `InputError` if it lacks the special token."""
-        with refused_as(f"the tokenizer of {folder} cannot be read"):
+        with as_input_error(f"the tokenizer of {folder} cannot be read"):
             path = self.backbone_folder(Path(embedded.resolve(folder)))
             tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         if getattr(tokenizer, self.token) is None:

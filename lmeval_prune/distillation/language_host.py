@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import load_pretrained, refused_as
+from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
@@ -137,7 +137,7 @@ class LanguageHost(Host):
     def _rows(self) -> Rows:
         """Load the task's training and test documents."""
         arguments = self.task.get_config("dataset_kwargs") or {}
-        with refused_as(f"the training split of {self.task_name} cannot be read"):  # a task's loader can raise anything
+        with as_input_error(f"the training split of {self.task_name} cannot be read"):
             if data := arguments.get("prune_data"):
                 return self._split_rows(data, self.options.test or arguments.get("prune_test", "test"))
             return self._task_rows()

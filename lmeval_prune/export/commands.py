@@ -155,7 +155,7 @@ def _write_gguf(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import manifest_of
-    from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
+    from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.export.gguf_format import SERVER_DTYPES
     from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
@@ -167,7 +167,7 @@ def _write_gguf(
     if zeroed and not plan:
         raise InputError("--zeroed needs --plan FILE or --heads L5H3+L15H0")
     bare = skeleton_of(pretrained, revision)
-    check_plain(bare, pretrained)
+    check_unquantised(bare, pretrained)
     check_writable_as_gguf(map_model(bare))
     tokenizer = tokenizer_of(pretrained, revision)
     if tokenizer is not None:

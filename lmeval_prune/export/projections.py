@@ -14,7 +14,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from lmeval_prune.architectures import AttentionLayer, ModelMap, tensor_in_layer
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import broken_weights
+from lmeval_prune.checkpoints.loading import broken_weights_message
 from lmeval_prune.checkpoints.skeleton import with_weights
 from lmeval_prune.errors import InputError, first_line
 
@@ -66,7 +66,7 @@ class Projections:
                 raise InputError(f"the weights of {self.pretrained} cannot be read ({first_line(error)})") from error
             if list(weight.shape) == shape:
                 if not weight.isfinite().all():
-                    raise InputError(broken_weights(self.pretrained, tensor_in_layer(f"{name}.weight")))
+                    raise InputError(broken_weights_message(self.pretrained, tensor_in_layer(f"{name}.weight")))
                 return weight.T if transposed else weight
         weight = self.model.get_submodule(name).weight.detach()
         return weight.T if transposed else weight

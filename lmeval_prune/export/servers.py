@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lmeval_prune.checkpoints.loading import has_own_layers
+from lmeval_prune.checkpoints.loading import has_pruned_layers
 from lmeval_prune.export.gguf_format import SERVER_DTYPES
 from lmeval_prune.export.vllm_plugin import STOCK
 from lmeval_prune.surgery.model_class import unusual_head_dim
@@ -30,7 +30,7 @@ def largest_rank(rank: int) -> int:
 
 def vllm_options(config: Any) -> tuple[str, str]:
     """Return the options by which vLLM loads a model, and a comment for the line before; empty for stock models."""
-    if has_own_layers(config):
+    if has_pruned_layers(config):
         known = config.architectures[0].removeprefix("Pruned") in STOCK
         return (
             " --trust-remote-code",

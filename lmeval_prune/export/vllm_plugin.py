@@ -19,7 +19,7 @@ def register() -> None:
         return
     import transformers
 
-    from lmeval_prune.checkpoints.loading import has_own_layers, pruned_base_class, pruned_class
+    from lmeval_prune.checkpoints.loading import has_pruned_layers, pruned_base_class, pruned_class
 
     stock_from_config = transformers.AutoModel.from_config
     if getattr(stock_from_config, "_lmeval_prune", False):
@@ -29,7 +29,7 @@ def register() -> None:
         setattr(sys.modules["transformers"], f"Pruned{name}", pruned_class(stock))
 
     def from_config(config: Any, **options: Any) -> Any:
-        if not has_own_layers(config):
+        if not has_pruned_layers(config):
             return stock_from_config(config, **options)
         options.pop("trust_remote_code", None)
         return pruned_base_class(config)._from_config(config, **options)

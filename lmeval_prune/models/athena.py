@@ -11,7 +11,7 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models.arguments import Arguments, unknown_argument
@@ -62,7 +62,7 @@ class AthenaLM(CheckedArgumentsLM):
         self.field, self.batch_size = question_field, _batch(batch_size)
         where = resolve_device(device, strictly=False)
         self.about = checkpoint.describe(pretrained)
-        self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
+        self.manifest = valid_manifest(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
         for intervention in parsed.interventions:
             intervention.fit_to(bare)
@@ -72,7 +72,7 @@ class AthenaLM(CheckedArgumentsLM):
                 stack.enter_context(intervention.applied_to(self.host.encoder, self.model_map, any_thread=True))
             self._applied = stack.pop_all()
         if self.manifest:
-            eval_logger.info("checkpoint: %s", removed_from(self.manifest))
+            eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
         log_interventions(self.host.encoder, self.model_map)
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import Checked, class_of, has_own_layers, refused_as
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, manifest_of, removed_from
+from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
@@ -92,7 +92,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
                 resolve_device(arguments.others["device"], strictly=False)
             pretrained = embedded.resolve(str(pretrained))
             arguments.check_names(pretrained)
-            self.manifest = manifest_in(Path(pretrained, arguments.others.get("subfolder") or ""))
+            self.manifest = valid_manifest(Path(pretrained, arguments.others.get("subfolder") or ""))
         if arguments.responses and any(intervention.needs_order for intervention in interventions):
             raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
         return pretrained
@@ -102,11 +102,11 @@ class PrunedHFLM(AnsweringLM, HFLM):
         others = dict(self.arguments.others)
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
-        with refused_as(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
+        with as_input_error(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
             super().__init__(pretrained, **others)
         self._shard_over_cpu_ranks()
         if self.manifest:
-            eval_logger.info("checkpoint: %s", removed_from(self.manifest))
+            eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
 
     def _begin(self, store: AnswerStore | None = None) -> None:
         """Apply interventions to the loaded model, and get ready to answer, from an open store or a new one."""
@@ -154,7 +154,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         self._refuse_unknown_processes()
         if (Path(pretrained) / SETTINGS).is_file():
             raise InputError(f"{pretrained} is an ATHENA; ask it by --model athena")
-        with refused_as(f"cannot read the model {pretrained}"):
+        with as_input_error(f"cannot read the model {pretrained}"):
             super()._get_config(pretrained, **kwargs)
 
     def _create_tokenizer(self, *args: Any, **kwargs: Any) -> None:
@@ -172,9 +172,11 @@ class PrunedHFLM(AnsweringLM, HFLM):
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
         auto_class: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
         # a checkpoint whose layers differ is loaded by our own code, whatever lies in the folder
-        self.AUTO_MODEL_CLASS = Checked(class_of(self.config) if has_own_layers(self.config) else auto_class)
+        self.AUTO_MODEL_CLASS = CheckedLoader(
+            checkpoint_class(self.config) if has_pruned_layers(self.config) else auto_class
+        )
         try:
-            with refused_as(f"the model {args[0] if args else kwargs['pretrained']} cannot be loaded"):
+            with as_input_error(f"the model {args[0] if args else kwargs['pretrained']} cannot be loaded"):
                 self._create_known(*args, gguf_file=gguf_file, **kwargs)
         finally:
             self.AUTO_MODEL_CLASS = auto_class

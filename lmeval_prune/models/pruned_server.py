@@ -18,7 +18,7 @@ from lm_eval.models.utils import resolve_max_length
 from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.loading import refused_as
+from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
@@ -180,7 +180,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         tokenizer = embedded.resolve(str(self.api.tokenizer or self.checkpoint.path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
         options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
-        with refused_as(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
+        with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(base_url=url, **options)
         self.add_bos_token = self.api.add_bos_token
         self.think_end_token = self.api.think_end_token

@@ -13,19 +13,12 @@ from lmeval_prune.interventions.plan import Plan
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """Heads of one layer that stay, by their original numbers; every key-value head keeps the same number of them.
+    """Heads of one layer that stay, by their original numbers; every key-value head keeps the same number of them."""
 
-    Attributes:
-        layer: the original layer.
-        heads: query heads, grouped by key-value head.
-        kv_heads: key-value heads.
-        fillers: pruned heads among `heads` that stay with zero weights, so that groups are equal or shapes stay.
-    """
-
-    layer: AttentionLayer
-    heads: tuple[int, ...]
+    layer: AttentionLayer  # the original layer
+    heads: tuple[int, ...]  # query heads, grouped by key-value head
     kv_heads: tuple[int, ...]
-    fillers: tuple[int, ...]
+    fillers: tuple[int, ...]  # pruned heads that stay with zero weights, so that groups are equal or shapes stay
 
     @classmethod
     def of(cls, layer: AttentionLayer, pruned: Collection[int]) -> KeptHeads:
@@ -80,19 +73,12 @@ class KeptHeads:
 
 @dataclass(frozen=True)
 class Kept:
-    """Heads and channels of a model that stay.
+    """Heads and channels of a model that stay."""
 
-    Attributes:
-        model_map: map of the original model.
-        heads: heads of each attention layer.
-        channels: channels of each feed-forward block by layer label.
-        zeroed: pruned channels among `channels` that stay with zero weights.
-    """
-
-    model_map: ModelMap
-    heads: Sequence[KeptHeads]
-    channels: dict[str, list[int]]
-    zeroed: dict[str, set[int]]
+    model_map: ModelMap  # the original model
+    heads: Sequence[KeptHeads]  # of each attention layer
+    channels: dict[str, list[int]]  # of each feed-forward block by layer label
+    zeroed: dict[str, set[int]]  # pruned channels that stay with zero weights
 
     @classmethod
     def of(cls, model_map: ModelMap, plan: Plan, keep_shapes: bool = False) -> Kept:

@@ -388,7 +388,7 @@ def write_plan(path: Path, stop: Callable[[], Any]) -> None:
 
 def write_athena(path: Path, stop: Callable[[], Any]) -> None:
     model = host(encoder_folder(path.parent / "encoder"), constants=("1",))
-    athena.write(model, path, beside=lambda _: stop())
+    athena.write(model, path, add_files=lambda _: stop())
 
 
 WRITERS = [write_file, write_folder, write_plan, write_athena]

@@ -22,7 +22,7 @@ from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests, repeat_indices
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import code_versions
-from lmeval_prune.models.lengths import Ending, by_task, cut_off, merged, warn_without_template
+from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths, warn_without_template
 
 logger = logging.getLogger(__name__)
 AUTO_GROUP_SIZE = 8  # requests that are sampled together under batch_size=auto
@@ -294,12 +294,12 @@ class Answering:
     def _report_lengths(self, requests: Sequence[Any], endings: Sequence[Ending | None]) -> None:
         """Keep the lengths of each task's answers on all ranks, and warn if many answers were cut off."""
         parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for lengths in self.lm.gather_from_ranks(by_task(requests, endings, self.lm.max_gen_toks)):
+        for lengths in self.lm.gather_from_ranks(lengths_by_task(requests, endings, self.lm.max_gen_toks)):
             for task, part in lengths.items():
                 parts[task].append(part)
-        self.lengths = {task: merged(several) for task, several in parts.items()}
+        self.lengths = {task: merge_lengths(several) for task, several in parts.items()}
         for task, lengths in self.lengths.items():
-            if self.lm.rank == 0 and (line := cut_off(lengths)):
+            if self.lm.rank == 0 and (line := cut_off_note(lengths)):
                 logger.warning("%s: %s; give more max_gen_toks", task, line)
 
     def _write_samples(self, requests: list[Any], keys: list[str], endings: Sequence[Ending | None]) -> None:

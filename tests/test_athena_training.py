@@ -264,9 +264,9 @@ def test_refused_training_leaves_no_files(options: TrainOptions, tmp_path: Path)
     ("words", "message"),
     [
         ("--test fold9", "no split 'fold9'"),
-        ("--test all", "test=all is no fold of asdiv_a"),
-        ("--train fold0,fold1", "the training split fold0 is the test split"),
-        ("--train all", "hold 6 of the 6 questions of the test split fold0"),
+        ("--test all", "test=all is not a fold of asdiv_a"),
+        ("--train fold0,fold1", "test=fold0 is also a training split"),
+        ("--train all", "have 6 of the 6 questions of the test split fold0"),
         ("--train fold7", "no split 'fold7'"),
         ("--data asdiv_b", "unknown data set 'asdiv_b'"),
         ("--limit 2", "too few to train and validate"),

@@ -39,7 +39,7 @@ from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training import curves
-from lmeval_prune.training.questions import SeenQuestions, question_key
+from lmeval_prune.training.questions import TrainingQuestions, question_key
 from lmeval_prune.training.trainer import BatchesByLength
 from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
 from tests.conftest import ROOT
@@ -544,9 +544,9 @@ def test_missing_models_are_refused_without_leftovers(
     ):
         with pytest.raises(InputError, match=message):
             distill(replace(athena, pretrained=str(folder)))
-    with pytest.raises(InputError, match="is an ATHENA; ask it by --model athena"):
+    with pytest.raises(InputError, match="is an ATHENA model; use --model athena"):
         PrunedHFLM(athena.pretrained, device="cpu")
-    with pytest.raises(InputError, match="give test"):
+    with pytest.raises(InputError, match="is not a fold"):
         distill(replace(language, test=None))
     assert not Path(f"{athena.output}.distilling").exists() and not Path(f"{language.output}.distilling").exists()
 
@@ -556,7 +556,7 @@ def test_damaged_options_file_is_refused(athena: DistillOptions) -> None:
     for content in ("{", "[]"):
         work.mkdir(exist_ok=True)
         (work / "options.json").write_text(content)
-        with pytest.raises(InputError, match=r"options\.json is (damaged|not valid JSON).*to begin anew"):
+        with pytest.raises(InputError, match=r"options\.json is (damaged|not valid JSON).*to start again"):
             distill(athena)
 
 
@@ -659,15 +659,15 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
     [
         ({"ratio": 0.5, "stages": 9}, "stage 1 of 9 has nothing left to remove"),
         ({"ratio": 0.9, "stages": 7}, "stage 7 of 7 has nothing left to remove: 6 of 8 heads"),
-        ({"train": ("fold0",), "test": "fold0"}, "the training split fold0 is the test split"),
-        ({"train": ("all",)}, "hold 6 of the 6 questions of the test split fold0"),
+        ({"train": ("fold0",), "test": "fold0"}, "test=fold0 is also a training split"),
+        ({"train": ("all",)}, "have 6 of the 6 questions of the test split fold0"),
         ({"test": "fold1"}, "was trained on 6 of the 6 questions of the test split fold1"),
         ({"task": "prune_gsm8k"}, "task is for language models"),
         ({"unit": "balanced"}, "unit=balanced does not suit this bert model"),
         ({"method": "norm_entropi"}, "did you mean 'norm_entropy'"),
         ({"method": "confidence", "ffn_ratio": 0.5}, "confidence scores heads only"),
-        ({"method": "slimgpt"}, "slimgpt scores each layer when those before are pruned"),
-        ({"method": "wanda_sp"}, "wanda_sp scores each layer when those before are pruned"),
+        ({"method": "slimgpt"}, "slimgpt scores layer by layer"),
+        ({"method": "wanda_sp"}, "wanda_sp scores layer by layer"),
         ({"method": "flap", "options": {"reference": True}}, "allocates by flap_reference, which counts parameters"),
         ({"trainer": {"epochs": 3}}, "has no 'epochs'"),
         ({"trainer": {"seed": 3}}, "seed follows from the other options"),
@@ -810,10 +810,10 @@ def test_an_older_host_draws_its_validation_split_again(
     model = checkpoint.read(dense.output)
     expected = model.about.pop("validated_on")
     checkpoint.write(model, tmp_path / "older")
-    seen = host_of(athena).seen(str(tmp_path / "older"))
+    seen = host_of(athena).questions_of(str(tmp_path / "older"))
     assert seen.to_artefact()["validated_on"] == expected
     assert len(expected) == 4
-    assert seen == host_of(athena).seen(dense.output)
+    assert seen == host_of(athena).questions_of(dense.output)
 
 
 def test_unknown_training_options_are_refused(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
@@ -856,13 +856,13 @@ def test_question_in_both_splits_is_a_training_question(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path
 ) -> None:
     model = checkpoint.read(dense.output)
-    own = SeenQuestions(frozenset("ab"), frozenset("bc"))
+    own = TrainingQuestions(frozenset("ab"), frozenset("bc"))
     model.about |= own.to_artefact()
     checkpoint.write(model, tmp_path / "host")
     host = host_of(replace(athena, pretrained=str(tmp_path / "host")))
-    assert host.all_seen(own, [], "fold0").to_artefact() == {"trained_on": ["a", "b", "c"], "validated_on": ["c"]}
+    assert host.all_questions(own, [], "fold0").to_artefact() == {"trained_on": ["a", "b", "c"], "validated_on": ["c"]}
     with pytest.raises(InputError, match="was trained on 1 of the 1 validation problems"):
-        host.all_seen(SeenQuestions(frozenset("c"), frozenset("a")), [], "fold0")
+        host.all_questions(TrainingQuestions(frozenset("c"), frozenset("a")), [], "fold0")
 
 
 def test_training_questions_are_refused_as_validation(
@@ -946,10 +946,10 @@ def test_models_without_attention_maps_are_refused(language: DistillOptions, mon
 def test_existing_files_at_the_output_are_kept(athena: DistillOptions, dense: TrainOptions) -> None:
     Path(athena.output).mkdir()
     (Path(athena.output) / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="is no distilled model"):
+    with pytest.raises(InputError, match="is not a distilled model"):
         distill(athena)
     assert (Path(athena.output) / "notes.txt").read_text() == "mine"
-    with pytest.raises(InputError, match="is no distilled model"):
+    with pytest.raises(InputError, match="is not a distilled model"):
         distill(replace(athena, output=athena.pretrained))
 
 
@@ -973,7 +973,7 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     assert "was made with other options" in capsys.readouterr().err
     less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
     assert main(["distill", "--config", str(recipe), *less]) == 0
-    assert "25.0% of the heads: less than --ratio 0.4, as only whole units" in capsys.readouterr().out
+    assert "25.0% of the heads: less than --ratio 0.4, because only whole units" in capsys.readouterr().out
 
 
 def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:

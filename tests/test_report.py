@@ -157,7 +157,7 @@ def test_best_head_gains_by_chance() -> None:
     ]
     outcomes = Outcomes(z, [DENSE, *(f"L0H{h}" for h in range(4))], rows)
     table = heads.HeadTable.of(outcomes)
-    luck = heads.gains_by_luck(outcomes, table, draws=2000)["L0"]
+    luck = heads.gains_by_chance(outcomes, table, draws=2000)["L0"]
     assert 0.03 < np.mean(luck) < 0.15
     assert abs(heads.gains(table)["L0"][0] - np.mean(luck)) < 3 * np.std(luck)
 
@@ -273,15 +273,15 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
             write_report(ReportOptions(**given))
 
     report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
-    report("training questions too", train=str(tmp_path / "overlap"))
-    report("which the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
+    report("also training questions", train=str(tmp_path / "overlap"))
+    report("the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
     report("the pool has 5", n=6)
     report("n=0 must be", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
     report("not.jsonl is damaged or of another kind", samples=[("T", str(tmp_path / "not.jsonl"))])
     for wrong in ({"prompt": "another"}, {"length": 9}):
         samples(tmp_path / "w.jsonl", test, **wrong)
-        report("cannot be compared", samples=[("T", str(tmp_path / "w.jsonl"))])
+        report("other prompts or another max_gen_toks", samples=[("T", str(tmp_path / "w.jsonl"))])
     write(tmp_path / "unlike", 200, 30, tasks={"toy": {**TASKS["toy"], "chat_template": "other"}})
     report("different settings of toy", train=str(tmp_path / "unlike"))
     report("shortlist .* has 1", shortlist=1)

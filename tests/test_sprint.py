@@ -321,7 +321,7 @@ def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
         file.write('{"key": "2L5H1", "te')  # cut short
     with pytest.raises(InputError, match="no outcomes yet"):
         OutcomeStore(tmp_path / "killed").read()
-    assert len(AnswerStore(tmp_path / "killed").known) == 5
+    assert len(AnswerStore(tmp_path / "killed").responses) == 5
     filled(tmp_path / "killed", CELLS)
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
@@ -365,11 +365,11 @@ def edited(folder: Path, **changes: Any) -> None:
         (lambda f: (filled(f, CELLS), (f / "store.json").write_text("{}")), "not a lmeval-prune/outcomes"),
         (lambda f: (filled(f, CELLS), (f / "questions.parquet").unlink()), "is empty"),
         (lambda f: (filled(f, CELLS), shutil.copy(f / "answers.parquet", f / "cells.parquet")), "damaged"),
-        (lambda f: (filled(f, CELLS), edited(f, pool=["dense"])), "do not fit together"),
+        (lambda f: (filled(f, CELLS), edited(f, pool=["dense"])), "inconsistent"),
         (lambda f: (filled(f, CELLS), edited(f, pool=[["dense"]])), "pool.0"),
         (
             lambda f: (filled(f, CELLS), OutcomeStore(f).add([{**row(7), "head": "dense", "outcome": True}])),
-            "do not fit",
+            "inconsistent",
         ),
     ],
 )
@@ -423,7 +423,7 @@ def test_router_round_trip(tmp_path: Path) -> None:
     other = fit_embeddings(x, z, POOL[:6], "none", FitOptions(sizes=(8,), weights=(0.0,), epochs=2, seed=5))
     other.save(tmp_path / "o")
     (tmp_path / "r/router.safetensors").write_bytes((tmp_path / "o/router.safetensors").read_bytes())
-    with pytest.raises(InputError, match="is not the file that"):
+    with pytest.raises(InputError, match="does not belong"):
         Router.load(tmp_path / "r")
     with pytest.raises(InputError, match="not a router"):
         Router.load(tmp_path)

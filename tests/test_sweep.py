@@ -52,7 +52,7 @@ def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_cell_equals_generate_with_that_head_pruned(tiny_folder: Path, whole: Path) -> None:
     outcomes = OutcomeStore(whole).read()
-    assert outcomes.pool == POOL and outcomes.z.shape == (5, 6) and outcomes.known.all()
+    assert outcomes.pool == POOL and outcomes.z.shape == (5, 6) and outcomes.observed.all()
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
     rows = {row["doc_id"]: row for row in outcomes.questions}
@@ -118,7 +118,7 @@ def test_answers_outside_the_current_questions_stay_unscored(tiny_folder: Path, 
     with pytest.raises(InputError, match="no outcomes yet"):
         OutcomeStore(tmp_path / "s").read()
     some = sweep(tiny_folder, tmp_path / "s", limit=2)
-    assert some.known.sum() == 2 * len(POOL) and len(some.questions) == 5
+    assert some.observed.sum() == 2 * len(POOL) and len(some.questions) == 5
     sweep(tiny_folder, tmp_path / "s")
     assert content(tmp_path / "s") == content(whole)
 
@@ -266,7 +266,7 @@ def test_a_store_by_another_version_of_the_method_is_refused(
         ({"tasks": ("prune_tiny_words_pass4",)}, "repeats"),
         pytest.param({"tasks": ("nonsense",)}, "no task nonsense", marks=pytest.mark.long),  # lists all tasks
         ({"gen_kwargs": {"temperature": 0.7}}, "samples"),
-        ({"question_field": "problem"}, "no field 'problem'"),
+        ({"question_field": "problem"}, "question field 'problem'"),
         ({"limit": 0}, "limit=0 must be"),
         ({"metric": "acc"}, "acc is not a metric"),
         ({"split": "held"}, "no split"),
@@ -290,10 +290,10 @@ def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path
     options = {"tasks": (few_shot(tmp_path),), "heads": "L0H0", "gen_kwargs": {}, "limit": None}
     found = sweep(tiny_folder, tmp_path / "s", **options)
     assert found.texts == [f"held {i}+{i}?" for i in range(4)]
-    assert found.tasks["mine"]["metric"] == "exact_match,first" and found.question_field == "ask"
+    assert found.tasks["mine"]["metric"] == "exact_match,first" and found.tasks["mine"]["question_field"] == "ask"
     assert np.isin(found.z, [0, 1]).all()
     more = sweep(tiny_folder, tmp_path / "s", split="train", **options)
-    assert more.texts == [*found.texts, *(f"train {i}+{i}?" for i in range(4))] and more.known.all()
+    assert more.texts == [*found.texts, *(f"train {i}+{i}?" for i in range(4))] and more.observed.all()
     with pytest.raises(InputError, match="no split 'test'"):
         sweep(tiny_folder, tmp_path / "s", split="test", **options)
 
@@ -302,11 +302,11 @@ def test_several_tasks_share_a_store(tiny_folder: Path, tmp_path: Path) -> None:
     options = {"heads": "L0H0", "gen_kwargs": {"max_gen_toks": 4}}
     sweep(tiny_folder, tmp_path / "s", limit=2, **options)
     both = sweep(tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", few_shot(tmp_path)), limit=1, **options)
-    assert both.known.all() and set(both.tasks) == {"mine", "prune_tiny_words"}
+    assert both.observed.all() and set(both.tasks) == {"mine", "prune_tiny_words"}
     whole = sweep(
         tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", str(tmp_path / "mine.yaml")), limit=None, **options
     )
-    assert whole.z.shape == (28, 2) and whole.known.all()
+    assert whole.z.shape == (28, 2) and whole.observed.all()
 
 
 def test_the_command_reads_a_recipe(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -103,7 +103,7 @@ def stages(
 def _remove_lowest(
     model_map: ModelMap, budgets: Sequence[Budget], scores: Scores, removed: Removed
 ) -> tuple[Removed, dict[str, Any]]:
-    """Remove the units with the lowest scores; return all that is removed by then, and notes for the plan."""
+    """Remove the units with the lowest scores; return everything removed so far, and notes for the plan."""
     notes: dict[str, Any] = {}
     for budget in budgets:
         pools = unit_pools(model_map, budget, standardised(scores.values, removed, budget.allocation), removed)

@@ -146,8 +146,8 @@ def test_a_sweep_goes_on_when_there_is_room(tiny_folder: Path, tmp_path: Path) -
             fill(patch, after=after)
             with pytest.raises(DiskError, match=NO_SPACE):
                 sweep(tiny_folder, tmp_path / "s", **options)
-    assert sweep(tiny_folder, tmp_path / "s", **options).known.all()
-    assert OutcomeStore(tmp_path / "s").read().known.all()
+    assert sweep(tiny_folder, tmp_path / "s", **options).observed.all()
+    assert OutcomeStore(tmp_path / "s").read().observed.all()
 
 
 def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -14,7 +14,7 @@ from lmeval_prune.grid.costs import pareto_fronts, read_costs
 from lmeval_prune.grid.folder import GridFolder, check_name
 from lmeval_prune.grid.outcomes import read_lengths, read_lower_is_better, read_outcomes, read_text_keys
 from lmeval_prune.grid.selection import selection_questions
-from lmeval_prune.models.lengths import cut_off, merged
+from lmeval_prune.models.lengths import cut_off_note, merge_lengths
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -302,8 +302,8 @@ def _add_lengths(rows: Mapping[tuple[str, str], Row], folders: Mapping[tuple[str
     notes = []
     for names, row in rows.items():
         if names in folders and (parts := read_lengths(folders[names])):
-            lengths = merged(parts)
+            lengths = merge_lengths(parts)
             row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
-            if reason := cut_off(lengths):
+            if reason := cut_off_note(lengths):
                 notes.append(f"{row.variant} on {row.task}: {reason}")
     return notes

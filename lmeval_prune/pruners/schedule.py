@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -85,14 +85,8 @@ def stages(
                 if not has_scores_of(stored, kind):
                     progress(f"step {step} of {options.steps}: scoring {kind}")
             scored = _score(pruners, model_map, options.kinds, text, removed, stored)
-        for budget in _budgets(options, pruners, step):
-            pools = unit_pools(model_map, budget, standardised(scored.values, removed, budget.allocation), removed)
-            counts = allocate(pools, budget)
-            removed = removed_by(pools, counts, removed)
-            if options.budget == "parameters":
-                record["parameters"] = parameter_counts(pools, counts, budget)
-            else:
-                record["head_allocation" if budget.kinds == (HEADS,) else "ffn_allocation"] = budget.allocation
+        removed, notes = _remove_lowest(model_map, _budgets(options, pruners, step), scored, removed)
+        record |= notes
         if step == options.steps and not any(removed.values()):
             raise _nothing_removed(pruners, model_map, options)
         means = scored.means if step == 1 else None
@@ -104,6 +98,22 @@ def stages(
         provenance = {**record, **notes, "stages": list(history)}
         fields = {"compensation": compensation, "scores": values, "provenance": provenance}
         yield make_plan(removed, options.allow_empty_layer, **fields)
+
+
+def _remove_lowest(
+    model_map: ModelMap, budgets: Sequence[Budget], scores: Scores, removed: Removed
+) -> tuple[Removed, dict[str, Any]]:
+    """Remove the units with the lowest scores; return all that is removed by then, and notes for the plan."""
+    notes: dict[str, Any] = {}
+    for budget in budgets:
+        pools = unit_pools(model_map, budget, standardised(scores.values, removed, budget.allocation), removed)
+        counts = allocate(pools, budget)
+        removed = removed_by(pools, counts, removed)
+        if budget.options.budget == "parameters":
+            notes["parameters"] = parameter_counts(pools, counts, budget)
+        else:
+            notes["head_allocation" if budget.kinds == (HEADS,) else "ffn_allocation"] = budget.allocation
+    return removed, notes
 
 
 def _record(
@@ -227,11 +237,7 @@ def _layerwise_plan(
 def resolve_options(
     options: PruneOptions, pruner: Pruner, model_map: ModelMap, channel_pruner: Pruner | None = None
 ) -> PruneOptions:
-    """Fill in the options that depend on the methods and the model, which may have no weights.
-
-    Raises:
-        InputError: the options do not suit the methods or the model.
-    """
+    """Fill in options that depend on the methods and the model, which may have no weights; refuse unsuitable ones."""
     channel_pruner = channel_pruner or pruner
     counts_parameters = options.budget == "parameters"
     defaults: dict[str, Any] = {
@@ -329,18 +335,7 @@ def check_methods(
     has_text: bool,
     scores: Mapping[str, Tensor] = NO_SCORES,
 ) -> None:
-    """Check that the methods can make a plan, before anything is computed.
-
-    Args:
-        pruner, channel_pruner: the methods.
-        model_map: map of the model, with weights or without.
-        options: resolved options.
-        has_text: whether there is calibration text.
-        scores: stored scores by part key.
-
-    Raises:
-        InputError: they cannot; the message names the reason.
-    """
+    """Raise `InputError` if the methods cannot make a plan with resolved options; the model may have no weights."""
     pruners = {HEADS: pruner, CHANNELS: channel_pruner}
     if any(isinstance(method, SequentialPruner) for method in pruners.values()):
         if channel_pruner is not pruner:

@@ -38,19 +38,12 @@ _QUESTIONS = "_lmeval_prune_questions"
 
 @dataclass(frozen=True)
 class Cut:
-    """A smaller model and its provenance.
+    """A smaller model and its provenance."""
 
-    Attributes:
-        model: the smaller model, in evaluation mode.
-        manifest: manifest of its checkpoint.
-        plan: plan that was executed.
-        parent: map of the model that was cut.
-    """
-
-    model: Any
-    manifest: dict[str, Any]
-    plan: Plan
-    parent: ModelMap = field(repr=False)
+    model: Any  # the smaller model, in evaluation mode
+    manifest: dict[str, Any]  # manifest of its checkpoint
+    plan: Plan  # the plan that was executed
+    parent: ModelMap = field(repr=False)  # the model that was cut
 
     def save(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Write the model as a checkpoint; see `save_checkpoint`."""
@@ -65,11 +58,7 @@ class Cut:
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
-    """Cut a model and write the checkpoint.
-
-    Raises:
-        InputError: as in `cut` and `save_checkpoint`.
-    """
+    """Cut a model and write the checkpoint."""
     smaller = cut(model, plan)
     smaller.save(folder, tokenizer)
     return smaller

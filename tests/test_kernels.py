@@ -205,7 +205,7 @@ def literal(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, of: Rul
             skipped[row, t] = naive.decide(key[row, :, t], value[row, :, t], states[row], of)
             if shared:
                 for other in states:
-                    for name in ("threshold", "seen", "skipped", "known"):
+                    for name in ("threshold", "count", "skipped", "warmup_scores"):
                         setattr(other, name, getattr(states[row], name))
     return skipped
 

@@ -637,5 +637,7 @@ def test_fusion_with_one_key_value_head_is_said_to_be_the_mean(caplog: pytest.Lo
             caplog.clear()
             with made(ratio=0.4, focus="uniform", fusion=fusion, **options).applied_to(model):
                 found.append(output(model, inputs))
-            assert (f"token_filter.fusion={fusion}: keys and values have equal weights in L0, L1" in caplog.text) == said
+            assert (
+                f"token_filter.fusion={fusion}: keys and values have equal weights in L0, L1" in caplog.text
+            ) == said
         assert torch.equal(*found) == (heads == 1)

@@ -548,7 +548,7 @@ def test_missing_models_are_refused_without_leftovers(
     ):
         with pytest.raises(InputError, match=message):
             distill(replace(athena, pretrained=str(folder)))
-    with pytest.raises(InputError, match="is an ATHENA; ask it by --model athena"):
+    with pytest.raises(InputError, match="is an ATHENA model; use --model athena"):
         PrunedHFLM(athena.pretrained, device="cpu")
     with pytest.raises(InputError, match="is not a fold"):
         distill(replace(language, test=None))

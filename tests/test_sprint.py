@@ -321,7 +321,7 @@ def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
         file.write('{"key": "2L5H1", "te')  # cut short
     with pytest.raises(InputError, match="no outcomes yet"):
         OutcomeStore(tmp_path / "killed").read()
-    assert len(AnswerStore(tmp_path / "killed").known) == 5
+    assert len(AnswerStore(tmp_path / "killed").responses) == 5
     filled(tmp_path / "killed", CELLS)
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 

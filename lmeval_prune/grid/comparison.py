@@ -15,7 +15,7 @@ from lmeval_prune.grid.costs import pareto_fronts, read_costs
 from lmeval_prune.grid.folder import GridFolder, check_name
 from lmeval_prune.grid.outcomes import read_cell_json, read_lower_is_better, read_outcomes, read_text_keys
 from lmeval_prune.grid.selection import selection_questions
-from lmeval_prune.models.lengths import Lengths, cut_off, merged
+from lmeval_prune.models.lengths import Lengths, cut_off_note, merge_lengths
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -318,7 +318,7 @@ def _add_lengths(row: Row, cell: Path) -> list[str]:
     parts = list(results.get("config", {}).get("pruning", {}).get("answers", {}).values())
     if not parts:  # no generated answers, or results of an earlier version
         return []
-    lengths = merged(parts)
+    lengths = merge_lengths(parts)
     row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
-    reason = cut_off(lengths)
+    reason = cut_off_note(lengths)
     return [f"{row.variant} on {row.task}: {reason}"] if reason else []

@@ -15,7 +15,7 @@ from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary,
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models.arguments import Arguments, unknown_argument
-from lmeval_prune.models.identity import applied
+from lmeval_prune.models.identity import interventions_report
 from lmeval_prune.models.lm_base import CheckedArgumentsLM
 from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
 from lmeval_prune.settings import Count, parse_value, resolve_device
@@ -141,7 +141,7 @@ class AthenaLM(CheckedArgumentsLM):
         """Return the model's training, and a section `pruning`, for the results file."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
-        pruning = applied(self.model_map, self.model_map.weights)
+        pruning = interventions_report(self.model_map, self.model_map.weights)
         if self.manifest:
             pruning["checkpoint"] = checkpoint_columns(self.manifest)
         return {"model_num_parameters": parameters, "athena": training, "pruning": pruning}

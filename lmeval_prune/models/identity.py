@@ -149,8 +149,8 @@ def describe_version_change(before: dict[str, Any] | None, now: dict[str, Any]) 
     return f"were made by {text(before)}, this is {text(now)}"
 
 
-def applied(model_map: ModelMap, weights: str | None) -> dict[str, Any]:
-    """Report what is applied to a model with this fingerprint of its weights, for the results file."""
+def interventions_report(model_map: ModelMap, weights: str | None) -> dict[str, Any]:
+    """Report the interventions on a model and the fingerprint of its weights for the results file."""
     info: dict[str, Any] = {"created_by": CREATED_BY, "weights_fingerprint": weights, "heads": []}
     for intervention in combined(interventions_on(model_map.model)):
         info |= intervention.report(model_map)

@@ -32,7 +32,7 @@ from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import describe_version_change
-from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
+from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 
 SCHEMA = "lmeval-prune/outcomes"
 SCHEMA_VERSION = 2  # version 1 had the texts of answers in cells.parquet
@@ -98,7 +98,7 @@ class Outcomes:
     @property
     def cut_off(self) -> str:
         """A warning if many answers were cut off; else empty."""
-        return cut_off(self.lengths) if self.lengths else ""
+        return cut_off_note(self.lengths) if self.lengths else ""
 
     @property
     def observed(self) -> np.ndarray:
@@ -260,7 +260,7 @@ def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, An
         is_complete = None not in (cell["length"], cell["cut_off"])
         endings[cell["task"]].append(Ending(cell["length"], cell["cut_off"]) if is_complete else None)
     limits = {name: ((tasks.get(name) or {}).get("generation") or {}).get("max_gen_toks") for name in endings}
-    return merged([lengths(task_endings, limits[name]) for name, task_endings in endings.items()])
+    return merge_lengths([summarize_lengths(task_endings, limits[name]) for name, task_endings in endings.items()])
 
 
 def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

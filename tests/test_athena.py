@@ -303,7 +303,7 @@ def test_models_without_a_mask_token_are_refused(tmp_path: Path, tiny_folder: Pa
         begin(str(tiny_folder))
     with pytest.raises(InputError, match="has no mask token"):
         begin(str(encoder_folder(tmp_path / "maskless", mask=None)))
-    with pytest.raises(InputError, match="is no encoder"):
+    with pytest.raises(InputError, match="is not an encoder"):
         begin(str(encoder_folder(tmp_path / "bart", "bart")))
     with pytest.raises(InputError, match=r"cannot be read|no such folder"):
         begin(str(tmp_path / "nowhere"))

@@ -371,7 +371,7 @@ def test_training_questions_in_a_test_are_reported(
     docs = training_rows(options, "fold0")[:1] + training_rows(options, "fold1")[:2]
     requests = [Instance("generate_until", doc, ("whatever", {}), 0, ("t", i, 1)) for i, doc in enumerate(docs)]
     assert len(lm.generate_until(requests)) == 3
-    assert "2 of the questions were in the training" in caplog.text
+    assert "2 of the questions were in this model's training data" in caplog.text
     with pytest.raises(InputError, match="have no field 'query'"):
         AthenaLM(trained, question_field="query").generate_until(requests)
     with pytest.raises(InputError, match="use a task that scores"):

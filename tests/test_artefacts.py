@@ -933,7 +933,7 @@ def test_a_response_that_could_not_be_read_is_not_stored(kind: str, response: An
     with pytest.raises(InputError, match=f"^the model's answer to a {kind} request of task 't'[^\n]*float32"):
         store.add("b", response, {"kind": kind, "task": "t"})
     store.close()
-    assert AnswerStore(tmp_path).known == {"a": [-math.inf, True]} == {"a": list(store.known["a"])}
+    assert AnswerStore(tmp_path).responses == {"a": [-math.inf, True]} == {"a": list(store.responses["a"])}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

@@ -36,7 +36,7 @@ def model(encoder: Path) -> Athena:
 
 
 class Literal:
-    """Judges, merges and transforms by loops over heads and keys, from the weights by their names."""
+    """Reference model: loops over heads and keys, with the weights by name."""
 
     def __init__(self, model: Athena) -> None:
         self.model, self.w = model, model.state_dict()
@@ -165,7 +165,7 @@ def test_teacher_forcing_follows_the_formulas(model: Athena) -> None:
         assert sum(root) == 1
 
 
-def test_a_batch_of_examples_is_each_example_alone(model: Athena) -> None:
+def test_batched_examples_equal_single_examples(model: Athena) -> None:
     together = examples(model)
     inputs = collated(model, together)
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_the_loss_is_the_mean_of_all_judgements_and_accumulates(model: Athena) -
     torch.testing.assert_close(parts, whole, **CLOSE)
 
 
-def test_gradients_reach_all_weights_but_where_one_key_leaves_no_choice(model: Athena) -> None:
+def test_gradients_reach_all_weights_except_attention_to_a_single_key(model: Athena) -> None:
     inputs = collated(model, examples(model))
     model.zero_grad()
     task_loss(model(**inputs), inputs["labels"]).backward()
@@ -224,7 +224,7 @@ def test_solving_follows_the_formulas_alone_and_in_a_batch(model: Athena) -> Non
             assert expected.logit == pytest.approx(alone.logit, abs=1e-9)
 
 
-def test_thoughts_are_capped_and_the_search_has_a_limit(encoder: Path) -> None:
+def test_number_of_thoughts_and_steps_is_limited(encoder: Path) -> None:
     model = host(encoder, steps=4, max_kept=5, accept=1e-40, conclude=1 - 1e-15)
     found = solve(model, encoded(model))
     assert {len(solution.kept) for solution in found} == {5}
@@ -232,7 +232,7 @@ def test_thoughts_are_capped_and_the_search_has_a_limit(encoder: Path) -> None:
     assert all(thought[0] == "num" for solution in solve(short, encoded(short)) for thought in solution.kept)
 
 
-def test_problems_without_numbers_or_too_long_ones_are_answered_as_far_as_can_be(encoder: Path) -> None:
+def test_problems_without_numbers_and_truncated_problems(encoder: Path) -> None:
     model = host(encoder, steps=3)
     long = Problem.of("3 " + "apples and pears, " * 20 + "4 plums and 5 figs?")
     problem = EncodedProblem.of(long, model.tokenizer, model.settings.max_length)
@@ -252,7 +252,7 @@ def test_the_goal_is_the_last_token_of_the_text(model: Athena) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
-def test_saved_and_read_it_gives_the_same(tmp_path: Path, family: str) -> None:
+def test_saved_model_round_trip(tmp_path: Path, family: str) -> None:
     model = host(encoder_folder(tmp_path / "encoder", family), constants=("1",), steps=3)
     model.about = {"trained_on": ["x"]}
     write(model, tmp_path / "host")
@@ -288,7 +288,7 @@ def test_masked_heads_are_zeroed_columns_of_the_output_projection(encoder: Path)
         assert torch.equal(masked(**inputs).reason, dense.reason)
 
 
-def test_attention_maps_come_on_demand(tmp_path: Path) -> None:
+def test_attention_maps_are_optional(tmp_path: Path) -> None:
     model = host(encoder_folder(tmp_path / "eager"))
     model.encoder.set_attn_implementation("eager")
     inputs = collated(model, examples(model)[:2])
@@ -298,7 +298,7 @@ def test_attention_maps_come_on_demand(tmp_path: Path) -> None:
     assert model(**inputs).attentions is None
 
 
-def test_what_is_no_encoder_with_a_mask_token_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
+def test_models_without_a_mask_token_are_refused(tmp_path: Path, tiny_folder: Path) -> None:
     with pytest.raises(InputError, match="has no mask token"):
         begin(str(tiny_folder))
     with pytest.raises(InputError, match="has no mask token"):
@@ -309,7 +309,7 @@ def test_what_is_no_encoder_with_a_mask_token_is_refused(tmp_path: Path, tiny_fo
         begin(str(tmp_path / "nowhere"))
 
 
-def test_our_problems_are_what_they_should_be() -> None:
+def test_example_problems() -> None:
     assert len(grounded()) == len(PROBLEMS)
     assert all(one.is_solved_by(str(document(i)["formula"]).partition("=")[0]) for i, one in enumerate(grounded()))
     thought: Thought = grounded()[0].equation.root

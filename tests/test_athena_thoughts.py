@@ -43,7 +43,7 @@ def leaf(what: Fraction | str) -> Thought:
 
 
 def multiset(thought: Thought) -> object:
-    """A thought without any order of its parts."""
+    """Return a thought whose terms have no order."""
     operator, *parts = thought
     if operator in ("num", "con"):
         return thought
@@ -58,7 +58,7 @@ def joined(operator: str, one: object, other: object) -> object:
 
 
 def brute_force(leaves: list[object], kept: list[tuple[object, int]], depth: int) -> set[object]:
-    """Candidates of a step, from all kept thoughts with the step that each was kept in."""
+    """Return the candidates of a step from all kept thoughts and the steps in which they were kept."""
     known = {thought for thought, _ in kept}
     if depth == 0:
         return set(leaves)
@@ -72,7 +72,7 @@ def brute_force(leaves: list[object], kept: list[tuple[object, int]], depth: int
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_candidates_are_those_of_brute_force(seed: int) -> None:
+def test_candidates_equal_brute_force(seed: int) -> None:
     draw = random.Random(seed)
     leaves = [*N[: draw.choice([1, 2, 3])], ("con", "1")][: draw.choice([1, 2, 4])]
     expansion, kept = Expansion(leaves), list[tuple[object, int]]()
@@ -97,7 +97,7 @@ def order(operator: str) -> int:
     return ("num", "con", "neg", "inv", "root", "halve", "add", "mul").index(operator)
 
 
-def test_the_expansion_ends_when_nothing_new_was_kept() -> None:
+def test_expansion_ends_without_new_thoughts() -> None:
     expansion = Expansion(N[:2])
     for kept in ([0, 1], [], []):  # the numbers, no transform, no merge
         assert not expansion.ended
@@ -159,7 +159,7 @@ def test_constants_make_shorter_thoughts(equation: str, root: Thought) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "n0 +", "n0 % n1", "f(n0)", "n0 ^ n1", "n0 ^ 4", "True", "n0 = n1", "(" * 300])
-def test_what_is_no_equation_is_said(text: str) -> None:
+def test_malformed_equations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"equation|arithmetic|exponent"):
         parse(text, leaf)
 
@@ -171,7 +171,7 @@ def tree(draw: random.Random, size: int) -> str:
     return f"({tree(draw, left)} {draw.choice('+-*/')} {tree(draw, size - 1 - left)})"
 
 
-def test_every_equation_is_reached_and_keeps_its_value_when_it_is_written_out() -> None:
+def test_equations_are_reached_and_written_with_the_same_value() -> None:
     draw, numbers = random.Random(0), [Fraction(7), Fraction(5, 2), Fraction(1, 3), Fraction(11)]
     names = {f"n{i}": value for i, value in enumerate(numbers)}
     seen = 0
@@ -227,7 +227,7 @@ def test_the_text_has_a_mask_for_each_number_and_no_other() -> None:
     assert Problem.of("Two [MASK] of 7 DUCKS").masked("[MASK]") == "[MASK]   of [MASK] ducks"
 
 
-def test_equal_numbers_are_used_one_after_the_other() -> None:
+def test_equal_numbers_are_matched_in_order() -> None:
     problem = Problem.of("4 boxes of 4 cups, and 5")
     assert gold_equation({"formula": "4*4+5=21"}, problem).root == add(mul(N[0], N[1]), N[2])
     assert gold_equation({"formula": "5*5=25"}, problem).root == mul(N[2], N[2])
@@ -249,7 +249,7 @@ def test_names_and_constants() -> None:
         Problem.of_document({**document, "numbers": ["some", "(3/8)"]})
 
 
-def test_every_equation_of_asdiv_a_that_grounds_is_reached(shared_data) -> None:
+def test_all_grounded_equations_of_asdiv_a_are_reached(shared_data) -> None:
     rows = load("asdiv_a", "all", shared_data)
     grounded = [one for row in rows if (one := GroundedProblem.of(row))]
     assert (len(rows), len(grounded)) == (1218, 1217)

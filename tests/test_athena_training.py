@@ -51,7 +51,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
 
 @pytest.fixture(scope="module")
 def trained(options: TrainOptions) -> str:
-    """Without interruption, with a picture of its losses."""
+    """An uninterrupted training with its loss curves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "draw", curves.draw)
         training.train(options)
@@ -74,11 +74,11 @@ def losses(folder: str) -> list[tuple[str, float]]:
 
 
 class Killed(BaseException):
-    """Ends the training where it stands, as a kill would."""
+    """Ends the training at once, as a kill would."""
 
 
 def killed_at(patch: pytest.MonkeyPatch, name: str, call: int) -> None:
-    """Let a method of the trainer's end the training when it is called for the n-th time."""
+    """Patch a trainer method to end the training at its n-th call."""
     original, calls = getattr(AthenaTrainer, name), iter(range(1, 1000))
 
     def stop(self: Any, *args: Any, **named: Any) -> Any:
@@ -99,7 +99,7 @@ def killed_at(patch: pytest.MonkeyPatch, name: str, call: int) -> None:
         pytest.param("_load_best_model", 1, marks=pytest.mark.long),
     ],
 )
-def test_a_training_that_was_killed_ends_with_the_same_weights(
+def test_killed_training_ends_with_the_same_weights(
     options: TrainOptions, trained: str, tmp_path: Path, name: str, call: int
 ) -> None:
     again = replace(options, output=str(tmp_path / "host"))
@@ -132,7 +132,7 @@ def test_patience_survives_a_kill(options: TrainOptions, tmp_path: Path) -> None
     assert losses(str(tmp_path / "two")) == losses(still.output)
 
 
-def test_what_is_learned_and_recorded(options: TrainOptions, trained: str) -> None:
+def test_training_improves_and_is_recorded(options: TrainOptions, trained: str) -> None:
     about = checkpoint.describe(trained)
     found = losses(trained)
     first, *_, last = [value for key, value in found if key == "loss"]
@@ -156,7 +156,7 @@ def training_rows(options: TrainOptions, split: str) -> list[dict[str, Any]]:
     return list(load("asdiv_a", split, options.data_dir))
 
 
-def test_the_same_command_trains_once_and_other_options_are_refused(
+def test_complete_training_is_not_repeated_and_other_options_are_refused(
     options: TrainOptions, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -191,7 +191,7 @@ def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path
     assert losses(str(tmp_path / "4"))[0][1] == pytest.approx(losses(str(tmp_path / "8"))[0][1], abs=1e-5)
 
 
-def test_batches_hold_texts_of_about_one_length_in_another_order_each_epoch() -> None:
+def test_batches_have_similar_lengths_and_a_new_order_each_epoch() -> None:
     lengths = [(7 * i) % 50 for i in range(101)]
     sampler = BatchesByLength(lengths, 4, 0)
     orders = []
@@ -206,7 +206,7 @@ def test_batches_hold_texts_of_about_one_length_in_another_order_each_epoch() ->
     assert len(batches[-1]) == 1
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_deleted(tmp_path: Path) -> None:
     for step, state in ((10, '{"global_step": 10}'), (20, '{"global_step": 20}'), (30, '{"global_'), (40, None)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if state:
@@ -251,7 +251,7 @@ def test_a_disk_that_fills_up_in_training_is_one_line(
         train(replace(options, output=str(tmp_path / "host")))
 
 
-def test_a_refused_training_leaves_its_name_free(options: TrainOptions, tmp_path: Path) -> None:
+def test_refused_training_leaves_no_files(options: TrainOptions, tmp_path: Path) -> None:
     shutil.copytree(options.encoder, tmp_path / "nomask")
     without_mask_token(tmp_path / "nomask")
     wrong = replace(options, encoder=str(tmp_path / "nomask"), output=str(tmp_path / "host"))
@@ -297,7 +297,7 @@ def test_an_encoder_without_a_mask_token_is_refused(
     assert "has no mask token" in capsys.readouterr().err
 
 
-def test_the_material_leaves_out_the_test_and_what_does_not_ground(options: TrainOptions, tmp_path: Path) -> None:
+def test_split_excludes_test_and_ungrounded_problems(options: TrainOptions, tmp_path: Path) -> None:
     folder = data_folder(tmp_path / "data")
     rows = [json.loads(line) for line in (folder / "asdiv.jsonl").read_text().splitlines()]
     rows[1] |= {"formula": "3+99=102"}  # fold 1: a number that the text lacks
@@ -342,7 +342,7 @@ def evaluate(
     )  # fmt: skip
 
 
-def test_lm_eval_asks_the_bare_question(options: TrainOptions, trained: str) -> None:
+def test_lm_eval_prompts_with_the_bare_question(options: TrainOptions, trained: str) -> None:
     results = {}
     for heads in ("", ",heads=L0H0-2+L1H1-3"):
         found = evaluate(f"pretrained={trained}{heads}", options, batch_size=3)
@@ -360,7 +360,7 @@ def test_lm_eval_asks_the_bare_question(options: TrainOptions, trained: str) -> 
     assert results[""] != results[",heads=L0H0-2+L1H1-3"]
 
 
-def test_questions_of_the_training_are_noticed(
+def test_training_questions_in_a_test_are_reported(
     options: TrainOptions, trained: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from lm_eval.api.instance import Instance
@@ -371,7 +371,7 @@ def test_questions_of_the_training_are_noticed(
     docs = training_rows(options, "fold0")[:1] + training_rows(options, "fold1")[:2]
     requests = [Instance("generate_until", doc, ("whatever", {}), 0, ("t", i, 1)) for i, doc in enumerate(docs)]
     assert len(lm.generate_until(requests)) == 3
-    assert "2 of the questions were in the training" in caplog.text
+    assert "2 of the questions were in this model's training data" in caplog.text
     with pytest.raises(InputError, match="have no field 'query'"):
         AthenaLM(trained, question_field="query").generate_until(requests)
     with pytest.raises(InputError, match="use a task that scores"):
@@ -398,14 +398,14 @@ def test_questions_of_the_training_are_noticed(
         ({"device": "abacus"}, "device=abacus does not exist"),
     ],
 )
-def test_arguments_that_cannot_be_used(trained: str, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(trained: str, arguments: dict[str, Any], message: str) -> None:
     from lmeval_prune.models.athena import AthenaLM
 
     with pytest.raises(InputError, match=message):
         AthenaLM(**({"pretrained": trained} if arguments and "pretrained" not in arguments else {}), **arguments)
 
 
-def test_a_mask_of_the_encoder_is_taken(trained: str, tmp_path: Path) -> None:
+def test_mask_file_of_the_encoder(trained: str, tmp_path: Path) -> None:
     from lmeval_prune.interventions import interventions_on
     from lmeval_prune.models.athena import AthenaLM
 
@@ -424,9 +424,7 @@ def test_a_mask_of_the_encoder_is_taken(trained: str, tmp_path: Path) -> None:
         AthenaLM(str(tmp_path / "other"), mask=str(path))
 
 
-def test_math23k_is_trained_on_and_its_constants_are_thought_of(
-    options: TrainOptions, shared_data: Path, tmp_path: Path
-) -> None:
+def test_training_on_math23k_with_constants(options: TrainOptions, shared_data: Path, tmp_path: Path) -> None:
     with gzip.open(shared_data / "math23k.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [json.loads(next(lines)) for _ in range(600)]
     some = [row for row in rows if not row["standard_test"]][:50] + [row for row in rows if row["standard_test"]][:5]
@@ -452,7 +450,7 @@ def test_math23k_is_trained_on_and_its_constants_are_thought_of(
     assert all(answer.startswith(r"\boxed{") for answer in answers)
 
 
-def test_one_process_trains_at_a_time(options: TrainOptions, tmp_path: Path) -> None:
+def test_concurrent_training_is_refused(options: TrainOptions, tmp_path: Path) -> None:
     (tmp_path / "host.training").mkdir()
     with FileLock(lock_path(tmp_path / "host")), pytest.raises(InputError, match="another run is writing"):
         training.train(replace(options, output=str(tmp_path / "host")))

@@ -67,14 +67,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_pictures() -> Iterator[None]:
-    """One test draws them."""
+    """Skip drawing the figures, except in a single test."""
     with quick_training():
         yield
 
 
 @pytest.fixture
 def athena(dense: TrainOptions, tmp_path: Path) -> DistillOptions:
-    """Two stages of two epochs; two of eight heads go in each."""
+    """Two stages of two epochs; each removes two of eight heads."""
     return DistillOptions(
         pretrained=dense.output,
         output=str(tmp_path / "student"),
@@ -89,7 +89,7 @@ def athena(dense: TrainOptions, tmp_path: Path) -> DistillOptions:
 
 @pytest.fixture
 def language(dense: TrainOptions, tiny_folder: Path, tmp_path: Path) -> DistillOptions:
-    """The same of a language model with grouped queries, and without validation."""
+    """The same for a language model with grouped queries and without validation."""
     return DistillOptions(
         pretrained=str(tiny_folder),
         output=str(tmp_path / "student"),
@@ -132,11 +132,11 @@ def assert_same(one: str, other: str, tolerance: float = 1e-6) -> None:
 
 
 class Killed(BaseException):
-    """Ends the work where it stands, as a kill would."""
+    """Ends the process at once, as a kill would."""
 
 
 def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
-    """Let a function end everything when it is called for the n-th time."""
+    """Patch a function to raise `Killed` at its n-th call."""
     original, calls = getattr(owner, name), iter(range(1, 1000))
 
     def stop(*args: Any, **named: Any) -> Any:
@@ -183,7 +183,7 @@ def test_two_stages_of_athena(
     assert not Path(f"{athena.output}.distilling").exists()
 
 
-def test_a_distilled_host_is_asked_by_lm_eval(athena: DistillOptions) -> None:
+def test_lm_eval_runs_a_distilled_host(athena: DistillOptions) -> None:
     from lmeval_prune.models.athena import AthenaLM
 
     distill(replace(athena, epochs=0))
@@ -207,7 +207,7 @@ def test_a_language_model(language: DistillOptions) -> None:
     assert logged == {"loss", "task", "response", "feature", "eval_loss", "eval_task"}
 
 
-def test_answers_are_learned_and_nothing_else(language: DistillOptions) -> None:
+def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
     host = host_of(language)
     material = host.examples()
     assert (len(material.train), len(material.validation)) == (6, 2)
@@ -237,9 +237,7 @@ def trainer_of(options: DistillOptions, folder: Path, kept: list[list[int]] | No
 
 
 @pytest.mark.parametrize("kind", ["athena", "language"])
-def test_nothing_removed_is_no_distillation_loss_and_no_gradient(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_identical_student_has_no_distillation_loss(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     options = replace(request.getfixturevalue(kind), task_weight=0.0, distill_weight=1.0)
     trainer = trainer_of(options, tmp_path / "work")
     trainer.model.train()
@@ -264,7 +262,7 @@ def test_nothing_removed_is_no_distillation_loss_and_no_gradient(
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "gpt_bigcode", "gptj", "llama", "opt", "bloom", "phi"])
 def test_maps_are_compared_before_dropout(family: str) -> None:
-    """Families give them out after it; other dropout of attention modules stays."""
+    """Models return their maps after dropout; other dropout of attention modules stays."""
     drops = {name: 0.5 for name in tiny(family).config.to_dict() if "att" in name and "drop" in name}
     model = tiny(family, **drops)
     ids = torch.arange(3, 17).reshape(2, 7)
@@ -288,8 +286,8 @@ def test_maps_are_compared_before_dropout(family: str) -> None:
     assert others() == before
 
 
-def test_dropout_is_no_distance(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
-    """Of a student that is its teacher, with the dropout of attention alone."""
+def test_dropout_adds_no_feature_loss(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    """For a student equal to its teacher, with attention dropout only."""
     model = checkpoint.read(dense.output)
     model.encoder.config.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5})
     checkpoint.write(model, tmp_path / "dropping")
@@ -339,8 +337,10 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
         assert float(trainer.compute_loss(trainer.model, dict(inputs))) == pytest.approx(loss, rel=1e-9)
 
 
-def test_heads_are_compared_with_those_that_they_were(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start of each stage: the query weights of each student's head are those of its teacher's."""
+def test_student_heads_are_compared_with_their_teacher_heads(
+    athena: DistillOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start of each stage, query weights of student heads equal those of their teacher heads."""
     seen: list[int] = []
 
     def compared(self: DistillTrainer) -> Any:
@@ -370,7 +370,7 @@ def test_heads_are_compared_with_those_that_they_were(athena: DistillOptions, mo
             assert float(far.abs().max()) < 0.1
 
 
-def test_the_stages_remove_what_the_schedule_says() -> None:
+def test_stages_follow_the_schedule() -> None:
     base = map_model(tiny("bert", num_attention_heads=8, num_hidden_layers=3))
     wanted = PruneOptions(0.5, steps=3)
     for allocation, left, expected in (("global", 24, 4), ("global", 20, 4), ("uniform", 24, 3)):
@@ -418,7 +418,7 @@ def whole(dense: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> Dist
         (recursion, "write_artefact", 2),
     ],
 )
-def test_what_was_killed_goes_on_and_ends_the_same(
+def test_interrupted_distillation_ends_the_same(
     whole: DistillOptions, tmp_path: Path, owner: Any, name: str, call: int
 ) -> None:
     again = replace(whole, output=str(tmp_path / "student"))
@@ -455,10 +455,10 @@ def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, 
         for call in range(1, calls + 1):
             folder = tmp_path / f"{name}{call}"
             folder.mkdir()
-            test_what_was_killed_goes_on_and_ends_the_same(whole, folder, owner, name, call)
+            test_interrupted_distillation_ends_the_same(whole, folder, owner, name, call)
 
 
-def test_killed_by_the_system_in_the_middle_of_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
+def test_sigkill_within_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
     import multiprocessing
 
     from tests.kills import killing_after
@@ -477,7 +477,7 @@ def test_killed_by_the_system_in_the_middle_of_a_stage(whole: DistillOptions, tm
     assert_same(whole.output, again.output)
 
 
-def test_a_language_model_goes_on_too(language: DistillOptions, tmp_path: Path) -> None:
+def test_interrupted_language_model_ends_the_same(language: DistillOptions, tmp_path: Path) -> None:
     """Also where the output head is the embedding."""
     tied = tmp_path / "tied"
     shutil.copytree(language.pretrained, tied)
@@ -511,7 +511,7 @@ def test_patience_ends_a_stage_and_survives_a_kill(athena: DistillOptions, tmp_p
     assert_same(still.output, again.output)
 
 
-def test_done_is_done_and_other_options_are_refused(whole: DistillOptions) -> None:
+def test_complete_distillation_is_not_repeated_and_other_options_are_refused(whole: DistillOptions) -> None:
     with pytest.MonkeyPatch.context() as patch:
         killed_at(patch, recursion, "check", 1)
         distill(whole)
@@ -519,7 +519,7 @@ def test_done_is_done_and_other_options_are_refused(whole: DistillOptions) -> No
         distill(replace(whole, epochs=3))
 
 
-def test_stages_draw_their_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stage_has_its_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds, orders = [], []
 
     def seen(self: Any) -> Any:
@@ -534,7 +534,7 @@ def test_stages_draw_their_own_order_and_dropout(athena: DistillOptions, monkeyp
     assert orders[0] != orders[1]
 
 
-def test_what_is_no_model_is_named_and_nothing_stays_of_what_is_refused(
+def test_missing_models_are_refused_without_leftovers(
     athena: DistillOptions, language: DistillOptions, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -544,14 +544,14 @@ def test_what_is_no_model_is_named_and_nothing_stays_of_what_is_refused(
     ):
         with pytest.raises(InputError, match=message):
             distill(replace(athena, pretrained=str(folder)))
-    with pytest.raises(InputError, match="is an ATHENA; ask it by --model athena"):
+    with pytest.raises(InputError, match="is an ATHENA model; use --model athena"):
         PrunedHFLM(athena.pretrained, device="cpu")
     with pytest.raises(InputError, match="is not a fold"):
         distill(replace(language, test=None))
     assert not Path(f"{athena.output}.distilling").exists() and not Path(f"{language.output}.distilling").exists()
 
 
-def test_a_damaged_beginning_is_one_line(athena: DistillOptions) -> None:
+def test_damaged_options_file_is_refused(athena: DistillOptions) -> None:
     work = Path(f"{athena.output}.distilling")
     for content in ("{", "[]"):
         work.mkdir(exist_ok=True)
@@ -560,10 +560,10 @@ def test_a_damaged_beginning_is_one_line(athena: DistillOptions) -> None:
             distill(athena)
 
 
-def test_patience_needs_something_to_wait_for(
+def test_patience_needs_validation(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that was trained without validation, and no other is given: said before anything is scored."""
+    """A host without validation and no other validation is refused before scoring."""
     model = checkpoint.read(dense.output)
     model.about["options"] |= {"validation": 0.0}
     checkpoint.write(model, tmp_path / "host")
@@ -572,7 +572,7 @@ def test_patience_needs_something_to_wait_for(
         distill(replace(athena, pretrained=str(tmp_path / "host"), patience=1))
 
 
-def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) -> None:
+def test_concurrent_distillation_is_refused(athena: DistillOptions, tmp_path: Path) -> None:
     work = tmp_path / "student.distilling"
     work.mkdir()
     with FileLock(lock_path(work.with_suffix(""))), pytest.raises(InputError, match="another run is writing"):
@@ -583,7 +583,7 @@ def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) 
 
 
 def plain_descent(patch: pytest.MonkeyPatch) -> None:
-    """Problems in order, and steps that are their gradients: Adam would turn rounding into steps."""
+    """Plain SGD over problems in order: Adam would amplify rounding."""
     patch.setattr(BatchesByLength, "__iter__", lambda self: iter(range(len(self))))
     patch.setattr(DistillTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
 
@@ -606,8 +606,8 @@ def test_accumulated_batches_are_one_large_batch(
 
 
 @pytest.mark.parametrize("batch", [3, 4, 5, 7])
-def test_processes_share_an_epoch_and_repeat_nothing(athena: DistillOptions, tmp_path: Path, batch: int) -> None:
-    """Two of them count, in all updates, what one counts; one of them may have nothing to do at the end."""
+def test_processes_share_an_epoch_without_repeats(athena: DistillOptions, tmp_path: Path, batch: int) -> None:
+    """Two processes count the same items as a single process; one may be idle at the end."""
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
 
@@ -738,8 +738,8 @@ def test_a_language_model_needs_a_task(tiny_folder: Path, tmp_path: Path) -> Non
         distill(DistillOptions(str(tiny_folder), str(tmp_path / "student"), unit="balanced", ratio=0.5, stages=1))
 
 
-def test_what_a_language_model_was_tuned_on_is_no_test(language: DistillOptions, tmp_path: Path) -> None:
-    """Fine-tuning is distillation of nothing by nobody."""
+def test_tuning_questions_are_refused_as_test(language: DistillOptions, tmp_path: Path) -> None:
+    """Fine-tuning is distillation without pruning and teacher."""
     tuned = replace(language, ratio=0.0, distill_weight=0.0, task_weight=1.0, output=str(tmp_path / "tuned"))
     (stage,) = distill(tuned)["stages"]
     assert {name for row in stage["log"] for name in row} >= {"loss", "task"}
@@ -750,8 +750,8 @@ def test_what_a_language_model_was_tuned_on_is_no_test(language: DistillOptions,
         distill(replace(language, pretrained=tuned.output, test="fold1", output=str(tmp_path / "other")))
 
 
-def test_what_parents_and_teachers_were_trained_on_is_no_test(language: DistillOptions, tmp_path: Path) -> None:
-    """Also two generations before, of a copy that was cut, and of the teacher."""
+def test_questions_of_ancestors_and_teachers_are_refused_as_test(language: DistillOptions, tmp_path: Path) -> None:
+    """Also of a grandparent, of a cut copy, and of the teacher."""
     from transformers import AutoTokenizer
 
     tuning = replace(
@@ -778,8 +778,10 @@ def test_what_parents_and_teachers_were_trained_on_is_no_test(language: DistillO
     assert (read_manifest(second.output) or {})["trained_on"] == both
 
 
-def test_what_an_athena_was_trained_on_is_no_test(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
-    """Of a host of fold 1 that was distilled on fold 2; and of its teacher."""
+def test_training_questions_of_athena_are_refused_as_test(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
+) -> None:
+    """For a host of fold 1 that was distilled on fold 2, and for its teacher."""
     own = replace(athena, stages=1, epochs=0, validation=0.0)
     about = {"options": {**checkpoint.describe(dense.output)["options"], "train": ["fold1"]}}
     model = checkpoint.read(dense.output)
@@ -814,9 +816,7 @@ def test_an_older_host_draws_its_validation_split_again(
     assert seen == host_of(athena).questions_of(dense.output)
 
 
-def test_a_host_with_options_of_another_version_is_one_line(
-    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
-) -> None:
+def test_unknown_training_options_are_refused(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
     model = checkpoint.read(dense.output)
     model.about["options"] |= {"momentum": 0.9}
     checkpoint.write(model, tmp_path / "newer")
@@ -834,7 +834,7 @@ def test_a_host_with_options_of_another_version_is_one_line(
         ({"momentum": 0.9}, "an ATHENA has no setting 'momentum'"),
     ],
 )
-def test_settings_that_cannot_be_used_name_their_file(
+def test_invalid_settings_name_their_file(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     other = tmp_path / "other"
@@ -852,7 +852,7 @@ def test_settings_that_cannot_be_used_name_their_file(
         assert "\n" not in str(raised.value)
 
 
-def test_a_question_that_stands_in_both_splits_is_a_training_question(
+def test_question_in_both_splits_is_a_training_question(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path
 ) -> None:
     model = checkpoint.read(dense.output)
@@ -865,7 +865,9 @@ def test_a_question_that_stands_in_both_splits_is_a_training_question(
         host.all_questions(TrainingQuestions(frozenset("c"), frozenset("a")), [], "fold0")
 
 
-def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:
+def test_training_questions_are_refused_as_validation(
+    athena: DistillOptions, language: DistillOptions, tmp_path: Path
+) -> None:
     for changes in ({"validation": 0.4}, {"limit": 12}):
         with pytest.raises(InputError, match=r"of the \d+ validation problems"):
             distill(replace(athena, **changes))
@@ -879,8 +881,8 @@ def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: Dis
     assert len(material.note["validated_on"]) == len(material.validation) == 6
 
 
-def test_fillers_are_not_trained_again(language: DistillOptions, tmp_path: Path) -> None:
-    """Zeroed heads of groups, the head that stands for an empty layer, the channel that stands for an empty block."""
+def test_models_with_fillers_are_refused(language: DistillOptions, tmp_path: Path) -> None:
+    """Zeroed heads in groups, and fillers of empty layers and blocks."""
     model = load_pretrained(language.pretrained)
     for name, plan in (
         ("head", Plan(("L0H1",))),
@@ -895,7 +897,7 @@ def test_fillers_are_not_trained_again(language: DistillOptions, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["athena", pytest.param("language", marks=pytest.mark.long)])
-def test_transformers_own_switches(
+def test_trainer_arguments_of_transformers(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recomputed activations change nothing; bfloat16 changes little."""
@@ -925,7 +927,7 @@ def test_transformers_own_switches(
     assert found[2] != found[0]
 
 
-def test_attention_maps_that_cannot_be_had(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_attention_maps_are_refused(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
     original = LlamaForCausalLM.forward
@@ -941,7 +943,7 @@ def test_attention_maps_that_cannot_be_had(language: DistillOptions, monkeypatch
     distill(replace(language, feature=False))
 
 
-def test_what_stands_at_the_output_is_left(athena: DistillOptions, dense: TrainOptions) -> None:
+def test_existing_files_at_the_output_are_kept(athena: DistillOptions, dense: TrainOptions) -> None:
     Path(athena.output).mkdir()
     (Path(athena.output) / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="is not a distilled model"):
@@ -987,7 +989,7 @@ def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-def test_two_processes_are_one(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+def test_two_processes_equal_one(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
     import subprocess
     import sys
     from dataclasses import asdict

@@ -61,7 +61,7 @@ def test_choices_are_among_the_thoughts_of_one_problem() -> None:
     assert float(choice_divergence(teacher, student, problem, 2.0)) == pytest.approx(expected, abs=1e-12)
 
 
-def test_attention_of_the_heads_that_are_left_over_real_positions() -> None:
+def test_attention_distance_of_remaining_heads_at_real_positions() -> None:
     teacher = [drawn(2, 4, 5, 5, seed=layer).softmax(-1) for layer in range(2)]
     student = [drawn(2, 2, 5, 5, seed=7).softmax(-1), drawn(2, 3, 5, 5, seed=8).softmax(-1)]
     heads = [[1, 3], [0, 1, 3]]

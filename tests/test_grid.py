@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -304,6 +305,17 @@ def test_a_cell_depends_on_the_versions_of_what_computes_it(
 
 
 SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "tasks": ["prune_tiny_choice"]}
+
+
+def test_the_environment_is_collected_once(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds; afterwards torch's own function is in its place again."""
+    calls: list[int] = []
+    monkeypatch.setattr(worker_module, "_environment", functools.cache(lambda: calls.append(1) or "environment"))
+    collect = torch.utils.collect_env.get_pretty_env_info
+    assert run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path)).new == 2
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("cells/*/results.json")]
+    assert [result["pretty_env_info"] for result in results] == ["environment"] * 2 and len(calls) == 1
+    assert torch.utils.collect_env.get_pretty_env_info is collect
 
 
 def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
         lm.model.generation_config.eos_token_id = [2, decoded(tiny_folder)[0][4]]
         lm.__dict__.pop("_stopping", None)
         if lm.engine:
-            lm.engine = lm._engine()
+            lm.engine = lm._create_engine()
         lm.generate_until(free)
         found.append(lm.answering.lengths["free"])
     assert found[0] == found[1] == found[2] and found[0]["cut_off"] < 1 and found[0]["mean_tokens"] < 12

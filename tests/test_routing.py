@@ -38,7 +38,7 @@ def store(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def taught(store: Path) -> Outcomes:
-    """The store's questions, with outcomes that teach something (a random model solves nothing)."""
+    """The store's questions with informative outcomes (a random model solves nothing)."""
     outcomes = OutcomeStore(store).read()
     z = np.random.default_rng(0).integers(0, 2, outcomes.z.shape).astype(np.float32)
     return Outcomes(z, outcomes.pool, outcomes.questions, outcomes.model, outcomes.tasks)
@@ -52,7 +52,7 @@ def router(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(folder: Path, task: str = TASK, **arguments: Any) -> tuple[dict, dict]:
-    """Run it through lm-eval: the results, and by document the tries' texts and heads."""
+    """Run lm-eval; return the results and, by document, the texts and heads of the tries."""
     given = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **arguments}
     found = simple_evaluate(
         task_manager=task_manager(),
@@ -91,7 +91,7 @@ def test_a_routed_run_answers_as_the_sweep_did(tiny_folder: Path, store: Path, r
         assert texts == [cells[number, head] for head in heads]
 
 
-def test_with_one_repeat_it_is_the_first_choice(tiny_folder: Path, router: Path) -> None:
+def test_without_repeats_the_first_head_answers(tiny_folder: Path, router: Path) -> None:
     _, single = evaluate(tiny_folder, "prune_tiny_words", router=str(router))
     _, four = evaluate(tiny_folder, router=str(router))
     assert {n: (texts[0], heads) for n, (_, texts, heads) in single.items()} == {
@@ -112,7 +112,7 @@ def test_baselines_order_the_pool(tiny_folder: Path, store: Path, policy: str) -
         assert again == samples != other
 
 
-def test_a_killed_routed_run_goes_on(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
+def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
     whole, samples = evaluate(tiny_folder, router=str(router))
     responses = tmp_path / "responses"
     evaluate(tiny_folder, router=str(router), responses=str(responses))
@@ -140,12 +140,12 @@ def test_a_killed_routed_run_goes_on(tiny_folder: Path, router: Path, tmp_path: 
         ({"router_pool": "L0H*"}, "belong to router="),
     ],
 )
-def test_senseless_routing_is_refused(tiny_folder: Path, arguments: dict, message: str) -> None:
+def test_invalid_routing_is_refused(tiny_folder: Path, arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         evaluate(tiny_folder, **arguments)
 
 
-def test_what_cannot_be_routed_is_refused(tiny_folder: Path, router: Path, store: Path, tmp_path: Path) -> None:
+def test_unsuitable_tasks_and_models_are_refused(tiny_folder: Path, router: Path, store: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="generative tasks only"):
         evaluate(tiny_folder, "prune_tiny_choice", router=str(router))
     other = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_what_cannot_be_routed_is_refused(tiny_folder: Path, router: Path, store
         ).arguments.router.policy.order(["never asked"])
 
 
-def test_a_router_fits_its_model_in_a_smaller_type_too(tiny_folder: Path, router: Path, store: Path) -> None:
+def test_router_accepts_its_model_in_a_smaller_dtype(tiny_folder: Path, router: Path, store: Path) -> None:
     for arguments in ({"router": str(router)}, {"router": "best", "router_store": str(store)}):
         for dtype in ("float32", "bfloat16", "float16"):
             PrunedHFLM(str(tiny_folder), dtype=dtype, device="cpu", **arguments)
@@ -185,7 +185,7 @@ def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, t
 
 @pytest.mark.real
 @pytest.mark.long
-def test_on_the_real_model_through_the_real_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_on_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweep and routed run, as a user types them."""
     monkeypatch.chdir(tmp_path)
     arguments = "pretrained=smollm2-135m,dtype=float32"

@@ -50,7 +50,7 @@ def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_cell_is_generate_alone_with_that_head_pruned(tiny_folder: Path, whole: Path) -> None:
+def test_each_cell_equals_generate_with_that_head_pruned(tiny_folder: Path, whole: Path) -> None:
     outcomes = OutcomeStore(whole).read()
     assert outcomes.pool == POOL and outcomes.z.shape == (5, 6) and outcomes.observed.all()
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
@@ -68,7 +68,7 @@ def test_every_cell_is_generate_alone_with_that_head_pruned(tiny_folder: Path, w
 
 
 def kill_after(count: int) -> None:
-    """Let this process kill itself at the count-th answer stored, file written or file removed."""
+    """Kill this process at the count-th stored answer, written file or removed file."""
     watched = killing_after(count)
     AnswerStore.add = watched(AnswerStore.add)
     for module in (outcomes_module, answer_store_module):
@@ -77,8 +77,8 @@ def kill_after(count: int) -> None:
     Path.unlink = watched(Path.unlink)
 
 
-def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL at ten random moments; what is there in the end is what an undisturbed run leaves."""
+def test_killed_sweeps_resume_to_identical_files(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL at ten random moments; the final files are those of an uninterrupted run."""
     output, moments = tmp_path / "killed", random.Random(0)
     states = []
     killed = 0
@@ -109,8 +109,8 @@ def stop(self: SweptTask, doc: dict, results: list) -> dict:
     return {}
 
 
-def test_answers_that_this_run_does_not_ask_for_wait_unscored(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
-    """A run of five questions was killed before it scored; one of two questions comes, then one of five."""
+def test_answers_outside_the_current_questions_stay_unscored(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    """A run over five questions is killed before scoring; then a run over two questions, then over five."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SweptTask, "process_results", stop)
         with pytest.raises(Stopped):
@@ -123,7 +123,7 @@ def test_answers_that_this_run_does_not_ask_for_wait_unscored(tiny_folder: Path,
     assert content(tmp_path / "s") == content(whole)
 
 
-def test_it_is_extended_without_running_anything_twice(
+def test_extended_sweep_decodes_nothing_twice(
     tiny_folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = []
@@ -139,7 +139,7 @@ def test_it_is_extended_without_running_anything_twice(
 
 
 @pytest.mark.parametrize("method", ["OutcomeStore.add", "AnswerStore.compact"])
-def test_nobody_else_may_write_before_it_has_ended(
+def test_store_is_locked_until_the_sweep_ends(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     kind, name = {"OutcomeStore": OutcomeStore, "AnswerStore": AnswerStore}[method.split(".")[0]], method.split(".")[1]
@@ -157,7 +157,7 @@ def test_nobody_else_may_write_before_it_has_ended(
     AnswerStore(tmp_path / "s").close()
 
 
-def test_two_ranks_leave_what_one_leaves(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_ranks_write_the_same_files_as_one(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lmeval_prune", "sweep"]
     command += ["--model_args", f"pretrained={tiny_folder},dtype=float64", "--tasks", "prune_tiny_words"]
@@ -189,7 +189,7 @@ def test_few_shot_prompts_are_lm_evals_own(tiny_folder: Path, tmp_path: Path) ->
         assert len(sweep(tiny_folder, tmp_path / f"s{chat}", limit=4, **options).questions) == 4
 
 
-def test_prompts_that_a_task_draws_are_the_same_when_a_sweep_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_random_prompts_are_the_same_in_a_resumed_sweep(tiny_folder: Path, tmp_path: Path) -> None:
     task = Path(few_shot(tmp_path))
     (tmp_path / "drawing.py").write_text(
         "import random\nimport numpy as np\n"
@@ -277,7 +277,7 @@ def test_a_store_by_another_version_of_the_method_is_refused(
         ({"model_args": {"pretrained": "{empty}"}}, r"cannot read the model [^\n]*$"),
     ],
 )
-def test_senseless_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
+def test_invalid_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
     arguments = options.get("model_args", {})
     if arguments.get("pretrained") == "{empty}":
         (tmp_path / "empty").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -52,13 +53,18 @@ class AttentionLayer(Block):
     query_dim: int  # rows of one head in the query projection; differs from head_dim in latent attention
     family: Family  # names of the projections
 
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.heads // self.kv_heads
+
     def columns(self, head: int) -> slice:
         """Return the input columns of the output projection that belong to a head."""
         return slice(head * self.head_dim, (head + 1) * self.head_dim)
 
     def kv_head_of(self, head: int) -> int:
         """Return the key-value head that a query head reads."""
-        return head // (self.heads // self.kv_heads)
+        return head // self.group_size
 
     def rows(self, part: str, index: int) -> Rows:
         """Return the rows of query head `index` (`part="q"`), or of key-value head `index` (`"k"`, `"v"`)."""
@@ -103,6 +109,12 @@ class FeedForward(Block):
         if channel is None:
             return Rows(self.parts[part], start, start + self.channels)
         return Rows(self.parts[part], start + channel, start + channel + 1)
+
+
+def columns_of(block: AttentionLayer | FeedForward, members: Iterable[int]) -> list[int]:
+    """Return the input columns of several heads or channels, in order."""
+    slices = map(block.columns, members)
+    return [column for columns in slices for column in range(columns.start, columns.stop)]
 
 
 def find_in(module: nn.Module, path: str) -> tuple[str, nn.Module] | None:

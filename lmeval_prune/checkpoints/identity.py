@@ -28,13 +28,7 @@ def checkpoint_identity(
 ) -> str:
     """Return a digest of a checkpoint's weights, independent of the folder's name; for a hub model, of name and commit.
 
-    Args:
-        pretrained: as for lm_eval, or the name of an embedded model.
-        revision: revision of a hub model.
-        subfolder, gguf_file: as for transformers.
-
-    Raises:
-        InputError: the model does not exist, or its folder has no weights.
+    Arguments as for transformers; `pretrained` may be an embedded model.
     """
     embedded.check_name(pretrained, {"gguf_file": gguf_file, "subfolder": subfolder, "revision": revision})
     folder = Path(embedded.resolve(pretrained)).expanduser()

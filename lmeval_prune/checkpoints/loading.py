@@ -32,11 +32,7 @@ _NEXT_TOKENS = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_head)\.")
 
 @contextmanager
 def as_input_error(problem: str) -> Iterator[None]:
-    """Turn any error of transformers inside the block into an `InputError` of one line.
-
-    Args:
-        problem: beginning of the message, e.g. `cannot read the model NAME`.
-    """
+    """Turn any error inside the block into an `InputError` of one line that begins with `problem`."""
     try:
         yield
     except InputError:
@@ -52,15 +48,7 @@ def as_input_error(problem: str) -> Iterator[None]:
 
 
 def read_config(pretrained: str, revision: str | None = None) -> Any:
-    """Read a model's configuration without running code of the model.
-
-    Args:
-        pretrained: a folder, or a name that transformers or `lmeval-prune models` knows.
-        revision: revision of a hub model.
-
-    Raises:
-        InputError: the configuration cannot be read.
-    """
+    """Read the configuration of a folder, hub model or embedded model without running code of the model."""
     embedded.check_name(pretrained, {"revision": revision})
     with as_input_error(f"cannot read the model {pretrained}"):
         return AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
@@ -79,9 +67,6 @@ def checkpoint_class(config: Any) -> Any:
 
     `architectures` names the class. If it is missing, or names a class of the checkpoint's own code, the family's
     language model is returned; loading refuses the weights of another class.
-
-    Raises:
-        InputError: `architectures` names no model class, or transformers cannot build the model.
     """
     stock = architecture_class(config)
     if has_pruned_layers(config):
@@ -96,11 +81,7 @@ def checkpoint_class(config: Any) -> Any:
 
 
 def architecture_class(config: Any) -> Any:
-    """Return the transformers class that `architectures` names, without `Pruned`; None if there is no such class.
-
-    Raises:
-        InputError: `architectures` names something else.
-    """
+    """Return the stock class that `architectures` names; None if missing or unknown, `InputError` for other objects."""
     names = getattr(config, "architectures", None) or [""]
     name = names[0] if isinstance(names, list) else None
     if not isinstance(name, str) or (has_pruned_layers(config) and not name.startswith(PREFIX)):
@@ -170,14 +151,8 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     """Load a model in evaluation mode; refuse weights of another class and weights that are not finite.
 
     transformers initialises missing tensors at random and drops tensors that the class does not have. Dropped tensors
-    are refused if the checkpoint's model computes something else with them, else they are logged.
-
-    Args:
-        model_class: the class, or an auto class.
-        pretrained, inputs, options: arguments of its `from_pretrained`.
-
-    Raises:
-        InputError: with the names of tensors.
+    are refused if the checkpoint's model computes something else with them, else they are logged. `model_class` may be
+    an auto class; the other arguments are those of its `from_pretrained`.
     """
     model, report = model_class.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
     dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED.search(key))

@@ -80,18 +80,10 @@ def save_checkpoint(
     plan: Any = None,
     parents: Collection[str] = (),
 ) -> None:
-    """Write a model, its tokenizer and its manifest atomically as a checkpoint.
+    """Write a model, its tokenizer and its manifest atomically; an earlier checkpoint of this package is replaced.
 
-    Args:
-        folder: folder of the checkpoint, or a link to it; an earlier checkpoint of this package is replaced.
-        model: a stock model, or a `Pruned` one.
-        manifest: fields of the manifest; the written files and their digests are added.
-        tokenizer: saved beside the model, with its chat template.
-        plan: function that writes the plan into the unfinished folder.
-        parents: folders of the models that were cut.
-
-    Raises:
-        InputError: as in `check_folder`, or the folder cannot be written.
+    The digests of the written files are added to the manifest. `plan` is a function that writes the plan into the
+    unfinished folder; `parents` are the folders of the models that were cut, which must not be overwritten.
     """
     try:
         with new_folder(folder, lambda path: check_folder(path, parents)) as unfinished:
@@ -112,15 +104,7 @@ def save_checkpoint(
 
 
 def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) -> None:
-    """Check that writing a checkpoint loses nothing but an earlier, unchanged checkpoint.
-
-    Args:
-        folder: folder of the new checkpoint.
-        parents: folders of the models that were cut.
-
-    Raises:
-        InputError: the folder holds other or changed files, or is one of the parents.
-    """
+    """Raise `InputError` if a folder holds anything but an unchanged checkpoint of this package, or is a parent."""
     folder = Path(folder)
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder for the checkpoint")
@@ -131,8 +115,8 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) 
     digests = (read_manifest(folder) or {}).get("files", {})
     if foreign := sorted(set(_files(folder)) - set(digests)):
         raise InputError(
-            f"{folder} has files that are no checkpoint of lmeval-prune's ({foreign[0]}), which would be lost; name "
-            f"another folder"
+            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune ({foreign[0]}), which would be "
+            f"lost; name another folder"
         )
     for name, digest in digests.items():
         if (folder / name).is_file() and content_digest(folder / name) != digest:

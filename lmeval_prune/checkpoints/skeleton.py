@@ -21,16 +21,7 @@ from lmeval_prune.errors import InputError
 
 
 def skeleton(config: Any, auto_class: Any = None, trust_remote_code: bool = False) -> Any:
-    """Build the model of a configuration on the meta device.
-
-    Args:
-        config: configuration of transformers; it is copied.
-        auto_class: auto class; by default the class of the checkpoint's weights, `checkpoint_class`.
-        trust_remote_code: as for `from_pretrained`.
-
-    Raises:
-        InputError: transformers has no class for the model, or the class refuses the configuration.
-    """
+    """Build the model of a configuration on the meta device, by default with its `checkpoint_class`."""
     config = copy.deepcopy(config)
     model_class = checkpoint_class(config) if auto_class is None or has_pruned_layers(config) else None
     with torch.device("meta"), as_input_error("no model can be built from config.json"):
@@ -52,14 +43,8 @@ def language_skeleton(config: Any, trust_remote_code: bool = False) -> Any:
 def check_language_model(config: Any, language_model: Any) -> None:
     """Refuse a classifier, or a model without a head, which lm-eval would load as a language model.
 
-    A model without a head has all parameters of a language model if the head is tied, and is accepted.
-
-    Args:
-        config: configuration of the checkpoint.
-        language_model: skeleton of the model that lm-eval would load.
-
-    Raises:
-        InputError: with the name of the checkpoint's class.
+    `language_model` is the skeleton of the model that lm-eval would load. A model without a head is accepted if the
+    language model's head is tied, because the checkpoint then has all parameters.
     """
     named = architecture_class(config)
     if named is None:  # the weights are checked when they are loaded
@@ -82,11 +67,7 @@ def _parameters(model: Any) -> set[str]:
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
-    """Build the model of a name or folder on the meta device.
-
-    Raises:
-        InputError: the configuration cannot be read, or transformers has no class for the model.
-    """
+    """Build the model of a name or folder on the meta device."""
     config = read_config(pretrained, revision)
     try:
         return skeleton(config)
@@ -108,4 +89,4 @@ def is_quantised(model: Any) -> bool:
 def check_unquantised(model: Any, pretrained: str) -> None:
     """Raise `InputError` for a quantised model, which may have no weights yet."""
     if is_quantised(model):
-        raise InputError(f"{pretrained} is quantised, and cannot be cut or written anew; give its dequantised weights")
+        raise InputError(f"{pretrained} is quantised, and cannot be cut or rewritten; give its dequantised weights")

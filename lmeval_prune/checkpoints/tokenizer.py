@@ -14,15 +14,7 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_of(pretrained: str, revision: str | None, add_bos_token: bool | None = None) -> Any:
-    """Load a model's tokenizer; return None if it has no tokenizer files, for which transformers would invent one.
-
-    Args:
-        pretrained, revision: the model.
-        add_bos_token: as for lm-eval's `hf`, which passes it to the tokenizer; None for the tokenizer's default.
-
-    Raises:
-        InputError: the files cannot be read.
-    """
+    """Load a model's tokenizer; return None if it has no tokenizer files (transformers would invent a tokenizer)."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 import numpy as np
-from typing_extensions import TypedDict
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.costs import pareto_fronts, read_costs
 from lmeval_prune.grid.folder import GridFolder, check_name
-from lmeval_prune.grid.outcomes import read_cell_json, read_lower_is_better, read_outcomes, read_text_keys
+from lmeval_prune.grid.outcomes import read_lengths, read_lower_is_better, read_outcomes, read_text_keys
 from lmeval_prune.grid.selection import selection_questions
-from lmeval_prune.models.lengths import Lengths, cut_off_note, merge_lengths
+from lmeval_prune.models.lengths import cut_off_note, merge_lengths
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -122,21 +121,15 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     baseline = baseline or contents["baseline"] or variants[0]
     check_name("baseline", baseline, variants)
     done = {names: entry for names, entry in cells.items() if folder.has_cell(entry["key"])}
-    missing = [(*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done]
     tables = _tables(folder, done, variants, tasks, baseline)
-    selected, notes = _selected_on(folder, done, variants, tables)
+    selected, selection_notes = _selected_on(folder, done, variants, tables)
     pooled, pooling_notes = _pooled(tables, variants)
     tables |= pooled
-    notes += pooling_notes
     rows = _rows(tables, baseline, seed)
     for row in rows.values():
         row.chosen_on = sum(text in selected[row.variant] for text in tables[row.task].texts)
-        if (row.variant, row.task) in done:
-            notes += _add_lengths(row, folder.cell(done[row.variant, row.task]["key"]))
-    cost_keys = {
-        name: {entry["costs"] for (variant, _), entry in cells.items() if variant == name} for name in variants
-    }
-    costs = {name: read_costs(folder, keys) for name, keys in cost_keys.items()}
+    length_notes = _add_lengths(rows, {names: folder.cell(entry["key"]) for names, entry in done.items()})
+    costs = _costs(folder, cells, variants)
     return Comparison(
         title=contents["title"],
         baseline=baseline,
@@ -145,10 +138,20 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         rows=rows,
         costs=costs,
         fronts={task: pareto_fronts(costs, _gains(rows, task)) for task in tables},
-        missing=missing,
+        missing=[
+            (*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done
+        ],
         cells=cells,
-        notes=list(dict.fromkeys(notes)),
+        notes=list(dict.fromkeys([*selection_notes, *pooling_notes, *length_notes])),
     )
+
+
+def _costs(folder: GridFolder, cells: Mapping[tuple[str, str], Any], variants: Sequence[str]) -> dict[str, Any]:
+    """Return the measured costs of each variant; empty if there are none."""
+    keys: dict[str, set[str]] = {name: set() for name in variants}
+    for (variant, _), entry in cells.items():
+        keys[variant].add(entry["costs"])
+    return {name: read_costs(folder, keys[name]) for name in variants}
 
 
 def _gains(rows: Mapping[tuple[str, str], Row], task: str) -> dict[str, float]:
@@ -294,31 +297,13 @@ def _selected_on(
     return selected, notes
 
 
-class Pruning(TypedDict):
-    """The section `pruning` of lm-eval's results."""
-
-    answers: NotRequired[dict[str, Lengths]]
-
-
-class Config(TypedDict):
-    """The section `config` of lm-eval's results."""
-
-    pruning: NotRequired[Pruning]
-
-
-class Results(TypedDict):
-    """Fields of lm-eval's results that hold lengths of answers."""
-
-    config: NotRequired[Config]
-
-
-def _add_lengths(row: Row, cell: Path) -> list[str]:
-    """Add the lengths of a cell's answers to a row, and return a note if many answers were cut off."""
-    results = read_cell_json(cell / "results.json", Results)
-    parts = list(results.get("config", {}).get("pruning", {}).get("answers", {}).values())
-    if not parts:  # no generated answers, or results of an earlier version
-        return []
-    lengths = merge_lengths(parts)
-    row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
-    reason = cut_off_note(lengths)
-    return [f"{row.variant} on {row.task}: {reason}"] if reason else []
+def _add_lengths(rows: Mapping[tuple[str, str], Row], folders: Mapping[tuple[str, str], Path]) -> list[str]:
+    """Add the lengths of answers to the rows of single tasks, and return notes on many cut-off answers."""
+    notes = []
+    for names, row in rows.items():
+        if names in folders and (parts := read_lengths(folders[names])):
+            lengths = merge_lengths(parts)
+            row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
+            if reason := cut_off_note(lengths):
+                notes.append(f"{row.variant} on {row.task}: {reason}")
+    return notes

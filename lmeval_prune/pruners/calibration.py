@@ -174,20 +174,7 @@ def read_calibration(
     """Read calibration windows.
 
     The paragraphs of a file, or a task's training problems with their answers, are shuffled and concatenated. Each
-    window is a slice of the result between the special tokens of a prompt.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        text: path of a text file.
-        task: name of an lm-eval task with a training split; instead of `text`.
-        windows, tokens: number of windows, and tokens per window, special tokens included.
-        batch: windows per forward pass.
-        seed: seed of the shuffle.
-        apply_chat_template: write a problem as user turn and its answer as assistant turn.
-        add_bos_token: as in `encode`.
-
-    Raises:
-        InputError: the text is missing, unreadable or too short for one window, or has no turns for a chat template.
+    window is a slice of the result between the special tokens of a prompt. Arguments as in `TextOptions`.
     """
     if (text is None) == (task is None):
         raise InputError("give the calibration text: either --task NAME (its training split) or --text FILE")

@@ -97,10 +97,9 @@ def structure_sums(
         def rows(rows: Rows) -> Tensor:
             return row_sums[rows.module][rows.start : rows.stop].sum()
 
-        group_size = layer.heads // layer.kv_heads
         query = torch.stack([rows(layer.rows("q", head)) for head in range(layer.heads)])
         shared = torch.stack([rows(layer.rows("k", g)) + rows(layer.rows("v", g)) for g in range(layer.kv_heads)])
-        return output + query + shared.repeat_interleave(group_size) / group_size
+        return output + query + shared.repeat_interleave(layer.group_size) / layer.group_size
 
     sums = {}
     for part in parts:

@@ -58,11 +58,7 @@ class Cut:
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
-    """Cut a model and write the checkpoint.
-
-    Raises:
-        InputError: as in `cut` and `save_checkpoint`.
-    """
+    """Cut a model and write the checkpoint."""
     smaller = cut(model, plan)
     smaller.save(folder, tokenizer)
     return smaller

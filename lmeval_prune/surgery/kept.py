@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
+from lmeval_prune.architectures.blocks import columns_of
 from lmeval_prune.interventions.plan import Plan
 
 
@@ -23,14 +24,14 @@ class KeptHeads:
     @classmethod
     def of(cls, layer: AttentionLayer, pruned: Collection[int]) -> KeptHeads:
         """Remove query heads: drop empty groups and fill the others up to the size of the largest."""
-        group_size = layer.heads // layer.kv_heads
-        groups = {g: range(g * group_size, (g + 1) * group_size) for g in range(layer.kv_heads)}
+        size = layer.group_size
+        groups = {g: range(g * size, (g + 1) * size) for g in range(layer.kv_heads)}
         remaining = {g: [head for head in heads if head not in pruned] for g, heads in groups.items()}
         remaining = {g: heads for g, heads in remaining.items() if heads} or {0: []}  # an empty layer: one filler
-        size = max(1, *map(len, remaining.values()))
+        largest = max(1, *map(len, remaining.values()))
         fillers: list[int] = []
         for g, heads in remaining.items():
-            fillers += [head for head in groups[g] if head not in heads][: size - len(heads)]
+            fillers += [head for head in groups[g] if head not in heads][: largest - len(heads)]
         kept = sorted([*fillers, *(head for heads in remaining.values() for head in heads)])
         return cls(layer, tuple(kept), tuple(remaining), tuple(fillers))
 
@@ -46,13 +47,11 @@ class KeptHeads:
 
     def columns(self) -> list[int]:
         """Return the input columns of the output projection that stay."""
-        slices = (self.layer.columns(head) for head in self.heads)
-        return [column for columns in slices for column in range(columns.start, columns.stop)]
+        return columns_of(self.layer, self.heads)
 
     def filler_columns(self) -> list[int]:
         """Return the positions of the fillers' columns among the columns that stay."""
-        width, indices = self.layer.head_dim, (self.heads.index(head) for head in self.fillers)
-        return [column for index in indices for column in range(index * width, (index + 1) * width)]
+        return columns_of(self.layer, map(self.heads.index, self.fillers))
 
     def rows(self) -> dict[nn.Module, list[int]]:
         """Return the rows of each input projection that stay, in their new order."""

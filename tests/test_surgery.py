@@ -604,7 +604,7 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
     """Files of others', beside a checkpoint of ours too, one of ours that was changed, and the model that is cut."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("…")
-    with pytest.raises(InputError, match="has files that are no checkpoint"):
+    with pytest.raises(InputError, match="do not belong to a checkpoint"):
         cut_to(tmp_path / "mine", tiny("llama"), Plan("L0H1"))
     with pytest.raises(InputError, match="is a file"):
         cut_to(tmp_path / "mine" / "thesis.tex", tiny("llama"), Plan("L0H1"))
@@ -618,7 +618,7 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
         assert (folder / name).read_text() == "mine"
         (folder / name).unlink()
         if (folder / name).parent != folder:
-            with pytest.raises(InputError, match="no checkpoint of lmeval-prune's"):
+            with pytest.raises(InputError, match="do not belong to a checkpoint of lmeval-prune"):
                 cut_to(folder, model, Plan("L0H0-1"))
             os.removedirs((folder / name).parent)
     for parent in (folder, tmp_path / "link"):

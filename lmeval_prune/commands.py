@@ -35,8 +35,8 @@ def models(name: str | None = None, get: str | None = None) -> int:
 
     if get or name:
         if name:
-            embedded.named(name)
-        print(embedded.get(get) if get else embedded.resolve(str(name)))
+            embedded.find(name)
+        print(embedded.install(get) if get else embedded.resolve(str(name)))
         return 0
     for model_name, model in embedded.MODELS.items():
         try:
@@ -116,7 +116,7 @@ def filter_map(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.loading import refused_as
+    from lmeval_prune.checkpoints.loading import as_input_error
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions import interventions_on
     from lmeval_prune.models.arguments import Arguments
@@ -138,7 +138,7 @@ def filter_map(
     skeleton = skeleton_of(pretrained, revision)
     method.fit_to(map_model(skeleton))
     check_writable(f"{output}.png")
-    with refused_as(f"the tokenizer of {pretrained} cannot be loaded"):
+    with as_input_error(f"the tokenizer of {pretrained} cannot be loaded"):
         folder = embedded.resolve(pretrained)
         tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
     model = with_weights(skeleton, pretrained, revision)

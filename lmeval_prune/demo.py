@@ -78,7 +78,7 @@ def _answers(lm: Any, manager: Any, name: str, **options: Any) -> tuple[list[Seq
 
     from lmeval_prune.sprint.swept_task import swept
 
-    task = swept(manager.load([name])["tasks"][name], None)
+    task = swept(manager.load([name])["tasks"][name])
     task.set_config(key="repeats", value=2)
     results = lm_eval.simple_evaluate(
         lm, tasks=[task], task_manager=manager, bootstrap_iters=0, apply_chat_template=True, **options

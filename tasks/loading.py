@@ -1,4 +1,4 @@
-"""Tasks of lm-eval by their names."""
+"""Loading of lm-eval tasks by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def task_manager(metadata: Mapping[str, Any] | None = None) -> TaskManager:
-    """Return a task manager of our tasks and lm-eval's, which reads lm-eval's index only where a name needs it.
-
-    Args:
-        metadata: passed to the tasks.
-    """
+    """Return a task manager with this package's tasks and lm-eval's; `metadata` is passed to the tasks."""
     from lmeval_prune.tasks.manager import LazyTaskManager
 
     return LazyTaskManager(metadata=dict(metadata or {}))
@@ -27,14 +23,14 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
     """Load tasks, and the tasks of groups.
 
     Args:
-        manager: lm-eval's.
-        names: of tasks, groups or tags, or paths of their YAML files.
+        manager: a task manager.
+        names: names of tasks, groups or tags, or paths of YAML files.
 
     Returns:
         Tasks by name.
 
     Raises:
-        InputError: there is none of a name, or its data cannot be loaded.
+        InputError: a task does not exist, or its data cannot be loaded.
     """
     unknown = [name for name in names if not Path(name).is_file() and name not in manager.task_index]
     if not names:
@@ -45,16 +41,16 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
         tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     except InputError:
         raise
-    except Exception as error:  # whatever a data set's loader raises
+    except Exception as error:  # data set loaders raise many types
         raise InputError(f"{', '.join(names)} cannot be loaded ({first_line(error)})") from error
     return tasks
 
 
 def load_task(manager: TaskManager, name: str) -> Any:
-    """Load one task, by its name or its file's path.
+    """Load one task by its name or the path of its file.
 
     Raises:
-        InputError: there is none, its data cannot be loaded, or the name is a group's.
+        InputError: the task does not exist, its data cannot be loaded, or it is a group.
     """
     tasks = load_tasks(manager, [name])
     if name in tasks:

@@ -40,12 +40,12 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 def _inputs_of(model: nn.Module, modules: list[nn.Module]) -> list[torch.Tensor]:
     """What the modules get in one forward pass."""
-    seen: dict[nn.Module, torch.Tensor] = {}
-    handles = [x.register_forward_pre_hook(lambda own, args: seen.update({own: args[0]})) for x in modules]
+    recorded: dict[nn.Module, torch.Tensor] = {}
+    handles = [x.register_forward_pre_hook(lambda own, args: recorded.update({own: args[0]})) for x in modules]
     output(model, tokens())
     for handle in handles:
         handle.remove()
-    return [seen[module] for module in modules]
+    return [recorded[module] for module in modules]
 
 
 def _head_outputs(model, layer) -> torch.Tensor:
@@ -126,8 +126,8 @@ def _blocks(variant: str) -> tuple[nn.Module, tuple[FeedForward, ...]]:
 
 @pytest.mark.parametrize("family", sorted(EXPERTS_ONLY))
 def test_a_layer_of_experts_has_no_feed_forward_block(family: str) -> None:
-    found = map_model(tiny(family))
-    assert found.attention and found.feed_forward == ()
+    actual = map_model(tiny(family))
+    assert actual.attention and actual.feed_forward == ()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -167,11 +167,11 @@ def test_the_gate_is_what_goes_through_the_activation(variant: str) -> None:
     """The input of `down` is activation(gate) · up, computed here from the rows of either."""
     model, blocks = _blocks(variant)
     for block in blocks:
-        x, found = _inputs_of(model, [block.up, block.down])
+        x, actual = _inputs_of(model, [block.up, block.down])
         activation = next(child for name, child in block.module.named_children() if name.startswith("act"))
         gate, up = (_product(x, block.rows(part)) for part in ("gate", "up"))
-        torch.testing.assert_close(found, activation(gate) * up)
-        assert (found - activation(up) * gate).abs().max() > 0.1
+        torch.testing.assert_close(actual, activation(gate) * up)
+        assert (actual - activation(up) * gate).abs().max() > 0.1
 
 
 def _product(x: torch.Tensor, rows: Rows) -> torch.Tensor:

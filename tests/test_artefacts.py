@@ -50,7 +50,7 @@ from lmeval_prune.artefacts import (
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
 from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
@@ -388,7 +388,7 @@ def write_plan(path: Path, stop: Callable[[], Any]) -> None:
 
 def write_athena(path: Path, stop: Callable[[], Any]) -> None:
     model = host(encoder_folder(path.parent / "encoder"), constants=("1",))
-    athena.write(model, path, beside=lambda _: stop())
+    athena.write(model, path, add_files=lambda _: stop())
 
 
 WRITERS = [write_file, write_folder, write_plan, write_athena]
@@ -630,8 +630,8 @@ def _checkpoint(folder: Path) -> Kind:
     cut_to(folder / "cut", load_pretrained(folder / "model"), Plan("L*H0-1"))
 
     def read() -> Any:
-        found = manifest_in(folder / "cut")
-        return str(found), found and removed_from(found), found and str(checkpoint_columns(found))
+        found = valid_manifest(folder / "cut")
+        return str(found), found and removal_summary(found), found and str(checkpoint_columns(found))
 
     return Kind([folder / "cut" / "lmeval_prune.json"], read)
 
@@ -933,7 +933,7 @@ def test_a_response_that_could_not_be_read_is_not_stored(kind: str, response: An
     with pytest.raises(InputError, match=f"^the model's answer to a {kind} request of task 't'[^\n]*float32"):
         store.add("b", response, {"kind": kind, "task": "t"})
     store.close()
-    assert AnswerStore(tmp_path).known == {"a": [-math.inf, True]} == {"a": list(store.known["a"])}
+    assert AnswerStore(tmp_path).responses == {"a": [-math.inf, True]} == {"a": list(store.responses["a"])}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

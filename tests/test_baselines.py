@@ -46,9 +46,11 @@ FAMILIES = ("llama", "qwen2", "phi3", "gpt2", "gpt_neox", "gemma3_text")  # grou
 CONFIDENT = ("confidence", "heads")
 
 
-def plan_by(name: str, model_map: ModelMap, text: CalibrationText | None, given: Any = None, **wanted: Any) -> Plan:
-    options = PruneOptions(**{"ratio": 0.3, "budget": "parameters", **wanted})
-    (plan,) = stages(make_pruner(name, given or {}), model_map, options, text)
+def plan_by(
+    name: str, model_map: ModelMap, text: CalibrationText | None, method_options: Any = None, **settings: Any
+) -> Plan:
+    options = PruneOptions(**{"ratio": 0.3, "budget": "parameters", **settings})
+    (plan,) = stages(make_pruner(name, method_options or {}), model_map, options, text)
     return plan
 
 
@@ -66,11 +68,11 @@ def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Ten
     """What projections read, token after token, kept whole."""
     named = {f"{x.label}.o_proj": x.o_proj for x in model_map.attention}
     named |= {f"{x.label}.down": x.down for x in model_map.feed_forward}
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in named}
+    actual: dict[str, list[torch.Tensor]] = {name: [] for name in named}
     real = torch.ones(0)
 
     def keep(name: str, x: torch.Tensor) -> torch.Tensor:
-        found[name].append(x.flatten(0, -2)[real.flatten().bool()].clone())
+        actual[name].append(x.flatten(0, -2)[real.flatten().bool()].clone())
         return x
 
     with ExitStack() as stack:
@@ -78,7 +80,7 @@ def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Ten
             change_input(module, partial(keep, name), stack)
         for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
             pass
-    return {name: torch.cat(one) for name, one in found.items()}
+    return {name: torch.cat(value) for name, value in actual.items()}
 
 
 # --------------------------------------------------------------------------- moments
@@ -90,14 +92,14 @@ def test_moments_are_those_of_two_passes(family: str) -> None:
     model_map = map_model(tiny(family))
     inputs = inputs_of(model_map, text_of())
     parts = parts_of(model_map)
-    for name, one in zip(
+    for name, value in zip(
         [p.projection_name for p in parts], input_moments(model_map, text_of(), parts).values(), strict=True
     ):
         mean = inputs[name].sum(0) / len(inputs[name])
         variance = (inputs[name] - mean).square().sum(0) / len(inputs[name])
-        torch.testing.assert_close(one.mean, mean, rtol=0, atol=1e-13)
-        torch.testing.assert_close(one.variance, variance, rtol=1e-11, atol=1e-15)
-        torch.testing.assert_close(one.mean_square, inputs[name].square().mean(0), rtol=1e-11, atol=1e-15)
+        torch.testing.assert_close(value.mean, mean, rtol=0, atol=1e-13)
+        torch.testing.assert_close(value.variance, variance, rtol=1e-11, atol=1e-15)
+        torch.testing.assert_close(value.mean_square, inputs[name].square().mean(0), rtol=1e-11, atol=1e-15)
     x = torch.randn(50, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e6
     far = Moments(3, products=True)
     for part in x.split([1, 0, 20, 29]):
@@ -114,13 +116,13 @@ def test_moments_are_those_of_two_passes(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["flap", "flap reference", "wanda_sp", "slimgpt", "llm_pruner", "llm_pruner mix"])
 def test_scores_do_not_depend_on_batch_size(name: str) -> None:
-    given = {"reference": {"reference": True}, "mix": {"importance": "mix"}}.get(name.partition(" ")[2], {})
-    model_map, found = map_model(tiny("llama")), []
+    arguments = {"reference": {"reference": True}, "mix": {"importance": "mix"}}.get(name.partition(" ")[2], {})
+    model_map, actual = map_model(tiny("llama")), []
     for batch in (1, 2, 6):
-        found.append([*scored(make_pruner(name.partition(" ")[0], given), model_map, whole(batch=batch)).values()])
-    for other in found[1:]:
-        for one, expected in zip(other, found[0], strict=True):
-            torch.testing.assert_close(one, expected, rtol=1e-8, atol=1e-12)
+        actual.append([*scored(make_pruner(name.partition(" ")[0], arguments), model_map, whole(batch=batch)).values()])
+    for other in actual[1:]:
+        for value, expected in zip(other, actual[0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-12)
 
 
 # --------------------------------------------------------------------------- scores
@@ -132,7 +134,7 @@ def test_flap_scores_are_variance_times_squared_norms() -> None:
     layer, block = model_map.attention[1], model_map.feed_forward[0]
     for metric in ("wifv", "ifv", "wifn"):
         scores = scored(Flap(metric=metric), model_map, text)
-        for weight, x, found in (
+        for weight, x, actual in (
             (layer.o_proj.weight.data, inputs["L1.o_proj"], scores["heads.L1"].flatten()),
             (block.down.weight.data, inputs["L0.down"], scores["channels.L0"]),
         ):
@@ -142,7 +144,7 @@ def test_flap_scores_are_variance_times_squared_norms() -> None:
                 "ifv": variance,
                 "wifn": weight.abs().mean(0) * x.square().mean(0).sqrt(),
             }[metric]
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(actual, expected)
 
 
 def test_flap_reference_scores_as_its_code_does() -> None:
@@ -154,8 +156,8 @@ def test_flap_reference_scores_as_its_code_does() -> None:
         fluctuation += k / (k + 1) * (x[k] - x[: k + 1].flatten(0, 1).mean(0)).square().sum(0) / 5
     weight = model_map.attention[0].o_proj.weight.data
     expected = (fluctuation * weight.square().sum(0)).square()
-    found = scored(Flap(reference=True), model_map, text)
-    torch.testing.assert_close(found["heads.L0"].flatten(), expected)
+    actual = scored(Flap(reference=True), model_map, text)
+    torch.testing.assert_close(actual["heads.L0"].flatten(), expected)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -180,8 +182,8 @@ def test_flap_reference_removes_what_its_code_removes(ratio: float, kv_heads: in
     share = 8 // (2 * kv_heads)
     gone = (attention <= threshold).nonzero().tolist()
     assert {*plan.heads} == {f"L{row}H{share * unit + n}" for row, unit in gone for n in range(share)} != set()
-    for row, one in enumerate(mlp):
-        assert plan.channel_numbers(f"L{row}") == (one <= threshold).nonzero().flatten().tolist()
+    for row, value in enumerate(mlp):
+        assert plan.channel_numbers(f"L{row}") == (value <= threshold).nonzero().flatten().tolist()
 
 
 def test_flap_reference_leaves_the_last_unit_of_a_layer() -> None:
@@ -220,9 +222,9 @@ def loss(model: Any, text: CalibrationText) -> float:
         with torch.no_grad():
             logits = model(ids, attention_mask=real).logits.log_softmax(-1)
         for row, mask in zip(range(len(ids)), real.bool(), strict=True):
-            for place in range(1, ids.shape[1]):
-                if mask[place] and mask[place - 1]:
-                    total -= float(logits[row, place - 1, ids[row, place]])
+            for position in range(1, ids.shape[1]):
+                if mask[position] and mask[position - 1]:
+                    total -= float(logits[row, position - 1, ids[row, position]])
                     count += 1
     return total / count
 
@@ -234,7 +236,7 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
     model_map = map_model(model)
     parts = parts_of(model_map)
     first, _ = gradients(model_map, text, projections_of(parts))
-    terms = {module: weight_of(module) * one for module, one in first.items()}
+    terms = {module: weight_of(module) * value for module, value in first.items()}
     sums = structure_sums(parts, terms.__getitem__, size=lambda x: x)
     layer, block = model_map.attention[1], model_map.feed_forward[0]
     share = layer.heads // layer.kv_heads
@@ -252,15 +254,15 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
             for head in heads:
                 weight_of(own.o_proj)[:, own.columns(head)] *= by
             rows = [*(own.rows("q", head) for head in heads), own.rows("k", group), own.rows("v", group)]
-        for one in rows:
-            weight_of(one.module)[one.start : one.stop] *= by
+        for each in rows:
+            weight_of(each.module)[each.start : each.stop] *= by
         return loss(smaller, text)
 
     step = 2e-3  # norms compute in float32
     for group in range(layer.kv_heads):
         slope = (scaled(1 + step, group, 0) - scaled(1 - step, group, 0)) / (2 * step)
-        found = float(sums["heads.L1"][group * share : (group + 1) * share].sum())
-        assert found == pytest.approx(slope, rel=1e-3, abs=2e-4)
+        actual = float(sums["heads.L1"][group * share : (group + 1) * share].sum())
+        assert actual == pytest.approx(slope, rel=1e-3, abs=2e-4)
     for channel in (0, 17):
         slope = (scaled(1 + step, None, channel) - scaled(1 - step, None, channel)) / (2 * step)
         assert float(sums["channels.L0"][channel]) == pytest.approx(slope, rel=1e-3, abs=2e-4)
@@ -282,15 +284,15 @@ def test_taylor_scores_by_their_formulas() -> None:
     expected = dict.fromkeys(("first", "second", "mix", "vectorize"), 0.0)
     for module, axis in lines:
         weight = module.weight.data.select(axis, 5)
-        first = weight * sum(one[module].select(axis, 5) for one in grads) / 3
-        second = weight**2 * sum(one[module].select(axis, 5) ** 2 for one in grads) / 3
+        first = weight * sum(item[module].select(axis, 5) for item in grads) / 3
+        second = weight**2 * sum(item[module].select(axis, 5) ** 2 for item in grads) / 3
         expected["first"] += float(first.abs().sum())
         expected["second"] += float(second.abs().sum()) / 2
         expected["mix"] += float((first - second / 2).abs().sum())
         expected["vectorize"] += float(first.sum().abs())
     for importance, value in expected.items():
-        found = scored(LlmPruner(importance), model_map, text)["channels.L1"][5]
-        assert float(found) == pytest.approx(value, rel=1e-5)  # transformers' loss is in float32
+        actual = scored(LlmPruner(importance), model_map, text)["channels.L1"][5]
+        assert float(actual) == pytest.approx(value, rel=1e-5)  # transformers' loss is in float32
 
 
 # --------------------------------------------------------------------------- compensation
@@ -321,9 +323,9 @@ def test_slimgpt_kept_weights_are_one_least_squares_solve(units: str, error: str
     kept = [column for column in range(12) if column not in gone]
     solved = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
     torch.testing.assert_close(updated[:, kept], solved, rtol=1e-8, atol=1e-9)
-    found = least_squares_for(weight, second, gone)
-    torch.testing.assert_close(found[:, kept], solved, rtol=1e-8, atol=1e-9)
-    assert not found[:, gone].any()
+    actual = least_squares_for(weight, second, gone)
+    torch.testing.assert_close(actual[:, kept], solved, rtol=1e-8, atol=1e-9)
+    assert not actual[:, gone].any()
     residual = (x @ weight.T - x[:, kept] @ solved.T).square().sum(1).mean()
     assert sum(errors) == pytest.approx(float(residual), rel=1e-9)
 
@@ -353,7 +355,7 @@ def test_slimgpt_solves_on_what_layers_before_left() -> None:
     model, text = tiny("llama", num_key_value_heads=4), whole(rows=16, length=20)
     model_map = map_model(model)
     plan = plan_by("slimgpt", model_map, text, allocation="uniform", damping=0.0)
-    first = {name: one for name, one in plan.compensation.items() if name.startswith("L0")}
+    first = {name: value for name, value in plan.compensation.items() if name.startswith("L0")}
     before = Plan([x for x in plan.heads if x.startswith("L0")], {"L0": plan.channels["L0"]}, compensation=first)
     with before.applied_to(model):
         x = inputs_of(model_map, text)["L1.o_proj"]
@@ -374,7 +376,7 @@ def test_wanda_sp_makes_up_for_what_the_down_projection_reads_by_then(kind: str)
     plan = plan_by("wanda_sp", model_map, text, compensation=kind, damping=0.0, ratio=0.4)
     plain = plan_by("wanda_sp", model_map, text, ratio=0.4)
     assert plan.channels["L0"] == plain.channels["L0"]
-    own = {name: one for name, one in plan.compensation.items() if name.startswith("L0.o_proj")}
+    own = {name: value for name, value in plan.compensation.items() if name.startswith("L0.o_proj")}
     heads = [name for name in plan.heads if name.startswith("L0")]
     assert heads and own
     with Plan(heads, compensation=own).applied_to(model):
@@ -405,13 +407,13 @@ def test_a_bias_keeps_the_mean_of_what_a_module_gives(name: str, family: str) ->
             names.add((f"{layer.label}.o_proj", layer.o_proj, tuple(columns)))
     for block, numbers in plan.channels_by_layer(model_map):
         names.add((f"{block.label}.down", block.down, tuple(numbers)))
-    assert {f"{one}.bias" for one, *_ in names} == {*plan.compensation} != set()
-    for one, module, columns in names:
-        dense = module(inputs[one]).mean(0)
-        masked = inputs[one].clone()
+    assert {f"{name}.bias" for name, *_ in names} == {*plan.compensation} != set()
+    for projection, module, columns in names:
+        dense = module(inputs[projection]).mean(0)
+        masked = inputs[projection].clone()
         masked[:, columns] = 0
         pruned = module(masked).mean(0)
-        torch.testing.assert_close(pruned + plan.compensation[f"{one}.bias"], dense, rtol=0, atol=1e-11)
+        torch.testing.assert_close(pruned + plan.compensation[f"{projection}.bias"], dense, rtol=0, atol=1e-11)
         assert (pruned - dense).abs().max() > 1e-6
 
 
@@ -431,16 +433,16 @@ def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_
     """Fewer tokens than columns; and what nothing helps is one line."""
     x = drawn(4, 12)
     second = x.T @ x / 4
-    found, damping = damped(second, 0.0)
-    assert damping > 0 and torch.linalg.cholesky_ex(found)[1] == 0
+    actual, damping = damped(second, 0.0)
+    assert damping > 0 and torch.linalg.cholesky_ex(actual)[1] == 0
     assert damped(second, 0.01)[1] == 0.01
     for broken in (torch.zeros(3, 3).double(), torch.full((3, 3), torch.nan).double()):
         with pytest.raises(InputError, match="not positive definite with any damping"):
             damped(broken, 0.01)
-    said: list[str] = []
+    messages: list[str] = []
     options = PruneOptions(0.3, damping=0.0)
-    (plan,) = stages(SlimGpt(), map_model(tiny("llama")), options, whole(rows=1, length=8), progress=said.append)
-    assert plan.provenance["damping"] and any("damping of L0.o_proj raised to" in line for line in said)
+    (plan,) = stages(SlimGpt(), map_model(tiny("llama")), options, whole(rows=1, length=8), progress=messages.append)
+    assert plan.provenance["damping"] and any("damping of L0.o_proj raised to" in line for line in messages)
 
 
 @pytest.mark.parametrize("name", ["slimgpt", "random"])
@@ -450,9 +452,9 @@ def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCa
     for rows, length in ((1, 2), (4, 11), (8, 11)):
         short = {"tokens": rows * length, "widest": "L0.down", "columns": 48} if rows * length < 48 else {}
         caplog.clear()
-        made = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).provenance
-        lines = [one.getMessage() for one in caplog.records]
-        assert made.get("fewer_tokens_than_columns", {}) == short and len(lines) == bool(short)
+        provenance = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).provenance
+        lines = [value.getMessage() for value in caplog.records]
+        assert provenance.get("fewer_tokens_than_columns", {}) == short and len(lines) == bool(short)
         text = f"has {rows * length} tokens, fewer than the 48 columns of L0.down: the solution"
         assert all(text in line and "\n" not in line for line in lines)
     caplog.clear()
@@ -474,9 +476,9 @@ def counts_of(pools: list[UnitPool], ratio: float, allocation: str, log_start: f
 
 def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
     model_map = map_model(tiny("llama"))
-    for one in compared(scored(Flap(), model_map, text_of())).values():
-        assert float(one.mean()) == pytest.approx(0, abs=1e-12)
-        assert float(one.std(correction=0)) == pytest.approx(1, rel=1e-12)
+    for value in compared(scored(Flap(), model_map, text_of())).values():
+        assert float(value.mean()) == pytest.approx(0, abs=1e-12)
+        assert float(value.std(correction=0)) == pytest.approx(1, rel=1e-12)
     without = compared({"heads.L0": torch.tensor([1.0, 2.0, 3.0, 99.0])}, {"heads.L0": {3}})["heads.L0"][:3]
     assert float(without.mean()) == pytest.approx(0) and float(without.std(correction=0)) == pytest.approx(1)
     assert compared({"heads.L0": torch.ones(3)})["heads.L0"].tolist() == [0, 0, 0]
@@ -484,15 +486,15 @@ def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
 
 def random_pools(draw: random.Random) -> list[UnitPool]:
     """Layers of other sizes each, some without channels."""
-    found = []
+    actual = []
     for number in range(draw.randint(3, 12)):
         for kind, most, cost in (("heads", 12, draw.randint(500, 3000)), ("channels", 200, draw.randint(20, 60))):
             if kind == "channels" and draw.random() < 0.2:
                 continue
             size = draw.randint(4, most)
             scores = torch.tensor(sorted(draw.random() for _ in range(size)), dtype=torch.float64)
-            found.append(UnitPool(f"{kind}.L{number}", [(place,) for place in range(size)], scores, cost))
-    return found
+            actual.append(UnitPool(f"{kind}.L{number}", [(position,) for position in range(size)], scores, cost))
+    return actual
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "global", "standardised", "log"])
@@ -501,9 +503,9 @@ def test_budgets_are_hit_within_one_unit(allocation: str) -> None:
         draw = random.Random(seed)
         pools, ratio = random_pools(draw), draw.uniform(0.05, 0.35 if allocation == "log" else 0.6)
         counts = counts_of(pools, ratio, allocation, 0.3125)
-        wanted = ratio * sum(pool.size * pool.cost for pool in pools)
+        expected = ratio * sum(pool.size * pool.cost for pool in pools)
         removed = sum(count * pool.cost for pool, count in zip(pools, counts, strict=True))
-        assert abs(removed - wanted) <= max(pool.cost for pool in pools), seed
+        assert abs(removed - expected) <= max(pool.cost for pool in pools), seed
         assert all(0 <= count < pool.size for pool, count in zip(pools, counts, strict=True))
 
 
@@ -652,7 +654,9 @@ def test_every_plan_is_its_surgery(name: Any, family: str) -> None:
     torch.testing.assert_close(output(smaller, tokens()), expected, rtol=0, atol=1e-9)
     assert (expected - output(model, tokens())).abs().max() > 1e-6
     added = sum(
-        one.numel() for key, one in plan.compensation.items() if key.endswith("bias") and _lacks_bias(model_map, key)
+        value.numel()
+        for key, value in plan.compensation.items()
+        if key.endswith("bias") and _lacks_bias(model_map, key)
     )
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in smaller.parameters())
     assert fewer + added == plan.provenance["parameters"]["removed"]
@@ -673,9 +677,9 @@ def test_stages_spend_more_and_more(name: str) -> None:
     plans = list(stages(make_pruner(name, {}), model_map, options, whole()))
     spent = [plan.provenance["parameters"]["removed"] / plan.provenance["parameters"]["removable"] for plan in plans]
     assert spent == pytest.approx([1 / 6, 1 / 3, 1 / 2], abs=0.05)
-    for one, other in pairwise(plans):
-        assert {*one.heads} <= {*other.heads}
-        assert all({*one.channel_numbers(x)} <= {*other.channel_numbers(x)} for x in one.channels)
+    for earlier, later in pairwise(plans):
+        assert {*earlier.heads} <= {*later.heads}
+        assert all({*earlier.channel_numbers(x)} <= {*later.channel_numbers(x)} for x in earlier.channels)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gptj", "bert", "gpt_neo"])
@@ -707,7 +711,7 @@ def test_hidden_states_of_the_text_are_kept_once() -> None:
     kept, first = replay.outputs, [*replay.outputs]
     replay.run_layer(1, {}, keep_output=True)
     assert replay.outputs is kept and len(kept) == 3
-    assert all(one is not other for one, other in zip(kept, first, strict=True))
+    assert all(value is not other for value, other in zip(kept, first, strict=True))
 
 
 def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
@@ -735,10 +739,10 @@ def test_a_killed_calibration_goes_on_to_the_same_plan(tmp_path: Path, monkeypat
             os._exit(0)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
         assert len(list(work.glob("L*.safetensors"))) == count
-        said: list[str] = []
-        (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), progress=said.append, work=work)
+        messages: list[str] = []
+        (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), progress=messages.append, work=work)
         assert plan == expected and plan.tensors == expected.tensors
-        assert sum(line.startswith("layer") for line in said) == 4 - count
+        assert sum(line.startswith("layer") for line in messages) == 4 - count
         monkeypatch.setattr(SlimGpt, "select", None)  # all is known
         (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work)
         assert plan == expected
@@ -749,9 +753,9 @@ def test_what_is_kept_of_another_plan_is_not_taken(tmp_path: Path) -> None:
     store = LayerStore(tmp_path / "work", {"ratio": 0.2})
     removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
     store.save("L0", Removal(removed, {"L0.down.weight": torch.eye(2)}, {"L0.down": 0.1}))
-    found = LayerStore(tmp_path / "work", {"ratio": 0.2}).load("L0")
-    assert found is not None and (found.removed, found.damping) == (removed, {"L0.down": 0.1})
-    assert torch.equal(found.compensation["L0.down.weight"], torch.eye(2))
+    actual = LayerStore(tmp_path / "work", {"ratio": 0.2}).load("L0")
+    assert actual is not None and (actual.removed, actual.damping) == (removed, {"L0.down": 0.1})
+    assert torch.equal(actual.compensation["L0.down.weight"], torch.eye(2))
     assert LayerStore(tmp_path / "work", {"ratio": 0.3}).load("L0") is None
     assert not (tmp_path / "work").exists()
 
@@ -778,15 +782,32 @@ def test_scores_of_an_artefact_make_the_same_plan(
 ) -> None:
     """Of columns, as `flap` standardises them; a method that goes layer by layer refuses them."""
     (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
-    given = ["--pretrained", str(tiny_folder), "--text", str(tmp_path / "text.txt"), "--windows", "4", "--tokens", "32"]
+    arguments = [
+        "--pretrained",
+        str(tiny_folder),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--windows",
+        "4",
+        "--tokens",
+        "32",
+    ]
     for method in ("flap", "slimgpt"):
-        words = ["importance", *given, "--method", method, "--channels", "--output", str(tmp_path / f"{method}.json")]
+        words = [
+            "importance",
+            *arguments,
+            "--method",
+            method,
+            "--channels",
+            "--output",
+            str(tmp_path / f"{method}.json"),
+        ]
         assert main(words) == 0
-    prune = ["prune", *given, "--ratio", "0.4", "--output"]
+    prune = ["prune", *arguments, "--ratio", "0.4", "--output"]
     assert main([*prune, str(tmp_path / "a.json"), "--method", "flap"]) == 0
     assert main([*prune, str(tmp_path / "b.json"), "--scores", str(tmp_path / "flap.json")]) == 0
-    one, other = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
-    assert one == other and one.tensors
+    computed, from_scores = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
+    assert computed == from_scores and computed.tensors
     assert main([*prune, str(tmp_path / "c.json"), "--scores", str(tmp_path / "slimgpt.json")]) == 2
     assert "leave out --scores" in capsys.readouterr().err
 
@@ -839,8 +860,8 @@ def test_what_falls_short_is_said(
     (tmp_path / "text.txt").write_text("Ann has apples. " * 30)
     plan = str(tmp_path / "plan.json")
     words = ["prune", "--pretrained", str(tiny_folder), "--method", "flap", "--budget", "heads", "--ffn_ratio", "0.3"]
-    given = ["--text", str(tmp_path / "text.txt"), "--tokens", "32", "--output", plan]
-    assert main([*words, "--ffn_multiple", "16", *given]) == 0
+    arguments = ["--text", str(tmp_path / "text.txt"), "--tokens", "32", "--output", plan]
+    assert main([*words, "--ffn_multiple", "16", *arguments]) == 0
     assert "% of the channels: less than --ffn_ratio 0.3, as only whole units" in capsys.readouterr().out
     assert "gives 15 of 64 windows of 32 tokens" in caplog.text
     tiny("llama", seed=1).save_pretrained(tmp_path / "other")
@@ -965,8 +986,8 @@ def test_a_sequential_score_is_that_of_the_dense_model() -> None:
     model_map, text = map_model(tiny("llama")), whole()
     x = inputs_of(model_map, text)["L1.down"]
     weight = weight_of(model_map.feed_forward[1].down)
-    found = scored(WandaSp(), model_map, text)["channels.L1"]
-    torch.testing.assert_close(found, weight.abs().mean(0) * x.square().mean(0).sqrt())
+    actual = scored(WandaSp(), model_map, text)["channels.L1"]
+    torch.testing.assert_close(actual, weight.abs().mean(0) * x.square().mean(0).sqrt())
 
 
 @pytest.mark.parametrize(
@@ -1036,8 +1057,8 @@ def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[s
     """Whatever random scores remove, shapes allow."""
     model_map, reached = map_model(tiny("llama", num_hidden_layers=3, num_attention_heads=8)), 0
     for ratio in (0.0005, 0.002, 0.01, 0.05, 0.2, 0.4, 0.6, 0.9):
-        wanted = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
-        resolved = resolve_options(PruneOptions(**wanted, **options), RandomScores(seed), model_map)
+        settings = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
+        resolved = resolve_options(PruneOptions(**settings, **options), RandomScores(seed), model_map)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lmeval_prune.pruners.schedule._removes_a_unit", lambda *_: True)
             try:
@@ -1053,9 +1074,9 @@ def test_what_to_do_where_nothing_would_go() -> None:
     """Advice is given only to who can follow it, and helps."""
     model = map_model(tiny("llama"))  # 8 heads in two layers
 
-    def advice(name: str, text: CalibrationText | None = None, **wanted: Any) -> str:
+    def advice(name: str, text: CalibrationText | None = None, **settings: Any) -> str:
         with pytest.raises(InputError, match="nothing would be removed") as refusal:
-            plan_by(name, model, text, **wanted)
+            plan_by(name, model, text, **settings)
         return str(refusal.value).partition("give ")[2]
 
     even: dict[str, Any] = {"budget": "heads", "allocation": "uniform"}

@@ -42,8 +42,8 @@ def text(tmp_path: Path) -> str:
 
 
 def windows_of(tokenizer: Any, text: str | None, task: str | None = None, **settings: Any) -> list[list[int]]:
-    found = read_calibration(tokenizer, text, task, **{"windows": 8, "tokens": 40, **settings})
-    return [row for ids, _ in found.batches for row in ids.tolist()]
+    actual = read_calibration(tokenizer, text, task, **{"windows": 8, "tokens": 40, **settings})
+    return [row for ids, _ in actual.batches for row in ids.tolist()]
 
 
 def stream_of(tokenizer: Any, windows: list[list[int]], before: int, after: int) -> str:
@@ -82,9 +82,9 @@ def test_a_window_begins_as_lm_eval_reads_its_text(
 
 def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, text: str) -> None:
     """The hash that plans of such models have had all along."""
-    found = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).record()
-    assert found["sha256"] == "86b6f6fd7c5ea7b6" and found["tokens"] == 320
-    assert found["special_tokens"] == {"before": [], "after": []} and found["apply_chat_template"] is False
+    actual = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).record()
+    assert actual["sha256"] == "86b6f6fd7c5ea7b6" and actual["tokens"] == 320
+    assert actual["special_tokens"] == {"before": [], "after": []} and actual["apply_chat_template"] is False
 
 
 def task_of(folder: Path) -> str:
@@ -171,30 +171,30 @@ def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, te
     folder = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder)
     tokenizer_with(tiny_folder, AROUND["bos"]).save_pretrained(folder)
-    found = []
+    actual = []
     for more in ([], ["--add_bos_token", "false"]):
         words = ["prune", "--pretrained", str(folder), "--ratio", "0.25", "--text", text, "--windows", "4",
                  "--tokens", "32", "--output", str(tmp_path / "plan.json"), *more]  # fmt: skip
         assert main(words) == 0
-        found.append(Plan.load(tmp_path / "plan.json").provenance["calibration"])
-    assert [one["special_tokens"]["before"] for one in found] == [["<s>"], []]
-    assert found[0]["sha256"] != found[1]["sha256"]
+        actual.append(Plan.load(tmp_path / "plan.json").provenance["calibration"])
+    assert [value["special_tokens"]["before"] for value in actual] == [["<s>"], []]
+    assert actual[0]["sha256"] != actual[1]["sha256"]
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "mt5", "mbart"])
 def test_a_decoder_begins_as_lm_eval_has_it(family: str) -> None:
     """Which gives an encoder-decoder labels; the model puts its start token before them."""
     model: Any = tiny(family)
-    text, seen = text_of(), list[torch.Tensor]()
+    text, recorded = text_of(), list[torch.Tensor]()
     embedding = model.get_decoder().get_input_embeddings()
-    embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    embedding.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
     list(text.run(model))
-    asked, seen[:] = list(seen), []
+    requested, recorded[:] = list(recorded), []
     with torch.no_grad():
         for ids, real in text.batches:
             model(input_ids=ids, attention_mask=real, labels=ids)
-    assert len(asked) == len(seen) and all(torch.equal(x, y) for x, y in zip(asked, seen, strict=True))
-    assert family == "mbart" or all((one[:, 0] == 0).all() for one in seen[1::2])
+    assert len(requested) == len(recorded) and all(torch.equal(x, y) for x, y in zip(requested, recorded, strict=True))
+    assert family == "mbart" or all((value[:, 0] == 0).all() for value in recorded[1::2])
 
 
 # --------------------------------------------------------------------------- what of the model is run
@@ -226,14 +226,14 @@ def test_calibration_does_not_run_the_output_head(name: str, family: str, monkey
         return [*scores.values.values(), *(scores.means or {}).values()]
 
     handle = model_map.model.get_output_embeddings().register_forward_pre_hook(refuse)
-    found = flat(pruner.scores(model_map, text, parts, {}))
+    actual = flat(pruner.scores(model_map, text, parts, {}))
     with pytest.raises(Called), torch.no_grad():
         model_map.model(**next(text.inputs(model_map.model))[2])
     handle.remove()
     for module in (calibration, attention_statistics):
         monkeypatch.setattr(module, "stop_forward_at", lambda *_, **__: nullcontext())
     whole = flat(pruner.scores(model_map, text, parts, {}))
-    assert len(found) == len(whole) > 0 and all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
+    assert len(actual) == len(whole) > 0 and all(torch.equal(x, y) for x, y in zip(actual, whole, strict=True))
 
 
 def test_calibration_does_not_run_the_output_head_of_a_wrapped_model() -> None:

@@ -61,12 +61,12 @@ def build(family: str, name: str, **changes: Any) -> Any:
 
 def outputs(model: Any) -> list[torch.Tensor]:
     with torch.no_grad():
-        found = model(input_ids=tokens(), attention_mask=torch.ones(3, 7, dtype=torch.long))
-    return [one for one in found.to_tuple() if isinstance(one, torch.Tensor)]
+        actual = model(input_ids=tokens(), attention_mask=torch.ones(3, 7, dtype=torch.long))
+    return [value for value in actual.to_tuple() if isinstance(value, torch.Tensor)]
 
 
-def same(one: Any, other: Any) -> bool:
-    return all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(outputs(one), outputs(other), strict=True))
+def same(model: Any, other: Any) -> bool:
+    return all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(outputs(model), outputs(other), strict=True))
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -106,11 +106,11 @@ def test_what_is_cut_keeps_its_head(family: str, name: str, tmp_path: Path) -> N
     for number, heads in enumerate(("L0H0+L0H1+L1H0+L1H1", "L0H0+L0H1")):
         plan = Plan(heads, {"L0": "0-7", "L1": "3-10"})
         folder = tmp_path / f"cut{number}"
-        made = cut_to(folder, model, plan)
+        smaller = cut_to(folder, model, plan)
         again = load_pretrained(folder)
         assert type(again).__name__ in (name, f"Pruned{name}", name.replace("Llama", "Mistral"))
         with plan.applied_to(model):
-            assert same(made.model, model) and same(again, model)
+            assert same(smaller.model, model) and same(again, model)
             if not type(again).__name__.startswith("Pruned"):
                 assert same(getattr(transformers, type(again).__name__).from_pretrained(folder), model)
 
@@ -269,7 +269,7 @@ def test_weights_that_change_nothing_are_left_out_and_said(
     edit(tmp_path / "m", **changes)
     caplog.clear()
     assert same(load_pretrained(tmp_path / "m"), model)
-    lines = [one.message for one in caplog.records if "leaves out" in one.message]
+    lines = [value.message for value in caplog.records if "leaves out" in value.message]
     assert len(lines) == named and all(key in line for key in keys for line in lines)
 
 
@@ -422,8 +422,8 @@ def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> N
     model, other = (load_pretrained(tmp_path / str(number) / "model") for number in (0, 1))
     HeadMask("L0H0").save(tmp_path / "mask.json", map_model(model))
     mask = HeadMask.load(tmp_path / "mask.json")
-    for one in (model, other):
-        cpu_offload(one, torch.device("cpu"))
+    for value in (model, other):
+        cpu_offload(value, torch.device("cpu"))
     with mask.applied_to(model):
         pass
     with pytest.raises(InputError, match="other weights"), mask.applied_to(other):

@@ -126,7 +126,7 @@ def test_processes_that_accelerate_does_not_know_of_are_refused(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
-    with pytest.raises(InputError, match=r"^WORLD_SIZE=2 .*ACCELERATE_USE_CPU=true"):
+    with pytest.raises(InputError, match=r"^WORLD_SIZE=2, .*ACCELERATE_USE_CPU=true"):
         PrunedHFLM(str(tiny_folder), device="cpu", responses=str(tmp_path / "s"))
     assert not (tmp_path / "s").exists()
     monkeypatch.setenv("WORLD_SIZE", "1")

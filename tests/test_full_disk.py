@@ -146,8 +146,8 @@ def test_a_sweep_goes_on_when_there_is_room(tiny_folder: Path, tmp_path: Path) -
             fill(patch, after=after)
             with pytest.raises(DiskError, match=NO_SPACE):
                 sweep(tiny_folder, tmp_path / "s", **options)
-    assert sweep(tiny_folder, tmp_path / "s", **options).known.all()
-    assert OutcomeStore(tmp_path / "s").read().known.all()
+    assert sweep(tiny_folder, tmp_path / "s", **options).observed.all()
+    assert OutcomeStore(tmp_path / "s").read().observed.all()
 
 
 def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -167,7 +167,7 @@ def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path,
         assert line.startswith("lmeval-prune: error: ") and line.endswith("run the same command again")
         assert not list((tmp_path / "g").glob("failed/*"))
     assert main(command) == 0
-    assert f"2 of {whole.cells} cells are there" in capsys.readouterr().out
+    assert f"2 of {whole.cells} cells are done" in capsys.readouterr().out
     assert outcomes(tmp_path / "g") == outcomes(tmp_path / "whole")
 
 

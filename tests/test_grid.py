@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -218,9 +219,9 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
         assert main(command) == 1
         assert main(command) == 1 and len(tried) == 2  # not tried again
     out = capsys.readouterr().out
-    assert "failed: head on prune_tiny_choice: RuntimeError: no room\n" in out and "0 of 2 cells are there" in out
+    assert "failed: head on prune_tiny_choice: RuntimeError: no room\n" in out and "0 of 2 cells are done" in out
     assert main([*command, "--retry-failed"]) == 0
-    assert "2 of 2 cells are there, 2 of them new" in capsys.readouterr().out
+    assert "2 of 2 cells are done, 2 of them new" in capsys.readouterr().out
     assert not list((tmp_path / "g" / "failed").iterdir())
 
 
@@ -306,8 +307,19 @@ def test_a_cell_depends_on_the_versions_of_what_computes_it(
 SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "tasks": ["prune_tiny_choice"]}
 
 
+def test_the_environment_is_collected_once(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds; afterwards torch's own function is in its place again."""
+    calls: list[int] = []
+    monkeypatch.setattr(worker_module, "_environment", functools.cache(lambda: calls.append(1) or "environment"))
+    collect = torch.utils.collect_env.get_pretty_env_info
+    assert run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path)).new == 2
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("cells/*/results.json")]
+    assert [result["pretty_env_info"] for result in results] == ["environment"] * 2 and len(calls) == 1
+    assert torch.utils.collect_env.get_pretty_env_info is collect
+
+
 def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while it measures, or asked for only when all cells are there."""
+    """Killed while it measures, or asked for only when all cells are done."""
     given = Grid.of(described(tiny_folder, **SMALL, measure=True))
     monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     child = os.fork()

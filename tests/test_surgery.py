@@ -56,26 +56,26 @@ EXPERTS_ONLY = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss"}
 
 def heads_for(model: nn.Module, unit: str, alike: bool) -> list[str]:
     """Heads of one unit or two: in every layer the same number, or of some layers only."""
-    found = []
-    for place, layer in enumerate(map_model(model).attention):
+    actual = []
+    for position, layer in enumerate(map_model(model).attention):
         share = layer.heads // layer.kv_heads
-        if place and not alike:
+        if position and not alike:
             continue
         if unit == "group":
-            group = place % layer.kv_heads
+            group = position % layer.kv_heads
             lost = range(group * share, (group + 1) * share)
         elif unit == "balanced":
-            lost = range(place % share, layer.heads, share)
+            lost = range(position % share, layer.heads, share)
         else:
-            lost = [1] if place % 2 else [0, 3]
-        found += [f"{layer.label}H{head}" for head in lost]
-    return found
+            lost = [1] if position % 2 else [0, 3]
+        actual += [f"{layer.label}H{head}" for head in lost]
+    return actual
 
 
 def channels_for(model: nn.Module, alike: bool) -> dict[str, str]:
     blocks = map_model(model).feed_forward
     lost = ["0,3-6,11", "1,2,7-10"]
-    return {block.label: lost[place % 2] if alike or not place else "5" for place, block in enumerate(blocks)}
+    return {block.label: lost[position % 2] if alike or not position else "5" for position, block in enumerate(blocks)}
 
 
 def stored(family: str, folder: Path) -> Any:
@@ -96,16 +96,16 @@ def implementations(model: Any) -> dict[str, str]:
     return {"attn_implementation": model.config._attn_implementation, "experts_implementation": "eager"}
 
 
-def compare(family: str, one: nn.Module, plan: Plan | None, other: nn.Module, generate: bool = True) -> None:
+def compare(family: str, model: nn.Module, plan: Plan | None, other: nn.Module, generate: bool = True) -> None:
     """Logits of a padded batch, and generation with either cache."""
     inputs = tokens()
-    with plan.applied_to(one) if plan else torch.no_grad():
-        expected = output(one, inputs, **padded())
-        texts = generated(family, one) if generate else {}
+    with plan.applied_to(model) if plan else torch.no_grad():
+        expected = output(model, inputs, **padded())
+        texts = generated(family, model) if generate else {}
     got = output(other, inputs, **padded())
     shown = padded()["attention_mask"].bool()
     if family in NO_NUMBERS_BESIDE_PADDING:
-        shown = shown & output(one, inputs, **padded()).isfinite().all(-1)
+        shown = shown & output(model, inputs, **padded()).isfinite().all(-1)
         assert shown[0].all()  # where nothing is padded
     torch.testing.assert_close(got[shown], expected[shown], rtol=0, atol=1e-9)
     assert expected[shown].isfinite().all()
@@ -121,13 +121,13 @@ def generated(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
         return {}
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     caches = ["dynamic"] + (["static"] if family in CAUSAL and type(model)._can_compile_fullgraph else [])
-    found = {}
+    actual = {}
     for cache in caches:
         own = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
-        found[cache] = model.generate(
+        actual[cache] = model.generate(
             tokens(2, 5), attention_mask=padded()["attention_mask"][:2, :5], **settings, **own
         )
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,12 +140,12 @@ def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_pat
         for alike in (True, False):
             channels = channels_for(model, alike) if family not in EXPERTS_ONLY else {}
             plan = Plan(heads_for(model, unit, alike), channels)
-            found = cut_to(tmp_path / f"{unit}-{alike}", model, plan)
-            compare(family, model, plan, found.model, generate=False)
+            actual = cut_to(tmp_path / f"{unit}-{alike}", model, plan)
+            compare(family, model, plan, actual.model, generate=False)
             loaded = load_pretrained(tmp_path / f"{unit}-{alike}", **implementations(model))
             assert loaded.dtype == torch.float64
             compare(family, model, plan, loaded)
-            removed = found.manifest["removed"]
+            removed = actual.manifest["removed"]
             fillers = sum(map(len, removed["fillers"].values()))
             assert removed["heads"] + fillers == len(plan.fit_to(map_model(model)).heads)
             own, was = (sum(x.numel() for x in m.parameters()) for m in (loaded, model))
@@ -216,9 +216,9 @@ def test_a_cut_of_a_cut_remembers_its_own_stages(tmp_path: Path) -> None:
 def test_a_head_mask_is_cut_as_the_plan_that_it_is_and_nothing_is_drawn() -> None:
     model = tiny("llama")
     draws = torch.get_rng_state()
-    found = cut(model, HeadMask("L0H0-1"))
+    actual = cut(model, HeadMask("L0H0-1"))
     assert torch.equal(torch.get_rng_state(), draws)
-    assert found.manifest["weights"] == cut(model, Plan("L0H0-1")).manifest["weights"]
+    assert actual.manifest["weights"] == cut(model, Plan("L0H0-1")).manifest["weights"]
 
 
 def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
@@ -227,17 +227,17 @@ def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
     HeadMask("L0H1+L1H0").save(tmp_path / "mask.json", model_map)
     Plan("L0H1+L1H0").save(tmp_path / "plan.json", model_map)
     Plan("L0H1", {"L0": "3"}).save(tmp_path / "more.json", model_map)
-    found = []
+    actual = []
     for name in ("heads", "plan", "mask"):
         for file in ("mask.json", "plan.json"):
-            (one,) = Arguments.of({name: str(tmp_path / file)}).interventions
-            assert name == "mask" or method_name(type(one)) == name
-            assert one.origin
-            with one.applied_to(model):
-                found.append(output(model, tokens()))
-            with pytest.raises(InputError, match="other weights"), one.applied_to(tiny("llama", seed=1)):
+            (intervention,) = Arguments.of({name: str(tmp_path / file)}).interventions
+            assert name == "mask" or method_name(type(intervention)) == name
+            assert intervention.origin
+            with intervention.applied_to(model):
+                actual.append(output(model, tokens()))
+            with pytest.raises(InputError, match="other weights"), intervention.applied_to(tiny("llama", seed=1)):
                 pass
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(value, actual[0]) for value in actual)
     with pytest.raises(InputError, match="more settings than heads has"):
         Arguments.of({"heads": str(tmp_path / "more.json")})
     (both,) = Arguments.of({"heads": "L0H2", "plan": str(tmp_path / "plan.json")}).interventions
@@ -282,7 +282,7 @@ def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Pa
     cut_to(tmp_path / "cut", model, loaded)
     torch.testing.assert_close(output(load_pretrained(tmp_path / "cut"), tokens()), expected, rtol=0, atol=1e-9)
     next(tmp_path.glob("plan.*.safetensors")).write_bytes(b"other")
-    with pytest.raises(InputError, match="is not the file that the artefact beside it was written with"):
+    with pytest.raises(InputError, match="does not belong to the artefact beside it"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -293,12 +293,12 @@ def test_a_plan_runs_in_the_engine_under_masks_of_its_own() -> None:
     with plan.applied_to(model):
         engine = Engine(model)
         requests = [Request(p, m, SamplingParams(5)) for p, m in zip(prompts, masks, strict=True)]
-        found = {request.prompt: answer for request, answer in engine.decode(requests)}
+        actual = {request.prompt: answer for request, answer in engine.decode(requests)}
         assert engine.unsupported is None
         for prompt, mask in zip(prompts, masks, strict=True):
             with mask.applied_to(model) if mask else nullcontext():
                 expected = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)
-            assert found[prompt] == expected[0, 6:].tolist()
+            assert actual[prompt] == expected[0, 6:].tolist()
 
 
 def test_an_emptied_layer_keeps_a_head_that_does_nothing(tmp_path: Path) -> None:
@@ -306,10 +306,10 @@ def test_an_emptied_layer_keeps_a_head_that_does_nothing(tmp_path: Path) -> None
     with pytest.raises(InputError, match="allow_empty_layer"):
         cut(model, Plan("L0H*"))
     plan = Plan("L0H*", {"L1": "0-47"}, allow_empty_layer=True)
-    found = cut_to(tmp_path / "cut", model, plan)
+    actual = cut_to(tmp_path / "cut", model, plan)
     compare("llama", model, plan, load_pretrained(tmp_path / "cut"))
-    assert found.manifest["removed"]["fillers"] == {"L0": [0]}
-    assert [layer.heads for layer in map_model(found.model).attention] == [1, 4]
+    assert actual.manifest["removed"]["fillers"] == {"L0": [0]}
+    assert [layer.heads for layer in map_model(actual.model).attention] == [1, 4]
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -337,26 +337,26 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
             assert config["per_layer_config"]["0"] == {"num_attention_heads": 2, "num_key_value_heads": 1}
             with pytest.raises(OSError, match=r"no file named model\.safetensors"):
                 AutoModelForCausalLM.from_pretrained(tmp_path / name)
-            found = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
+            actual = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
             base = AutoModel.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
-            assert type(found).__module__.startswith("transformers_modules")
-            torch.testing.assert_close(base(tokens()).last_hidden_state, found.model(tokens()).last_hidden_state)
-            assert [layer.heads for layer in map_model(cut(found, Plan("L1H0-1")).model).attention] == [2, 2]
+            assert type(actual).__module__.startswith("transformers_modules")
+            torch.testing.assert_close(base(tokens()).last_hidden_state, actual.model(tokens()).last_hidden_state)
+            assert [layer.heads for layer in map_model(cut(actual, Plan("L1H0-1")).model).attention] == [2, 2]
         else:
-            found = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
-        torch.testing.assert_close(output(found.eval(), tokens()), expected, rtol=0, atol=1e-9)
+            actual = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
+        torch.testing.assert_close(output(actual.eval(), tokens()), expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("family", "said"), [("qwen2", True), ("qwen3", False), ("llama", False)])
-def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, said: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "is_noted"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, is_noted: bool, tmp_path: Path) -> None:
     """Qwen2 has no `head_dim`; others divide. Where nothing but channels went, there is nothing to say."""
     model = stored(family, tmp_path)
-    found = cut_to(tmp_path / "cut", model, Plan("L*H0-1"))
-    assert "Pruned" not in found.manifest["class"]
-    assert any("--model-impl transformers" in note for note in found.manifest["notes"]) == said
+    actual = cut_to(tmp_path / "cut", model, Plan("L*H0-1"))
+    assert "Pruned" not in actual.manifest["class"]
+    assert any("--model-impl transformers" in note for note in actual.manifest["notes"]) == is_noted
     assert cut(model, Plan((), {"L0": "0", "L1": "0"})).manifest["notes"] == []
     again = cut(load_pretrained(tmp_path / "cut"), Plan((), {"L0": "0", "L1": "0"}))
-    assert any("--model-impl transformers" in note for note in again.manifest["notes"]) == said
+    assert any("--model-impl transformers" in note for note in again.manifest["notes"]) == is_noted
 
 
 @pytest.mark.parametrize("parts", ["o_proj", "down", "fillers", "both"])
@@ -366,8 +366,8 @@ def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_pa
     heads = "L0H1" if parts in ("fillers", "both") else ()
     biases = {"o_proj": ["o_proj"], "down": ["down"], "fillers": ["o_proj"], "both": ["o_proj", "down"]}[parts]
     plan = Plan(heads, compensation={f"L0.{name}.bias": torch.full((32,), 5.0).double() for name in biases})
-    found = cut_to(tmp_path / "cut", model, plan)
-    assert type(found.model).__name__ == "PrunedLlamaForCausalLM"
+    actual = cut_to(tmp_path / "cut", model, plan)
+    assert type(actual.model).__name__ == "PrunedLlamaForCausalLM"
     for kind in (AutoModelForCausalLM, AutoModel, LlamaForCausalLM):
         with pytest.raises(OSError, match=r"no file named model\.safetensors"):
             kind.from_pretrained(tmp_path / "cut")
@@ -395,20 +395,20 @@ def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> N
             and tokenizer("a b")["input_ids"] == AutoTokenizer.from_pretrained(tiny_folder)("a b")["input_ids"]
         )
     folder = tmp_path / str(torch.float32)
-    asked = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
+    requested = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
     load_pretrained(tiny_folder, dtype=torch.float32).save_pretrained(tmp_path / "32")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "32")
     settings: dict[str, Any] = {"device": "cpu", "batch_size": 3}
-    plain = PrunedHFLM(str(tmp_path / "32"), plan={"heads": "L0H1+L1H2-3"}, **settings).generate_until(asked)
+    plain = PrunedHFLM(str(tmp_path / "32"), plan={"heads": "L0H1+L1H2-3"}, **settings).generate_until(requested)
     for engine in ({}, {"engine": "batched"}):
         lm = PrunedHFLM(str(folder), **settings, **engine)
         lm.model.generation_config.repetition_penalty = 1.0
-        assert lm.generate_until(asked) == plain
+        assert lm.generate_until(requested) == plain
         info = lm.get_model_info()["pruning"]["checkpoint"]
         assert info["parameters"] == sum(x.numel() for x in lm.model.parameters()) and info["flops_per_prompt"]
         assert info["removed"]["heads"] == 2 and info["parent"] == {"name": tiny_folder.name, "revision": ""}
     both = PrunedHFLM(str(folder), heads="L1H0", **settings)
-    assert both.generate_until(asked) != plain
+    assert both.generate_until(requested) != plain
 
 
 @pytest.mark.parametrize("plan", [Plan("L*H0-1"), Plan("L0H0-1")])
@@ -428,17 +428,17 @@ def test_a_manifest_speaks_for_the_weights_that_it_was_written_with(
     folder, tokenizer = tmp_path / "cut", AutoTokenizer.from_pretrained(tiny_folder)
 
     def evaluated(dtype: str) -> dict[str, Any] | None:
-        given: Any = load_pretrained(folder, dtype=dtype) if live else str(folder)
+        arguments: Any = load_pretrained(folder, dtype=dtype) if live else str(folder)
         settings = {"tokenizer": tokenizer} if live else {"dtype": dtype}
-        return PrunedHFLM(given, device="cpu", **settings).get_model_info()["pruning"].get("checkpoint")
+        return PrunedHFLM(arguments, device="cpu", **settings).get_model_info()["pruning"].get("checkpoint")
 
     done = cut_to(folder, load_pretrained(tiny_folder, dtype=torch.float32), Plan("L*H0-1"), tokenizer)
     for dtype in ("float32", "bfloat16"):
-        found = evaluated(dtype)
-        assert found["removed"]["heads"] == 4 and found["parent"] == {
+        actual = evaluated(dtype)
+        assert actual["removed"]["heads"] == 4 and actual["parent"] == {
             name: done.manifest["parent"][name] for name in ("name", "revision")
         }
-        assert found["parent"]["name"] == tiny_folder.name and "other weights" not in caplog.text
+        assert actual["parent"]["name"] == tiny_folder.name and "other weights" not in caplog.text
     manifest, good = folder / "lmeval_prune.json", (folder / "lmeval_prune.json").read_text()
     for broken in ("{", good.replace('"stages"', '"stage"'), good.replace('"files"', '"file"')):
         manifest.write_text(broken)
@@ -470,9 +470,9 @@ def killed_at(step: int, folder: Path, model: nn.Module, plan: Plan) -> int:
     if child == 0:
         count = 0
 
-        def die(event: str, given: Any) -> None:
+        def die(event: str, arguments: Any) -> None:
             nonlocal count
-            if event in TOUCHES and str(folder.parent) in str(given):
+            if event in TOUCHES and str(folder.parent) in str(arguments):
                 count += 1
                 if count == step:
                     os._exit(255)
@@ -604,7 +604,7 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
     """Files of others', beside a checkpoint of ours too, one of ours that was changed, and the model that is cut."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("…")
-    with pytest.raises(InputError, match="has files that are no checkpoint"):
+    with pytest.raises(InputError, match="do not belong to a checkpoint"):
         cut_to(tmp_path / "mine", tiny("llama"), Plan("L0H1"))
     with pytest.raises(InputError, match="is a file"):
         cut_to(tmp_path / "mine" / "thesis.tex", tiny("llama"), Plan("L0H1"))
@@ -618,7 +618,7 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
         assert (folder / name).read_text() == "mine"
         (folder / name).unlink()
         if (folder / name).parent != folder:
-            with pytest.raises(InputError, match="no checkpoint of lmeval-prune's"):
+            with pytest.raises(InputError, match="do not belong to a checkpoint of lmeval-prune"):
                 cut_to(folder, model, Plan("L0H0-1"))
             os.removedirs((folder / name).parent)
     for parent in (folder, tmp_path / "link"):
@@ -663,4 +663,7 @@ def test_a_cut_says_why_it_is_no_plain_checkpoint(family: str, words: str) -> No
     assert cut(model, Plan("L0H4-7")).manifest["notes"][0].startswith("layers differ")
     alike = {f"{label}.o_proj.bias": torch.ones(64) for label in ("L0", "L1")}
     if family == "gemma3_text":
-        assert "no such biases" in cut(model, Plan((), {"L0": "0", "L1": "0"}, compensation=alike)).manifest["notes"][0]
+        assert (
+            "does not have the biases"
+            in cut(model, Plan((), {"L0": "0", "L1": "0"}, compensation=alike)).manifest["notes"][0]
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,32 +20,21 @@ def label_of(stack: str, layer: int) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Output rows of a projection that belong to one head, one channel, or all channels.
+    """Output rows of a projection that belong to one head, one channel, or all channels."""
 
-    Attributes:
-        module: the projection (`nn.Linear`, `Conv1D`, or a wrapper around either).
-        start, stop: row range in `module.weight` (Linear) or `module.weight.T` (Conv1D).
-    """
-
-    module: nn.Module
-    start: int
+    module: nn.Module  # projection: nn.Linear, Conv1D, or a wrapper around either
+    start: int  # row range in module.weight (Linear) or module.weight.T (Conv1D)
     stop: int
 
 
 @dataclass(frozen=True)
 class Block:
-    """Attention or feed-forward block of one layer.
+    """Attention or feed-forward block of one layer."""
 
-    Attributes:
-        stack: `""` in a model with one stack, else `"encoder"`, `"decoder"` or `"cross"` (cross-attention).
-        index: zero-based layer number, as in `L5H3`.
-        name, module: module that holds the projections, and its dotted name.
-    """
-
-    stack: str
-    index: int
-    name: str
-    module: nn.Module
+    stack: str  # "" in a model with one stack, else "encoder", "decoder" or "cross" (cross-attention)
+    index: int  # zero-based layer number, as in L5H3
+    name: str  # dotted name of the module
+    module: nn.Module  # holds the projections
 
     @cached_property
     def label(self) -> str:
@@ -54,23 +44,19 @@ class Block:
 
 @dataclass(frozen=True)
 class AttentionLayer(Block):
-    """Attention of one layer.
+    """Attention of one layer; key-value head g serves query heads g·G … g·G+G−1, G = heads / kv_heads."""
 
-    Attributes:
-        o_proj: output projection.
-        heads: number of query heads.
-        kv_heads: number of key-value heads; head g serves query heads g·G … g·G+G−1, G = heads / kv_heads.
-        head_dim: width of one head in the input of the output projection.
-        query_dim: rows of one head in the query projection (differs from `head_dim` in latent attention).
-        family: names of the projections.
-    """
+    o_proj: nn.Module  # output projection
+    heads: int  # number of query heads
+    kv_heads: int  # number of key-value heads
+    head_dim: int  # width of one head in the input of the output projection
+    query_dim: int  # rows of one head in the query projection; differs from head_dim in latent attention
+    family: Family  # names of the projections
 
-    o_proj: nn.Module
-    heads: int
-    kv_heads: int
-    head_dim: int
-    query_dim: int
-    family: Family
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.heads // self.kv_heads
 
     def columns(self, head: int) -> slice:
         """Return the input columns of the output projection that belong to a head."""
@@ -78,7 +64,7 @@ class AttentionLayer(Block):
 
     def kv_head_of(self, head: int) -> int:
         """Return the key-value head that a query head reads."""
-        return head // (self.heads // self.kv_heads)
+        return head // self.group_size
 
     def rows(self, part: str, index: int) -> Rows:
         """Return the rows of query head `index` (`part="q"`), or of key-value head `index` (`"k"`, `"v"`)."""
@@ -101,17 +87,12 @@ class FeedForward(Block):
     """Dense feed-forward block of one layer: `down(activation(gate) * up)`, or `down(activation(up))`.
 
     Channel c is input column c of `down`, and one row of each projection in `parts`.
-
-    Attributes:
-        gate: gate projection, or None; the same module as `up` if one projection computes both.
-        up, down: the other projections.
-        channels: number of channels.
     """
 
-    gate: nn.Module | None
+    gate: nn.Module | None  # the same module as up if one projection computes both
     up: nn.Module
     down: nn.Module
-    channels: int
+    channels: int  # number of channels
 
     @property
     def parts(self) -> dict[str, nn.Module]:
@@ -128,6 +109,12 @@ class FeedForward(Block):
         if channel is None:
             return Rows(self.parts[part], start, start + self.channels)
         return Rows(self.parts[part], start + channel, start + channel + 1)
+
+
+def columns_of(block: AttentionLayer | FeedForward, members: Iterable[int]) -> list[int]:
+    """Return the input columns of several heads or channels, in order."""
+    slices = map(block.columns, members)
+    return [column for columns in slices for column in range(columns.start, columns.stop)]
 
 
 def find_in(module: nn.Module, path: str) -> tuple[str, nn.Module] | None:

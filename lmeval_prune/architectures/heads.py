@@ -65,11 +65,7 @@ class Head(NamedTuple):
 
 
 def head_names(heads: Any) -> tuple[str, ...]:
-    """Split a user's text or list into head names (`L5H3`, `L5H0-3`, `L5H*`) without duplicates; needs no model.
-
-    Raises:
-        InputError: a name is malformed, or there is no name.
-    """
+    """Split a user's text or list into head names (`L5H3`, `L5H0-3`, `L5H*`) without duplicates; needs no model."""
     items: Iterable[Any]
     if isinstance(heads, str):
         text = heads.strip()
@@ -131,7 +127,8 @@ def _expand(name: str, model_map: ModelMap) -> list[Head]:
         raise InputError(
             f"head {name}: this model's stacks are {', '.join(stacks)}; name the stack, e.g. {stacks[0]}.L0H0"
         )
-    return [head for layer in _layers_in_range(name, match["layer"], layers) for head in _heads_of(name, layer)]
+    selected = _layers_in_range(name, match["layer"], layers)
+    return [head for layer in selected for head in _heads_in_range(name, match["head"], layer)]
 
 
 def _layers_in_range(name: str, numbers: str, layers: dict[int, AttentionLayer]) -> list[AttentionLayer]:
@@ -146,10 +143,8 @@ def _layers_in_range(name: str, numbers: str, layers: dict[int, AttentionLayer])
     return [layer for index, layer in layers.items() if begin <= index <= end]
 
 
-def _heads_of(name: str, layer: AttentionLayer) -> list[Head]:
-    match = _NAME.fullmatch(name)
-    assert match
-    begin, end = _bounds(match["head"], 0, layer.heads - 1)
+def _heads_in_range(name: str, numbers: str, layer: AttentionLayer) -> list[Head]:
+    begin, end = _bounds(numbers, 0, layer.heads - 1)
     if end >= layer.heads:
         raise InputError(f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}")
     return [Head(layer.stack, layer.index, head) for head in range(begin, end + 1)]

@@ -28,16 +28,9 @@ def model_name(name_or_path: str) -> str:
 def weights_fingerprint(model: nn.Module, rounded_to: torch.dtype | None = None) -> str | None:
     """Return a digest of all parameters and saved buffers: names, shapes and two checksums of each tensor.
 
-    The storage type does not matter: bfloat16 weights loaded as float32 have the same fingerprint. The checksums (a
-    sum, and a position-weighted sum, modulo 2⁶⁴) are computed on the tensor's device.
-
-    Args:
-        model: the model.
-        rounded_to: round floating-point parameters to this type first, which gives the fingerprint that the model has
-            after it is loaded in this type.
-
-    Returns:
-        16 hexadecimal digits, or None if a tensor is on the meta device.
+    The storage type does not matter: bfloat16 weights loaded as float32 have the same fingerprint. `rounded_to` gives
+    the fingerprint of the model loaded in that type. The checksums (a sum, and a position-weighted sum, modulo 2⁶⁴) are
+    computed on the tensor's device. Returns 16 hexadecimal digits, or None if a tensor is on the meta device.
     """
     import torch
 
@@ -91,12 +84,7 @@ def adapters_of(model: nn.Module) -> dict[str, Any]:
 
 
 def loadable_fingerprints(model: nn.Module, fingerprint: str | None) -> list[str]:
-    """Return the fingerprints of a model in its own type and in each type it may be loaded in.
-
-    Args:
-        model: the model.
-        fingerprint: its `weights_fingerprint`; None gives an empty list.
-    """
+    """Return the fingerprints of a model in its own type (`fingerprint`) and in each type it may be loaded in."""
     import torch
 
     if not fingerprint:

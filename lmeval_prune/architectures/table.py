@@ -37,53 +37,38 @@ def _codegen(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
 class FeedForwardNames:
     """Names in a family's feed-forward block: `down(activation(gate) * up)`, or `down(activation(up))`.
 
-    Attributes:
-        block: module that holds the projections, relative to the layer; empty if the layer itself holds them.
-        up, down: projections, relative to the block.
-        gate: projection, relative to the block; a live block may lack it. If it has the same name as `up`, one
-            projection computes both, the gate with the first half of its rows.
+    If `gate` and `up` have the same name, one projection computes both, the gate with the first half of its rows.
     """
 
-    block: str
-    up: str
+    block: str  # module that holds the projections, relative to the layer; empty: the layer itself
+    up: str  # projections, relative to the block
     down: str
-    gate: str | None = None
+    gate: str | None = None  # a live block may lack it
 
 
 @dataclass(frozen=True)
 class Family:
     """Names of a family's layers, attention modules and feed-forward blocks.
 
-    Relative names may hold alternatives, separated by `|`; the first one that exists in a live module counts.
-
-    Attributes:
-        layer: regular expression for the end of a layer's dotted name, with a group `layer` and, in a model with
-            several stacks, a group `stack`.
-        attention, cross_attention: attention modules, relative to the layer.
-        output: output projection, relative to the attention module. A head is a slice of its *input*.
-        width: attribute (relative) that holds the width of a head's slice.
-        query, key, value: projections, relative; the same name three times if `fused` tells them apart.
-        fused: row order of a fused projection.
-        key_value_pairs: key and value rows alternate by head in one projection (latent attention).
-        feed_forward: names of the feed-forward block, or None if unknown.
-        head_parameters: further parameters of the attention module with one entry per query head ("q") or key-value
-            head ("k"): (name, "q" or "k").
-        uncuttable: why heads can be masked but not cut; empty if they can be cut.
+    Names of attention modules are relative to the layer, names of projections relative to the attention module. A name
+    may hold alternatives, separated by `|`; the first one that exists in a live module counts.
     """
 
-    layer: str
+    layer: (
+        str  # regular expression for the end of a layer's name, with groups `layer` and, with several stacks, `stack`
+    )
     attention: str
-    output: str = "o_proj"
-    width: str = "head_dim"
-    query: str = "q_proj"
+    output: str = "o_proj"  # output projection; a head is a slice of its input
+    width: str = "head_dim"  # attribute that holds the width of a head's slice
+    query: str = "q_proj"  # the same name for query, key and value if the projection is fused
     key: str = "k_proj"
     value: str = "v_proj"
-    fused: Fused | None = None
-    key_value_pairs: bool = False
+    fused: Fused | None = None  # row order of a fused projection
+    key_value_pairs: bool = False  # key and value rows alternate by head in one projection (latent attention)
     cross_attention: str | None = None
     feed_forward: FeedForwardNames | None = None
-    head_parameters: tuple[tuple[str, str], ...] = ()
-    uncuttable: str = ""
+    head_parameters: tuple[tuple[str, str], ...] = ()  # (name, "q" or "k"): other parameters with an entry per head
+    uncuttable: str = ""  # why heads can be masked but not cut; empty if they can be cut
 
 
 def _fused(

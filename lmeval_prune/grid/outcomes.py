@@ -22,14 +22,28 @@ from lmeval_prune.artefacts import digest, read_json, write_artefact, write_text
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.grid.folder import CELL, VERSION, samples_file
 from lmeval_prune.models.answer_store import write_table
+from lmeval_prune.models.lengths import Lengths
 
 OUTCOMES, ANSWERS = "outcomes.parquet", "answers.parquet"
 PREFERRED_METRICS = ("exact_match", "acc")  # compared unless the grid names a metric
 
 
-class Results(TypedDict):
-    """Fields of lm-eval's results that choose the better direction."""
+class Pruning(TypedDict):
+    """The section `pruning` of lm-eval's results."""
 
+    answers: NotRequired[dict[str, Lengths]]
+
+
+class Config(TypedDict):
+    """The section `config` of lm-eval's results."""
+
+    pruning: NotRequired[Pruning]
+
+
+class Results(TypedDict):
+    """Fields of lm-eval's results that comparisons read."""
+
+    config: NotRequired[Config]
     higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
 
 
@@ -180,12 +194,16 @@ def read_text_keys(folder: Path) -> dict[tuple[str, int], str]:
     return {(row["task"], row["doc_id"]): row["text_key"] for row in table.to_pylist()}
 
 
-def read_cell_json(path: Path, fields: Any) -> Any:
-    """Read a JSON file of a cell."""
+def _read_results(folder: Path) -> Any:
     try:
-        return read_json(path, fields)
+        return read_json(folder / "results.json", Results)
     except InputError as error:
-        raise InputError(f"{error}; delete {path.parent} and run the grid") from None
+        raise InputError(f"{error}; delete {folder} and run the grid") from None
+
+
+def read_lengths(folder: Path) -> list[Lengths]:
+    """Read the lengths of a cell's answers, one part for each task; empty for log-likelihoods and earlier versions."""
+    return list(_read_results(folder).get("config", {}).get("pruning", {}).get("answers", {}).values())
 
 
 def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
@@ -194,7 +212,7 @@ def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
     Raises:
         InputError: the results are damaged, or the tasks of a group differ.
     """
-    higher = read_cell_json(folder / "results.json", Results).get("higher_is_better", {})
+    higher = _read_results(folder).get("higher_is_better", {})
     lower = {(higher.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
     if len(lower) > 1:
         names = ", ".join(f"{column} of {task}" for task, column in columns.items())

@@ -29,7 +29,7 @@ from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
-from lmeval_prune.profiling.speed import highest_memory
+from lmeval_prune.profiling.speed import peak_memory_of_process
 from lmeval_prune.tasks.loading import task_manager
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class Worker:
         lm = self._load(task, None if needs_order else str(self.folder.answers(cell.answers)))
         loaded = time.perf_counter()
         store = lm.answering.store
-        stored_before = len(store.known) if store else 0
+        stored_before = len(store.responses) if store else 0
         if isinstance(lm, VariantLM):
             lm.job_masks = masks
         seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
@@ -246,9 +246,9 @@ class Worker:
         ran = {
             "loading_seconds": loaded - start,
             "seconds": time.perf_counter() - loaded,
-            "answers_computed": len(store.known) - stored_before if store else None,
+            "answers_computed": len(store.responses) - stored_before if store else None,
             "variants_in_this_pass": len(masks) or 1,
-            "peak_rss_bytes_of_the_process": highest_memory(),
+            "peak_rss_bytes_of_the_process": peak_memory_of_process(),
             "threads": torch.get_num_threads(),
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {**versions(), "torch": torch.__version__},

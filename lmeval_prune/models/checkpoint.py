@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import digest
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import refused_as
+from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.arguments import FAMILY_DESCRIPTION
@@ -47,7 +47,7 @@ class Checkpoint:
 
     def _refused(self) -> Any:
         name = "/".join([str(self.loading["pretrained"]), *self.files.values()])
-        return refused_as(f"cannot read the model {name}; correct pretrained=")
+        return as_input_error(f"cannot read the model {name}; correct pretrained=")
 
     @property
     def revision(self) -> Any:

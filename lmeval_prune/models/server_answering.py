@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -29,11 +28,11 @@ class ServerAnswering(Answering):
         """Return the versions that answers depend on; servers do not use the transformers installed here."""
         return code_versions("lm_eval")
 
-    def _drawn(self, request: Any, repeat: int) -> list[Any]:
+    def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
         return [sampling_seed(self.lm.seed, repeat)]
 
-    def _depends_on(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        parts, head = super()._depends_on(kind, request, repeat)
+    def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
+        parts, head = super()._key_parts(kind, request, repeat)
         adapters = self.lm.adapter_hashes(self.variant(head))
         return {**parts, "cut": self.lm.client.truncated_length(kind, request), "adapters": adapters}, head
 
@@ -48,9 +47,6 @@ class ServerAnswering(Answering):
         """Return all variants that requests may need."""
         return list(dict.fromkeys(map(self.variant, self.router.pool if self.router else (UNPRUNED,))))
 
-    def _in_groups(self, kind: str) -> Callable[[Any], bool]:
-        return lambda _: False
-
     @property
     def _group_size(self) -> int:
         return 1
@@ -58,13 +54,13 @@ class ServerAnswering(Answering):
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         def keep(index: int, text: GeneratedText) -> None:
             if isinstance(text, MissingText) and self.store:
-                self.store.known[pending.keys[index]] = text  # used in this run, not stored
+                self.store.responses[pending.keys[index]] = text  # used in this run, not stored
             else:
                 pending.add(pending.keys[index], text, **(text.ending._asdict() if text.ending else {}))
 
         if pending.kind == "generate_until":
             return list(self.lm.client.generate(pending.requests, pending.repeats, keep, not disable_tqdm))
-        with self._watched(pending):
+        with self._hooked(pending):
             if pending.kind == "loglikelihood":
                 return list(LocalCompletionsAPI.loglikelihood(self.lm, pending.requests, disable_tqdm=disable_tqdm))
             return self.lm.client.score_rolling(pending.requests, not disable_tqdm)

@@ -79,14 +79,7 @@ def unit_pools(
 ) -> list[UnitPool]:
     """Return the pools of a budget, layer by layer, heads before channels.
 
-    Args:
-        model_map: map of the model.
-        budget: the budget.
-        scores: scores by part key; None for artificial scores by which small units and whole layers are removed first.
-        removed: by part key, members that earlier steps removed.
-
-    Raises:
-        InputError: all layers are skipped.
+    `removed` are members that earlier steps removed. Without scores, small units and whole layers are removed first.
     """
     options, pools, skipped = budget.options, list[UnitPool](), _skipped_layers(model_map, budget.options)
     unit = options.unit or "head"
@@ -146,11 +139,7 @@ def standardised(scores: Mapping[str, Tensor], removed: Removed, allocation: str
 
 
 def allocate(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
-    """Return how many units each pool loses, those of earlier steps included.
-
-    Raises:
-        InputError: the ratio cannot be reached without emptying a layer.
-    """
+    """Return how many units each pool loses, earlier steps included; refuse a ratio that would empty a layer."""
     options, allocation = budget.options, budget.allocation
     if options.budget == "heads":
         return _whole_units(pools, budget)
@@ -261,7 +250,7 @@ def _lowest_first(pools: Sequence[UnitPool], allow_empty: bool) -> Tensor:
 
 
 def _nearest(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
-    """Remove the lowest units of all pools, as many as come nearest to the budget."""
+    """Remove the lowest units of all pools whose total cost is nearest to the budget."""
     if not pools:
         return []
     due = sum(budget.ratio * pool.total - pool.removed * pool.cost for pool in pools)

@@ -33,19 +33,12 @@ BLOCK = 2**22  # maximum number of attention weights in memory
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """Attention weights of a block of queries.
+    """Attention weights of a block of queries."""
 
-    Attributes:
-        weights: (batch, heads, queries, keys).
-        visible: mask of keys that a query may attend to, broadcastable to `weights`.
-        first: mask of queries that are the first token of their text, (batch, queries).
-        first_keys: mask of keys that are the first token of their text, (batch, keys).
-    """
-
-    weights: Tensor
-    visible: Tensor
-    first: Tensor
-    first_keys: Tensor
+    weights: Tensor  # (batch, heads, queries, keys)
+    visible: Tensor  # mask of keys that a query may attend to, broadcastable to `weights`
+    first: Tensor  # mask of queries that are the first token of their text, (batch, queries)
+    first_keys: Tensor  # mask of keys that are the first token of their text, (batch, keys)
 
 
 # returns values, (batch, heads, queries), and a mask of queries that count, (batch, queries)

@@ -7,7 +7,7 @@ implements `scores`; all pruners share counting, units, schedules and plans (`al
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -24,15 +24,10 @@ from lmeval_prune.settings import Settings
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of heads and channels; the highest scores stay longest.
+    """Scores of heads and channels, by part key (`heads.L0` or `channels.L0`); the highest scores stay longest."""
 
-    Attributes:
-        values: by part (`heads.L0` or `channels.L0`): shape (heads,), (heads, columns of a head) or (channels,).
-        means: by part, the mean over tokens of the projection's input, shape (columns,), if the pruner computed it.
-    """
-
-    values: dict[str, Tensor]
-    means: Mapping[str, Tensor] | None = None
+    values: dict[str, Tensor]  # (heads,), (heads, columns of a head) or (channels,)
+    means: Mapping[str, Tensor] | None = None  # (columns,): mean input of the projection, if the pruner computed it
 
 
 @dataclass(frozen=True)
@@ -61,9 +56,7 @@ class Pruner(Settings, ABC):
         return {"method": pruner_name(self), "version": self.version, **asdict(self)}
 
     @abstractmethod
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Score heads and channels.
 
         Args:
@@ -81,15 +74,7 @@ class Pruner(Settings, ABC):
         """Raise `InputError` if the method cannot score this model, which may have no weights yet."""
 
     def check(self, kinds: Collection[str], has_text: bool) -> None:
-        """Check, before anything is computed, that the method can score these kinds of parts.
-
-        Args:
-            kinds: `heads`, `channels` or both.
-            has_text: whether the user gave a calibration text.
-
-        Raises:
-            InputError: the method cannot score channels, or needs a calibration text.
-        """
+        """Raise `InputError` if the method cannot score these kinds (`heads`, `channels`), or needs a text."""
         if self.heads_only and CHANNELS in kinds:
             raise InputError(
                 f"{pruner_name(self)} scores heads only; let channels stay (--parts heads, or no --ffn_ratio), or "
@@ -111,11 +96,7 @@ def per_member(scores: Tensor) -> Tensor:
 
 
 def make_pruner(name: str, options: Mapping[str, Any]) -> Pruner:
-    """Create a pruner from its method name and options.
-
-    Raises:
-        InputError: the method or an option is unknown, or a value does not suit its option.
-    """
+    """Create a pruner from its method name and options; raise `InputError` for unknown names or wrong values."""
     pruner: Pruner = pruner_class(name).from_dict(options, f"method {name}")
     return pruner
 

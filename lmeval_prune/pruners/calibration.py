@@ -29,17 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Batches of token ids for calibration.
+    """Batches of token ids for calibration."""
 
-    Attributes:
-        name: source of the text.
-        batches: token ids (rows, tokens), and a mask of real tokens (rows, tokens), 0 for padding.
-        reading: special tokens of a window, and whether the chat template was applied; stored in the plan.
-    """
-
-    name: str
-    batches: tuple[tuple[Tensor, Tensor], ...]
-    reading: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # source of the text
+    batches: tuple[tuple[Tensor, Tensor], ...]  # token ids (rows, tokens); mask of real tokens, 0 for padding
+    reading: Mapping[str, Any] = field(default_factory=dict)  # tokenisation: special tokens, chat template
 
     @classmethod
     def from_windows(
@@ -133,10 +127,7 @@ def check_length(model: Any, tokens: int) -> None:
 def encode(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> list[int]:
     """Tokenise a text with special tokens as lm-eval's `hf` tokenises a prompt (`HFLM.tok_encode`).
 
-    Args:
-        tokenizer: tokenizer of the model.
-        text: the prompt. If it begins with the beginning-of-text token, as chat templates write it, none is added.
-        add_bos_token: as for lm-eval's `hf`; None for the tokenizer's default.
+    No special tokens are added if the text begins with the beginning-of-text token, as chat templates write it.
     """
     special = False if _begins_with_bos(tokenizer, text) else add_bos_token
     return list(tokenizer.encode(text, **({} if special is None else {"add_special_tokens": special})))
@@ -158,9 +149,6 @@ def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None)
 
     If the text itself begins with the beginning-of-text token, as chat templates write it, nothing is added after it
     (as in `encode`), and the tokens before are read from the rest: the template's token may be that of a turn.
-
-    Raises:
-        InputError: the tokenizer splits the text differently when it adds special tokens.
     """
     plain = text
     if _begins_with_bos(tokenizer, text):
@@ -186,20 +174,7 @@ def read_calibration(
     """Read calibration windows.
 
     The paragraphs of a file, or a task's training problems with their answers, are shuffled and concatenated. Each
-    window is a slice of the result between the special tokens of a prompt.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        text: path of a text file.
-        task: name of an lm-eval task with a training split; instead of `text`.
-        windows, tokens: number of windows, and tokens per window, special tokens included.
-        batch: windows per forward pass.
-        seed: seed of the shuffle.
-        apply_chat_template: write a problem as user turn and its answer as assistant turn.
-        add_bos_token: as in `encode`.
-
-    Raises:
-        InputError: the text is missing, unreadable or too short for one window, or has no turns for a chat template.
+    window is a slice of the result between the special tokens of a prompt. Arguments as in `TextOptions`.
     """
     if (text is None) == (task is None):
         raise InputError("give the calibration text: either --task NAME (its training split) or --text FILE")

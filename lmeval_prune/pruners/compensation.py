@@ -15,10 +15,7 @@ _DAMPING_STEPS = 6  # attempts, each with ten times the damping
 def bias_for(weight: Tensor, mean: Tensor, removed: Collection[int]) -> Tensor:
     """Return the mean output of the removed columns: W·(m ⊙ removed), shape (outputs,), in float64.
 
-    Args:
-        weight: W, (outputs, columns).
-        mean: m, the mean of each column over tokens, (columns,).
-        removed: column numbers.
+    `weight` is W, (outputs, columns); `mean` is m, the mean of each column over tokens, (columns,).
     """
     columns = sorted(removed)
     return weight.double().cpu()[:, columns] @ mean[columns]
@@ -28,11 +25,7 @@ def least_squares_for(weight: Tensor, second: Tensor, removed: Collection[int]) 
     """Return the weight without the removed columns whose output is nearest to the original one, in float64.
 
     Minimises the mean of ‖W·x − W'·x‖² over W' with zeros in the removed columns S: W'_K = W_K + W_S·H_SK·H_KK⁻¹.
-
-    Args:
-        weight: W, (outputs, columns).
-        second: H, the mean of x·xᵀ over tokens, (columns, columns), damped (`damped`).
-        removed: S, column numbers.
+    `weight` is W, (outputs, columns); `second` is H, the damped mean of x·xᵀ over tokens, (columns, columns).
     """
     weight = weight.double().cpu()
     is_removed = torch.zeros(len(second), dtype=torch.bool)
@@ -47,17 +40,9 @@ def least_squares_for(weight: Tensor, second: Tensor, removed: Collection[int]) 
 
 
 def damped(second: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Add damping to the diagonal of a mean of x·xᵀ until the matrix is invertible.
+    """Add damping, as a share of the mean diagonal, to a mean of x·xᵀ (columns, columns) until it is invertible.
 
-    Args:
-        second: the mean of x·xᵀ over tokens, (columns, columns).
-        damping: added to the diagonal, as a share of the diagonal's mean; raised if it is too small.
-
-    Returns:
-        The damped matrix and the damping that it needed.
-
-    Raises:
-        InputError: the matrix is not positive definite with any damping.
+    Returns the damped matrix and the damping that it needed; raises `InputError` if no damping is enough.
     """
     diagonal = float(second.diagonal().mean())
     for _ in range(_DAMPING_STEPS):

@@ -6,7 +6,6 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,9 +25,7 @@ class Confidence(Pruner):
     reads_text: ClassVar[bool] = True
     heads_only: ClassVar[bool] = True
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Average the largest attention weights; see `Pruner.scores`."""
         return Scores(attention_statistic(model_map, self.require_text(text), confidences))
 

@@ -6,7 +6,6 @@ the removed columns becomes a bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -45,9 +44,7 @@ class Flap(Pruner):
         """Refuse quantised models; see `Pruner.check_model`."""
         check_not_quantised(model_map, pruner_name(self))
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Score channels and columns of heads, and return the input means for the biases; see `Pruner.scores`."""
         moments_class = ReferenceFluctuation if self.reference else Moments
         moments = input_moments(model_map, self.require_text(text), parts, moments_class)

@@ -33,12 +33,7 @@ class Removal:
 
 
 class LayerStore:
-    """Folder with one file per finished layer.
-
-    Args:
-        folder: created with the first layer; files of another plan in it are deleted.
-        identity: JSON value with everything that the plan depends on.
-    """
+    """Folder with one file per finished layer; files of a plan with another `identity` (a JSON value) are deleted."""
 
     def __init__(self, folder: Path, identity: Any) -> None:
         self.folder, self.key = folder, digest(identity)

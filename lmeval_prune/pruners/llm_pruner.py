@@ -52,9 +52,7 @@ class LlmPruner(Pruner):
             if projection_in(layer.module, layer.family.query) is None:
                 raise InputError(f"{name} needs the query projection of {layer.name}, which is unknown")
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Compute gradients over the text and sum the terms of each head and channel; see `Pruner.scores`."""
         self.check_model(model_map)
         squared = self.importance in ("second", "mix")
@@ -84,13 +82,9 @@ def structure_sums(
     by_line: bool = False,
     size: Callable[[Tensor], Tensor] = torch.abs,
 ) -> dict[str, Tensor]:
-    """Sum over all weights of each head and channel, by part key.
+    """Sum `size` of the terms of all weights of each head and channel, by part key.
 
-    Args:
-        parts: heads and channels.
-        terms: returns the term of each weight of a projection, (outputs, inputs).
-        by_line: sum each row or column before `size` is applied.
-        size: function of a term, or of a row's or column's sum.
+    `terms` returns the terms of a projection, (outputs, inputs); `by_line` sums rows and columns before `size`.
     """
 
     def summed(module: nn.Module, axis: int) -> Tensor:
@@ -103,10 +97,9 @@ def structure_sums(
         def rows(rows: Rows) -> Tensor:
             return row_sums[rows.module][rows.start : rows.stop].sum()
 
-        group_size = layer.heads // layer.kv_heads
         query = torch.stack([rows(layer.rows("q", head)) for head in range(layer.heads)])
         shared = torch.stack([rows(layer.rows("k", g)) + rows(layer.rows("v", g)) for g in range(layer.kv_heads)])
-        return output + query + shared.repeat_interleave(group_size) / group_size
+        return output + query + shared.repeat_interleave(layer.group_size) / layer.group_size
 
     sums = {}
     for part in parts:

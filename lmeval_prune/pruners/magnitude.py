@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,9 +17,7 @@ class Magnitude(Pruner):
 
     allocation: ClassVar[str] = "uniform"
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Sum the column norms; see `Pruner.scores`."""
         norms = {part.key: weight_of(part.projection).double().norm(dim=0).cpu() for part in parts}
         return Scores({part.key: norms[part.key].unflatten(0, (part.size, -1)).sum(1) for part in parts})

@@ -21,24 +21,13 @@ from lmeval_prune.pruners.parts import Part
 
 
 class Moments:
-    """Mean, variance and, optionally, second moments of columns over tokens.
-
-    Args:
-        columns: number of columns.
-        products: collect x·xᵀ, too.
-
-    Attributes:
-        count: number of tokens.
-        mean: mean of each column.
-        deviations: sum over tokens of the squared distance from the mean.
-        products: sum over tokens of x·xᵀ, (columns, columns), or None.
-    """
+    """Mean, variance and, with `products`, second moments of columns over tokens."""
 
     def __init__(self, columns: int, products: bool = False) -> None:
-        self.count = 0
+        self.count = 0  # number of tokens
         self.mean = torch.zeros(columns, dtype=torch.float64)
-        self.deviations = torch.zeros(columns, dtype=torch.float64)
-        self.products = torch.zeros(columns, columns, dtype=torch.float64) if products else None
+        self.deviations = torch.zeros(columns, dtype=torch.float64)  # sum of squared distances from the mean
+        self.products = torch.zeros(columns, columns, dtype=torch.float64) if products else None  # sum of x·xᵀ
 
     def add(self, x: Tensor) -> None:
         """Add tokens, (tokens, columns)."""
@@ -144,14 +133,7 @@ def read_inputs(
 def input_moments(
     model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], moments_class: type[Moments] = Moments
 ) -> dict[str, Moments]:
-    """Return the moments of projection inputs over a text, by part key.
-
-    Args:
-        model_map: map of the model.
-        text: calibration text, read once.
-        parts: parts whose projections are read.
-        moments_class: class of the moments.
-    """
+    """Return the moments of the inputs of the parts' projections over a text, by part key."""
     moments = {part.key: moments_class(in_features(part.projection)) for part in parts}
     read_inputs(model_map, text, parts, lambda part, x, real: moments[part.key].add_batch(x, real))
     for part in parts:

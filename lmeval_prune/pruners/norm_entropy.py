@@ -42,9 +42,7 @@ class NormEntropy(Pruner):
         """True unless α = 1 leaves the entropy out."""
         return self.alpha < 1
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Compute eq. 4; see `Pruner.scores`."""
         norms = weight_norms(parts)
         if self.alpha == 1:
@@ -72,9 +70,7 @@ class GlobalThreshold(Pruner):
 
     parts: ClassVar[str] = "heads"
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Compute eq. 1; see `Pruner.scores`."""
         return Scores(weight_norms(parts))
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
-from lmeval_prune.architectures.blocks import attribute_of, in_features, is_transposed, out_features, projection_in
+from lmeval_prune.architectures.blocks import (
+    attribute_of,
+    columns_of,
+    in_features,
+    is_transposed,
+    out_features,
+    projection_in,
+)
 from lmeval_prune.errors import InputError
 
 HEADS, CHANNELS = "heads", "channels"
@@ -62,7 +69,7 @@ class Part:
     @property
     def group_size(self) -> int:
         """Query heads per key-value head; 1 for channels."""
-        return self.block.heads // self.block.kv_heads if isinstance(self.block, AttentionLayer) else 1
+        return self.block.group_size if isinstance(self.block, AttentionLayer) else 1
 
     def units(self, unit: str = "head") -> Units:
         """Return the members of each unit: single channels, single heads, or groups of heads."""
@@ -71,8 +78,7 @@ class Part:
 
     def columns(self, members: Iterable[int]) -> list[int]:
         """Return the input columns of the projection that belong to some heads or channels."""
-        slices = (self.block.columns(member) for member in members)
-        return [column for columns in slices for column in range(columns.start, columns.stop)]
+        return columns_of(self.block, members)
 
     def cost(self, unit: str) -> int:
         """Return the number of parameters that one unit has; refuse layers with unknown projections."""

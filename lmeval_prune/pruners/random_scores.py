@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +22,7 @@ class RandomScores(Pruner):
 
     seed: int = 0
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Draw the scores; see `Pruner.scores`."""
         generators = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(KINDS)}
         return Scores({p.key: torch.rand(p.size, generator=generators[p.kind], dtype=torch.float64) for p in parts})

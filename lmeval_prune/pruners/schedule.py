@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -85,14 +85,8 @@ def stages(
                 if not has_scores_of(stored, kind):
                     progress(f"step {step} of {options.steps}: scoring {kind}")
             scored = _score(pruners, model_map, options.kinds, text, removed, stored)
-        for budget in _budgets(options, pruners, step):
-            pools = unit_pools(model_map, budget, standardised(scored.values, removed, budget.allocation), removed)
-            counts = allocate(pools, budget)
-            removed = removed_by(pools, counts, removed)
-            if options.budget == "parameters":
-                record["parameters"] = parameter_counts(pools, counts, budget)
-            else:
-                record["head_allocation" if budget.kinds == (HEADS,) else "ffn_allocation"] = budget.allocation
+        removed, notes = _remove_lowest(model_map, _budgets(options, pruners, step), scored, removed)
+        record |= notes
         if step == options.steps and not any(removed.values()):
             raise _nothing_removed(pruners, model_map, options)
         means = scored.means if step == 1 else None
@@ -104,6 +98,22 @@ def stages(
         provenance = {**record, **notes, "stages": list(history)}
         fields = {"compensation": compensation, "scores": values, "provenance": provenance}
         yield make_plan(removed, options.allow_empty_layer, **fields)
+
+
+def _remove_lowest(
+    model_map: ModelMap, budgets: Sequence[Budget], scores: Scores, removed: Removed
+) -> tuple[Removed, dict[str, Any]]:
+    """Remove the units with the lowest scores; return everything removed so far, and notes for the plan."""
+    notes: dict[str, Any] = {}
+    for budget in budgets:
+        pools = unit_pools(model_map, budget, standardised(scores.values, removed, budget.allocation), removed)
+        counts = allocate(pools, budget)
+        removed = removed_by(pools, counts, removed)
+        if budget.options.budget == "parameters":
+            notes["parameters"] = parameter_counts(pools, counts, budget)
+        else:
+            notes["head_allocation" if budget.kinds == (HEADS,) else "ffn_allocation"] = budget.allocation
+    return removed, notes
 
 
 def _record(
@@ -227,11 +237,7 @@ def _layerwise_plan(
 def resolve_options(
     options: PruneOptions, pruner: Pruner, model_map: ModelMap, channel_pruner: Pruner | None = None
 ) -> PruneOptions:
-    """Fill in the options that depend on the methods and the model, which may have no weights.
-
-    Raises:
-        InputError: the options do not suit the methods or the model.
-    """
+    """Fill in options that depend on the methods and the model, which may have no weights; refuse unsuitable ones."""
     channel_pruner = channel_pruner or pruner
     counts_parameters = options.budget == "parameters"
     defaults: dict[str, Any] = {
@@ -241,7 +247,13 @@ def resolve_options(
         "parts": _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts,
     }
     options = replace(options, **defaults)
-    if counts_parameters:
+    _check_options(options, pruner, channel_pruner, model_map)
+    return options
+
+
+def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> None:
+    """Raise `InputError` for resolved options that do not suit each other, the methods or the model."""
+    if options.budget == "parameters":
         _check_budget_of_parameters(options, model_map)
     else:
         _check_budget_of_heads(options, pruner, channel_pruner)
@@ -253,14 +265,13 @@ def resolve_options(
         )
     if not options.ratio and not options.ffn_ratio:
         raise InputError(
-            "nothing is to be removed; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
+            "the options remove nothing; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
             "--ffn_ratio (channels) or both, e.g. 0.25"
         )
     if options.ratio and options.parts != CHANNELS:
         check_unit(model_map, options.unit or "head")
     if CHANNELS in options.kinds and not model_map.channels():
         raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
-    return options
 
 
 def _check_budget_of_heads(options: PruneOptions, *pruners: Pruner) -> None:
@@ -282,7 +293,7 @@ def _check_budget_of_parameters(options: PruneOptions, model_map: ModelMap) -> N
     if options.ffn_ratio or options.ffn_multiple != 1:
         raise InputError(
             "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and "
-            "ffn_multiple, or give --budget heads, by which ratio counts heads and ffn_ratio channels"
+            "ffn_multiple, or give --budget heads, with which ratio counts heads and ffn_ratio channels"
         )
     if options.unit == "head" and options.parts != CHANNELS and _has_groups(model_map):
         raise InputError(
@@ -329,18 +340,7 @@ def check_methods(
     has_text: bool,
     scores: Mapping[str, Tensor] = NO_SCORES,
 ) -> None:
-    """Check that the methods can make a plan, before anything is computed.
-
-    Args:
-        pruner, channel_pruner: the methods.
-        model_map: map of the model, with weights or without.
-        options: resolved options.
-        has_text: whether there is calibration text.
-        scores: stored scores by part key.
-
-    Raises:
-        InputError: they cannot; the message names the reason.
-    """
+    """Raise `InputError` if the methods cannot make a plan with resolved options; the model may have no weights."""
     pruners = {HEADS: pruner, CHANNELS: channel_pruner}
     if any(isinstance(method, SequentialPruner) for method in pruners.values()):
         if channel_pruner is not pruner:

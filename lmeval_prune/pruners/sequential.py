@@ -68,9 +68,7 @@ class SequentialPruner(Pruner):
         lowest: list[int] = self.unit_scores(weight, moments, second, units).argsort(stable=True)[:count].tolist()
         return lowest
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Score all layers of the unpruned model; see `Pruner.scores`."""
         values: dict[str, Tensor] = {}
 
@@ -103,25 +101,15 @@ def _unit_columns(part: Part, units: Units) -> Units:
 
 @dataclass
 class LayerwisePruning:
-    """Prunes and compensates one layer after another; the model itself does not change.
-
-    Attributes:
-        model_map: map of the model.
-        text: calibration text.
-        select: selects the heads or channels to remove.
-        needs_second, remeasure_down: as in `SequentialPruner`.
-        options: options of the plan; compensation, damping and allow_empty_layer apply.
-        store: stores finished layers, so that a killed run resumes.
-        progress: receives progress messages.
-    """
+    """Prunes and compensates one layer after another; the model itself does not change."""
 
     model_map: ModelMap
     text: CalibrationText
     select: Select
-    needs_second: bool = False
+    needs_second: bool = False  # as in SequentialPruner
     remeasure_down: bool = False
     options: PruneOptions = field(default_factory=lambda: PruneOptions(compensation="none"))
-    store: LayerStore | None = None
+    store: LayerStore | None = None  # stores finished layers, so that a killed run resumes
     progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -149,7 +137,7 @@ class LayerwisePruning:
         return total, {**({"damping": total.damping} if total.damping else {}), **notes}
 
     def _prune_layer(self, number: int, parts: Sequence[Part]) -> Removal:
-        """Select what a layer loses and compensate for it, with the inputs that each projection has by then."""
+        """Select and compensate what a layer loses, with inputs measured after the layer's earlier removals."""
         removal = Removal()
         for measured in [[part] for part in parts] if self.remeasure_down else [parts]:
             moments = self._measure(number, removal, measured)
@@ -237,11 +225,7 @@ def _note_of_few_tokens(parts: Sequence[Part], tokens: int) -> dict[str, Any]:
 
 
 class LayerReplay:
-    """Runs a text through a model one layer at a time.
-
-    Attributes:
-        outputs: output of the previous layer for each batch.
-    """
+    """Runs a text through a model one layer at a time; `outputs` holds the previous layer's output of each batch."""
 
     def __init__(self, model_map: ModelMap, text: CalibrationText) -> None:
         self.model, self.text = model_map.model, text
@@ -250,12 +234,9 @@ class LayerReplay:
         self.batch = 0
 
     def run_layer(self, number: int, moments: Mapping[nn.Module, Moments], keep_output: bool = False) -> None:
-        """Run the text through a layer; the previous layer must have been run with `keep_output`.
+        """Run the text through a layer and add the inputs of projections to their moments.
 
-        Args:
-            number: number of the layer.
-            moments: moments by projection; the inputs of the projections are added to them.
-            keep_output: store the layer's output for the next layer.
+        `keep_output` stores the layer's output, which the next layer needs.
         """
         real = torch.ones(0)
 

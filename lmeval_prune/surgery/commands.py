@@ -99,7 +99,7 @@ def prune(
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
         scores: artefact of `importance` with stored scores, instead of computing them. Its method and options apply,
-            and different ones are refused. With ffn_method, channels are scored anew
+            and different ones are refused. With ffn_method, channels are scored by that method
         cut: folder for the smaller checkpoint
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
@@ -188,7 +188,7 @@ def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: 
     """Check that plan and checkpoint can be written, outside of each other, and that the model can be cut."""
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.skeleton import check_plain
+    from lmeval_prune.checkpoints.skeleton import check_unquantised
     from lmeval_prune.surgery.cut import check_cuttable
 
     if cut:
@@ -197,7 +197,7 @@ def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: 
         check_folder(cut, [pretrained])
         check_writable(cut, folder=True)
         check_cuttable(skeleton_map, "heads" in pruning.kinds)
-        check_plain(skeleton_map.model, pretrained)
+        check_unquantised(skeleton_map.model, pretrained)
     check_writable(output)
 
 

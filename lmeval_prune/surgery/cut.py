@@ -24,7 +24,7 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
-from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
+from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan, find_projection
@@ -38,19 +38,12 @@ _QUESTIONS = "_lmeval_prune_questions"
 
 @dataclass(frozen=True)
 class Cut:
-    """A smaller model and its provenance.
+    """A smaller model and its provenance."""
 
-    Attributes:
-        model: the smaller model, in evaluation mode.
-        manifest: manifest of its checkpoint.
-        plan: plan that was executed.
-        parent: map of the model that was cut.
-    """
-
-    model: Any
-    manifest: dict[str, Any]
-    plan: Plan
-    parent: ModelMap = field(repr=False)
+    model: Any  # the smaller model, in evaluation mode
+    manifest: dict[str, Any]  # manifest of its checkpoint
+    plan: Plan  # the plan that was executed
+    parent: ModelMap = field(repr=False)  # the model that was cut
 
     def save(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Write the model as a checkpoint; see `save_checkpoint`."""
@@ -65,11 +58,7 @@ class Cut:
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
-    """Cut a model and write the checkpoint.
-
-    Raises:
-        InputError: as in `cut` and `save_checkpoint`.
-    """
+    """Cut a model and write the checkpoint."""
     smaller = cut(model, plan)
     smaller.save(folder, tokenizer)
     return smaller
@@ -95,7 +84,7 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
 def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, keep_shapes: bool = False) -> Cut:
     """Load a model and cut it; check that this is possible before weights are loaded. Arguments as in `cut`."""
     skeleton = skeleton_of(pretrained, revision)
-    check_plain(skeleton, pretrained)
+    check_unquantised(skeleton, pretrained)
     skeleton_map = map_model(skeleton)
     check_cuttable(skeleton_map, bool(plan.heads) and not keep_shapes)
     plan = plan.fit_to(skeleton_map)

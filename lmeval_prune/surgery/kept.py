@@ -8,36 +8,30 @@ from dataclasses import dataclass
 from torch import nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
+from lmeval_prune.architectures.blocks import columns_of
 from lmeval_prune.interventions.plan import Plan
 
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """Heads of one layer that stay, by their original numbers; every key-value head keeps the same number of them.
+    """Heads of one layer that stay, by their original numbers; every key-value head keeps the same number of them."""
 
-    Attributes:
-        layer: the original layer.
-        heads: query heads, grouped by key-value head.
-        kv_heads: key-value heads.
-        fillers: pruned heads among `heads` that stay with zero weights, so that groups are equal or shapes stay.
-    """
-
-    layer: AttentionLayer
-    heads: tuple[int, ...]
+    layer: AttentionLayer  # the original layer
+    heads: tuple[int, ...]  # query heads, grouped by key-value head
     kv_heads: tuple[int, ...]
-    fillers: tuple[int, ...]
+    fillers: tuple[int, ...]  # pruned heads that stay with zero weights, so that groups are equal or shapes stay
 
     @classmethod
     def of(cls, layer: AttentionLayer, pruned: Collection[int]) -> KeptHeads:
         """Remove query heads: drop empty groups and fill the others up to the size of the largest."""
-        group_size = layer.heads // layer.kv_heads
-        groups = {g: range(g * group_size, (g + 1) * group_size) for g in range(layer.kv_heads)}
+        size = layer.group_size
+        groups = {g: range(g * size, (g + 1) * size) for g in range(layer.kv_heads)}
         remaining = {g: [head for head in heads if head not in pruned] for g, heads in groups.items()}
         remaining = {g: heads for g, heads in remaining.items() if heads} or {0: []}  # an empty layer: one filler
-        size = max(1, *map(len, remaining.values()))
+        largest = max(1, *map(len, remaining.values()))
         fillers: list[int] = []
         for g, heads in remaining.items():
-            fillers += [head for head in groups[g] if head not in heads][: size - len(heads)]
+            fillers += [head for head in groups[g] if head not in heads][: largest - len(heads)]
         kept = sorted([*fillers, *(head for heads in remaining.values() for head in heads)])
         return cls(layer, tuple(kept), tuple(remaining), tuple(fillers))
 
@@ -53,13 +47,11 @@ class KeptHeads:
 
     def columns(self) -> list[int]:
         """Return the input columns of the output projection that stay."""
-        slices = (self.layer.columns(head) for head in self.heads)
-        return [column for columns in slices for column in range(columns.start, columns.stop)]
+        return columns_of(self.layer, self.heads)
 
     def filler_columns(self) -> list[int]:
         """Return the positions of the fillers' columns among the columns that stay."""
-        width, indices = self.layer.head_dim, (self.heads.index(head) for head in self.fillers)
-        return [column for index in indices for column in range(index * width, (index + 1) * width)]
+        return columns_of(self.layer, map(self.heads.index, self.fillers))
 
     def rows(self) -> dict[nn.Module, list[int]]:
         """Return the rows of each input projection that stay, in their new order."""
@@ -80,19 +72,12 @@ class KeptHeads:
 
 @dataclass(frozen=True)
 class Kept:
-    """Heads and channels of a model that stay.
+    """Heads and channels of a model that stay."""
 
-    Attributes:
-        model_map: map of the original model.
-        heads: heads of each attention layer.
-        channels: channels of each feed-forward block by layer label.
-        zeroed: pruned channels among `channels` that stay with zero weights.
-    """
-
-    model_map: ModelMap
-    heads: Sequence[KeptHeads]
-    channels: dict[str, list[int]]
-    zeroed: dict[str, set[int]]
+    model_map: ModelMap  # the original model
+    heads: Sequence[KeptHeads]  # of each attention layer
+    channels: dict[str, list[int]]  # of each feed-forward block by layer label
+    zeroed: dict[str, set[int]]  # pruned channels that stay with zero weights
 
     @classmethod
     def of(cls, model_map: ModelMap, plan: Plan, keep_shapes: bool = False) -> Kept:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmeval_prune.architectures import AttentionLayer, map_model
 from lmeval_prune.architectures.blocks import attribute_of, in_features
-from lmeval_prune.checkpoints.loading import has_own_layers, pruned_class, stock_class
+from lmeval_prune.checkpoints.loading import has_pruned_layers, pruned_class, stock_class
 from lmeval_prune.errors import InputError
 from lmeval_prune.surgery.kept import Kept, KeptHeads
 
@@ -78,7 +78,7 @@ def _stock_candidates(kept: Kept) -> Iterator[tuple[type, Any, str]]:
     if kept.layers_differ():
         return
     changes: dict[str, Any] = {}
-    if not all(heads.unchanged for heads in kept.heads) or has_own_layers(model.config):
+    if not all(heads.unchanged for heads in kept.heads) or has_pruned_layers(model.config):
         changes |= _counts(config, len(first.heads), len(first.kv_heads), first.layer)
     for block in kept.model_map.feed_forward:
         stack_name = f"{block.stack}_ffn_dim"
@@ -151,7 +151,7 @@ def _is_parameter(name: str, model: Any) -> bool:
 def _uncut_config(config: Any) -> Any:
     """Copy a configuration without the settings of earlier cuts."""
     config = copy.deepcopy(config)
-    if has_own_layers(config):
+    if has_pruned_layers(config):
         del config.pruned_modules
         for name in _CUT_SETTINGS:
             config.__dict__.pop(name, None)

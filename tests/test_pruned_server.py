@@ -370,7 +370,7 @@ def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, ar
 def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None:
     with (
         Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub,
-        pytest.raises(InputError, match="under L0H2 as the unpruned"),
+        pytest.raises(InputError, match="under L0H2 as under dense"),
     ):
         served(tiny_folder, stub, **ROUTED)
     with (

@@ -221,7 +221,7 @@ def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool
             intercept_attention(model_map, behind, stack)
             stack.enter_context(filtered.applied_to(model))
             intercept_attention(model_map, lambda call, attend, before=before: attend(replace(call, **before)), stack)
-            runner = stack.enter_context(ModelRunner.on(model_map, KVCache(1, 20), [None]))
+            runner = stack.enter_context(ModelRunner.attached(model_map, KVCache(1, 20), [None]))
             passed.clear()
             with torch.inference_mode():
                 runner.forward([Chunk(0, 0, 0, range(3, 23))])

@@ -399,7 +399,7 @@ def test_the_budget_of_drafts_is_not_timed_without_drafts(monkeypatch: pytest.Mo
 def test_one_threshold_for_a_run_is_left_to_generate() -> None:
     model = model_of("llama")
     with TokenFilter(**QUICK, state="run").applied_to(model):
-        assert "depend on those before them" in str(Engine(model).unsupported)
+        assert "depend on earlier answers" in str(Engine(model).unsupported)
 
 
 @pytest.mark.parametrize(("times", "numbers"), [(3, (3, 16)), pytest.param(5, (1, 4, 16), marks=pytest.mark.long)])

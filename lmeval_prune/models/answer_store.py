@@ -371,6 +371,7 @@ def _look_up(
     keys: list[str] = []
     columns: dict[str, dict[str, Any]] = {}
     outdated: Counter[str] = Counter()
+    prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
     for request, repeat in zip(requests, repeats, strict=True):
         parts, head = key_parts(request, repeat)
         versions = parts.pop("versions")
@@ -378,8 +379,10 @@ def _look_up(
         keys.append(key := digest([request_digest, versions]))
         if key in store.responses or key in columns:
             continue
+        if id(request) not in prompts:
+            prompts[id(request)] = digest(request.args[0])
         columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
-        columns[key] |= {"prompt": digest(request.args[0]), "head": head}
+        columns[key] |= {"prompt": prompts[id(request)], "head": head}
         if store.versions.get(request_digest, versions) != versions:
             outdated[describe_version_change(store.versions[request_digest], versions)] += 1
     for reason, count in outdated.items():

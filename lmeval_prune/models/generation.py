@@ -100,7 +100,7 @@ def _engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams
     config = copy.deepcopy(lm.model.generation_config)
     if unknown := config.update(**options):
         raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
-    return SamplingParams.of_generation_config(config, stop=tuple(until), max_new_tokens=length), until
+    return SamplingParams.from_generation_config(config, stop=tuple(until), max_new_tokens=length), until
 
 
 def _decode(lm: HFLM, tokens: list[int], until: list[str]) -> str:

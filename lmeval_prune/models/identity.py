@@ -89,7 +89,7 @@ class ModelIdentity:
             tokenizer_fingerprint(lm.tokenizer),
             lm.checkpoint.generation_digest,
             lm.dtype,
-            {name: str(value) for name, value in sorted(lm.api.answer_options.items())},
+            {name: str(value) for name, value in sorted(lm.options.answer_options.items())},
             server=lm.kind.name + ("-chat" if lm.chat else ""),
             checkpoint=lm.base,
         )

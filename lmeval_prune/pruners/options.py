@@ -25,7 +25,7 @@ class PruneOptions(Settings):
         ffn_ratio: with --budget heads, share of all feed-forward channels that is removed
         ffn_multiple: the number of channels that stay in each block is a multiple of this
         allocation: global (compare the scores of all layers) or uniform (remove the same share of each layer and
-            carry what rounding leaves to the next; if the share is a whole number of units, layers stay alike, which
+            carry the rounding remainder to the next; if the share is a whole number of units, layers stay equal, which
             a plain checkpoint needs); with a budget of parameters also standardised (compare heads and channels of
             all layers by their distance from their layer's mean), flap_reference (the same, with the costs of FLAP's
             released code) and log (later layers lose more); default: the method's

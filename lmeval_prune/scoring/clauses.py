@@ -52,7 +52,7 @@ _EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii(
 _BOUNDARY = re.compile(
     r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
     r"|(?P<stop>[;!?，、。；：！？\n…]|(?<!#)[.,:]|[.,:](?!#)|,(?=#\s?[-+*/×·÷−]))"
-    rf"|\b(?:{_EXPLANATIONS})\b|(?<!{_CHINESE}){phrases('explanations', 'zh')}|\bi(?=\.)"
+    rf"|\b(?:{_EXPLANATIONS})\b|(?<!{_CHINESE}){phrases('explanations', 'zh')}"
     rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)",
     re.IGNORECASE,
 )
@@ -142,7 +142,7 @@ class Prose:
         cuts: list[tuple[int, int, str]] = []  # start, end, stop before
         start, opener, depth = 0, "", 0
         for boundary in _BOUNDARY.finditer(self.outline):
-            at, sign = boundary.start(), boundary.group()
+            at = boundary.start()
             seen = "#" in self.outline[start:at]
             if boundary["open"]:
                 ends = (
@@ -159,8 +159,7 @@ class Prose:
             if ends:
                 cuts.append((start, at, opener))
                 in_remark = depth > 0 and opener == "(" and not boundary["open"]
-                named = self.outline[start:at].strip() or not opener
-                opener = sign.lower() if named and not in_remark else opener
+                opener = opener if in_remark else boundary.group().lower()
                 start = boundary.end()
         cuts.append((start, len(self.outline), opener))
         return [self._clause(*cut) for cut in cuts if "#" in self.outline[cut[0] : cut[1]]]
@@ -182,12 +181,9 @@ class Prose:
             or not _TO_THE_NUMBER.match(self.outline, verb.end(), stop)
         ):
             return None
-        side = self.words(last_side, verb.start())
-        if side.startswith("#"):
-            if last_side > start and self.first_word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
-                return None
-            if re.match(r"# and (?!#)", side):  # 18 and the change is 7
-                return None
+        is_counted = last_side > start and self.words(last_side, stop).startswith("#")
+        if is_counted and self.first_word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
+            return None
         return verb.span()
 
     def governed(self, at: int, start: int) -> bool:

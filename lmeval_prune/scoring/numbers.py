@@ -239,8 +239,4 @@ def _is_cut(value: Fraction, digits: int) -> bool:
 
 
 def _ends(value: Fraction) -> bool:
-    bottom = value.denominator
-    for prime in (2, 5):
-        while bottom % prime == 0:
-            bottom //= prime
-    return bottom == 1
+    return 10 ** value.denominator.bit_length() % value.denominator == 0

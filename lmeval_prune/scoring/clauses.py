@@ -29,14 +29,14 @@ _MINUS = re.compile(  # between operands, before a command, between operands of 
 
 # --------------------------------------------------------------------------- parts of something larger
 
-_OPERATOR = r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_−]"
-_OTHER = rf"[+*^×·⋅÷−]|/(?!\s?(?:[A-Za-z]{{2}}|[{UNIT_LETTERS}]))"  # operators, but no rates
+_OPERATOR = r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_−∶]"
+_OTHER = rf"[+*^×·⋅÷−∶]|/(?!\s?(?:[A-Za-z]{{2}}|[{UNIT_LETTERS}]))"  # operators, but no rates
 _PART = re.compile(  # the number is an @, others are #
     rf"""(?:{_OPERATOR}|[<>≤≥≠]|\\[A-Za-z]+|\#)[ ]?@ | [-–—)\]]@ | \#[.:]@ | \{{.*\}}[ ]?@
     | (?:^|[^A-Za-z])(?!(?:{"|".join(words("currencies"))})@)[A-Za-z]+@
     | [(\[{{]\ ?@\ ?(?:\\?[)\]}}]|[,;:.…](?!\s?[A-Za-z])) | [,;]\ ?@\ ?\\?[)\]}}]
     | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER}) | @[-–]\ ?\(
-    | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ :\ \# | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
+    | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ ?=\s*$ | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
     | @(?![{UNIT_LETTERS}])[A-Za-z](?![A-Za-z]) | @\ \(mod\b | @(?:pi|sqrt|[π∞'′″])""",
     re.VERBOSE,
 )
@@ -112,7 +112,9 @@ class Prose:
         ends = [0, *(end for _, end, _ in found)]
         starts = [*(start for start, _, _ in found), len(text)]
         outline = "#".join(text[end:start] for end, start in zip(ends, starts, strict=True))
-        outline = outline.translate(_SIGNS).replace("<=", "≤").replace(">=", "≥").replace(":=", "=")
+        outline = (
+            outline.translate(_SIGNS).replace("<=", "≤").replace(">=", "≥").replace(":=", "=").replace("# : #", "#∶#")
+        )
         if "-" in outline or "–" in outline or "=>" in outline:
             outline = _MINUS.sub(lambda minus: f"{minus['left'] or ''}−", _ARROW.sub("→", outline))
         self.outline = outline
@@ -181,7 +183,11 @@ class Prose:
             or not _TO_THE_NUMBER.match(self.outline, verb.end(), stop)
         ):
             return None
-        is_counted = last_side > start and self.words(last_side, stop).startswith("#")
+        is_counted = (
+            last_side > start
+            and self.words(last_side, stop).startswith("#")
+            and self.words(last_side, verb.start()) != "#"
+        )
         if is_counted and self.first_word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
             return None
         return verb.span()

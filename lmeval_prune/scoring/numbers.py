@@ -28,7 +28,7 @@ _DIGITS = rf"""(?:(?:\d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:[1-9]\d{{0,2}}(?:  # 0.1(6
       (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{_SPACES}\ ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
     )(?!\d) | \d+)(?:\.\d+)? | \.\d+)(?:[eE][-+]?\d{{1,3}}(?![A-Za-z\d]))?)"""
 _LEAD = re.compile(
-    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})",
+    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}}(?:{MONEY}\s?)?)",
     re.I,
 )
 _MAGNITUDE = re.compile(

@@ -46,7 +46,7 @@ _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")
 _ASIDE = re.compile(rf"\b{phrases('offers')}|^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})", re.IGNORECASE)
 _INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)
 _FOOTNOTE = re.compile(
-    r"(?<=[\w.%)]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)|[†‡¹]"
+    r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)|[†‡¹]"
 )
 _STATES = re.compile(rf"=|\b{phrases('stating')}\s+(?:about |exactly |only |a total of )?[$£€]?-?\d", re.IGNORECASE)
 _PLANS = re.compile(phrases("planned"), re.IGNORECASE)

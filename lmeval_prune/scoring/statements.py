@@ -77,7 +77,7 @@ _MARKS = {
     "call": r"\b(?:finish|final_?answer|answer)(?:\[(?P<finished>[^\[\]\n]{1,100})\]|\((?P<called>[^()\n]{1,100})\))"
     r"|\bprint\((?P<printed>[^()\n]{1,100})\)$",
     "phrase": rf"{_KEY}|\b(?:answers?|ans)\b[^.\n\d=:：？?;]{{0,60}}?(?:(?P<is>{_IS})|{_COLON}|{_DASH})"
-    rf"|\bfinal answer\b{_EMPHASIS}(?=\n)|^A:(?=\s)|{phrases('announced', 'zh')}",
+    rf"|^[^\w\n]{{0,9}}(?:\w+ )?final answer\b{_EMPHASIS}(?=\n)|^A:(?=\s)|{phrases('announced', 'zh')}",
 }
 _INSIDE = ("word", "tagged", "line", "finished", "called", "printed")
 _MARK = re.compile("|".join(f"(?P<{how}>{mark})" for how, mark in _MARKS.items()), re.IGNORECASE | re.MULTILINE)

@@ -28,9 +28,10 @@ _LIST_STOPS = frozenset([",", ";", "、", "，", "；"])
 _CURRENCY = re.compile(r"(?:US|AU|CA|NZ|HK|NT|[ACRS])?\$|[€£¥₹]|Rs\.?|(?<=-)\s+|^\((.*)\)$")
 _DIGITS = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?", re.ASCII)  # no need to read those
 _NOT_THE_NUMBER = re.compile(r"\d\s*!|radians?\b|\d\s*(?:['′″…](?!\d))")
+_PIECE = re.compile(r"\w+|[^\w\s]")
 # Nothing but a number: a name and `=` may stand before it, and its unit after it.
 _BARE = re.compile(
-    r"(?:(?:[^#=\w]*[\w.]+){0,3}[^#=\w]*=)?(?P<before>[A-Za-z'’\u4e00-\u9fff(\[{\s,;:.!?，。：！？…–—-]*)#(?P<after>[^#=→\\<>≤≥≠]*)"
+    r"(?P<name>[^#=]{0,60}=)?(?P<before>[A-Za-z'’\u4e00-\u9fff(\[{\s,;:.!?，。：！？…–—-]*)#(?P<after>[^#=→\\<>≤≥≠]*)"
 )
 
 
@@ -193,7 +194,11 @@ def is_bare_number(text: str) -> bool:
     """Return whether a plain text is nothing but a number, with its name and `=` before it and its unit after it at most."""
     prose = Prose(text)
     bare = _BARE.fullmatch(prose.outline)
-    if not bare or len(re.findall(r"[(\[{]", prose.outline)) != len(re.findall(r"[)\]}]", prose.outline)):
+    if (
+        not bare
+        or len(_PIECE.findall(bare["name"] or "")) > 5
+        or len(re.findall(r"[(\[{]", prose.outline)) != len(re.findall(r"[)\]}]", prose.outline))
+    ):
         return False
     units = re.findall(r"[A-Za-z]+", bare["after"])
     if len(units) > 6 or any(len(unit) == 1 and unit not in UNIT_LETTERS + "a" for unit in units):

@@ -1,4 +1,4 @@
-"""pass@k, maj@N and the number of distinct answers, for any of our tasks with `repeats: N`.
+"""pass@k, maj@N and the number of distinct answers for tasks with `repeats: N`.
 
 ```yaml
 include: [prune_gsm8k.yaml, ../_pass] # or, for another N: include: prune_gsm8k_pass8.yaml
@@ -20,12 +20,12 @@ from lmeval_prune.tasks.scored import ScoredTask
 
 
 class PassAtTask(ScoredTask):
-    """A generative task that is tried N times a document.
+    """A generative task with N responses per document.
 
-    Metrics, for k = 1, 2, 4, … up to N: `pass@k` (any of the *first* k is right: for candidates in an
-    order, a router's) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k): for exchangeable candidates, samples);
-    `maj@N`; `distinct`, the number of different answers. For each part of the documents (`level_1`, `algebra`, …)
-    `pass@N_PART`, for which both estimators are the same.
+    Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for ordered candidates of a
+    router) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k); for exchangeable samples). Also `maj@N`; `distinct`, the
+    number of different answers; and for each part of the documents (`level_1`, `algebra`, …) `pass@N_PART`, which is
+    the same for both estimators.
 
     Raises:
         InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
@@ -41,7 +41,7 @@ class PassAtTask(ScoredTask):
         self.attempts = count
         self.main = f"pass@{count}"
         self.prefix = f"{self.main}_"
-        # Ranks are padded with copies of the last request, so exactly N are kept; other filters stay as they are.
+        # lm-eval pads ranks with copies of the last request, so exactly N responses are kept; other filters stay.
         filters = (config.get("filter_list") or [{"filter": []}])[0]["filter"]
         filters = [step for step in filters if step["function"] != "take_first"]
         keep = {"function": "take_first_k", "k": count}
@@ -50,25 +50,25 @@ class PassAtTask(ScoredTask):
 
     @property
     def ks(self) -> list[int]:
-        """Return the k that are reported."""
+        """Return the reported values of k."""
         return attempts(self.attempts)
 
     @property
     def means(self) -> list[str]:
-        """Return the metrics that are plain means over the documents."""
+        """Return the metrics that are means over the documents."""
         passes = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
         return [*passes, f"maj@{self.attempts}", "distinct", *self._failures]
 
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
-        """Return the metrics of N responses, which are scored one by one and then together."""
+        """Return the metrics of N responses."""
         scored = [self.score(doc, [text]) for text in list(response)[: self.attempts]]
-        right = [bool(score["exact_match"]) for score in scored]
+        correct = [bool(score["exact_match"]) for score in scored]
         answers = [score["extracted"] for score in scored]
         vote, distinct = majority(answers, EQUALITIES.get(self.score, same_text))
         return {
-            **{f"pass@{k}": float(pass_ordered(right, k)) for k in self.ks},
-            **{f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in self.ks},
-            f"maj@{self.attempts}": float(vote is not None and right[vote]),
+            **{f"pass@{k}": float(pass_ordered(correct, k)) for k in self.ks},
+            **{f"pass@{k}_unbiased": pass_unbiased(len(correct), sum(correct), k) for k in self.ks},
+            f"maj@{self.attempts}": float(vote is not None and correct[vote]),
             "distinct": float(distinct),
             "extracted": answers,
             "how": [score["how"] for score in scored],

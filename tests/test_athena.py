@@ -146,7 +146,7 @@ def collated(model: Athena, some: list) -> dict:
 
 
 def encoded(model: Athena) -> list[EncodedProblem]:
-    return [EncodedProblem.of(one.problem, model.tokenizer, model.settings.max_length) for one in grounded()]
+    return [EncodedProblem.of(item.problem, model.tokenizer, model.settings.max_length) for item in grounded()]
 
 
 def test_teacher_forcing_follows_the_formulas(model: Athena) -> None:
@@ -174,12 +174,12 @@ def test_batched_examples_equal_single_examples(model: Athena) -> None:
     assert len(inputs["labels"]) == split + len(got.answer)
     for number, example in enumerate(together):
         with torch.no_grad():
-            alone = model(**(own := collated(model, [example])))
+            alone = model(**(single := collated(model, [example])))
         mine, kept = got.candidate_problem == number, got.kept_problem == number
         torch.testing.assert_close(got.reason[mine], alone.reason, **CLOSE)
         torch.testing.assert_close(got.answer[kept], alone.answer, **CLOSE)
         labels = inputs["labels"]
-        assert torch.equal(torch.cat([labels[:split][mine], labels[split:][kept]]), own["labels"])
+        assert torch.equal(torch.cat([labels[:split][mine], labels[split:][kept]]), single["labels"])
 
 
 def test_the_loss_is_the_mean_of_all_judgements_and_accumulates(model: Athena) -> None:
@@ -193,8 +193,8 @@ def test_the_loss_is_the_mean_of_all_judgements_and_accumulates(model: Athena) -
     whole = torch.autograd.grad(loss, model.reason.score.weight)[0]
     parts, total = torch.zeros_like(whole), len(terms)
     for some in (examples(model)[:2], examples(model)[2:]):
-        own = collated(model, some)
-        parts += torch.autograd.grad(task_loss(model(**own), own["labels"], total), model.reason.score.weight)[0]
+        single = collated(model, some)
+        parts += torch.autograd.grad(task_loss(model(**single), single["labels"], total), model.reason.score.weight)[0]
     torch.testing.assert_close(parts, whole, **CLOSE)
 
 
@@ -207,7 +207,7 @@ def test_gradients_reach_all_weights_except_attention_to_a_single_key(model: Ath
     one_key = ("answer.norm", "answer.attention.query", "answer.attention.key")
     shifts = tuple(name for name in still if name.endswith("key.bias"))  # add the same to every score
     assert {name for name in still if not name.startswith((*one_key, *shifts, "encoder.pooler"))} == set()
-    assert {name for name in still if name.startswith(one_key)} >= {f"{one}.weight" for one in one_key}
+    assert {name for name in still if name.startswith(one_key)} >= {f"{item}.weight" for item in one_key}
 
 
 def test_solving_follows_the_formulas_alone_and_in_a_batch(model: Athena) -> None:
@@ -226,8 +226,8 @@ def test_solving_follows_the_formulas_alone_and_in_a_batch(model: Athena) -> Non
 
 def test_number_of_thoughts_and_steps_is_limited(encoder: Path) -> None:
     model = host(encoder, steps=4, max_kept=5, accept=1e-40, conclude=1 - 1e-15)
-    found = solve(model, encoded(model))
-    assert {len(solution.kept) for solution in found} == {5}
+    result = solve(model, encoded(model))
+    assert {len(solution.kept) for solution in result} == {5}
     short = host(encoder, steps=1, conclude=1 - 1e-15)
     assert all(thought[0] == "num" for solution in solve(short, encoded(short)) for thought in solution.kept)
 
@@ -261,9 +261,9 @@ def test_saved_model_round_trip(tmp_path: Path, family: str) -> None:
     assert (again.settings, again.about) == (model.settings, model.about)
     inputs = collated(model, examples(model))
     with torch.no_grad():
-        one, other = model(**inputs), again(**inputs)
-    assert torch.equal(one.reason, other.reason)
-    assert torch.equal(one.answer, other.answer)
+        item, other = model(**inputs), again(**inputs)
+    assert torch.equal(item.reason, other.reason)
+    assert torch.equal(item.answer, other.answer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder", "host"]
     assert map_model(again.encoder).weights == map_model(model.encoder).weights
     (tmp_path / "host" / "head.safetensors").write_bytes(b"cut off")
@@ -294,7 +294,7 @@ def test_attention_maps_are_optional(tmp_path: Path) -> None:
     inputs = collated(model, examples(model)[:2])
     maps = model(**inputs, output_attentions=True).attentions
     length = inputs["input_ids"].shape[1]
-    assert [tuple(one.shape) for one in maps] == [(2, 4, length, length)] * 2
+    assert [tuple(item.shape) for item in maps] == [(2, 4, length, length)] * 2
     assert model(**inputs).attentions is None
 
 
@@ -303,7 +303,7 @@ def test_models_without_a_mask_token_are_refused(tmp_path: Path, tiny_folder: Pa
         begin(str(tiny_folder))
     with pytest.raises(InputError, match="has no mask token"):
         begin(str(encoder_folder(tmp_path / "maskless", mask=None)))
-    with pytest.raises(InputError, match="is no encoder"):
+    with pytest.raises(InputError, match="is not an encoder"):
         begin(str(encoder_folder(tmp_path / "bart", "bart")))
     with pytest.raises(InputError, match=r"cannot be read|no such folder"):
         begin(str(tmp_path / "nowhere"))
@@ -311,6 +311,6 @@ def test_models_without_a_mask_token_are_refused(tmp_path: Path, tiny_folder: Pa
 
 def test_example_problems() -> None:
     assert len(grounded()) == len(PROBLEMS)
-    assert all(one.is_solved_by(str(document(i)["formula"]).partition("=")[0]) for i, one in enumerate(grounded()))
+    assert all(item.is_solved_by(str(document(i)["formula"]).partition("=")[0]) for i, item in enumerate(grounded()))
     thought: Thought = grounded()[0].equation.root
     assert thought == ("add", ("num", 0), ("num", 1))

@@ -50,9 +50,9 @@ def multiset(thought: Thought) -> object:
     return operator, frozenset(Counter(multiset(part) for part in parts).items())
 
 
-def joined(operator: str, one: object, other: object) -> object:
+def joined(operator: str, item: object, other: object) -> object:
     whole: Counter[object] = Counter()
-    for part in (one, other):
+    for part in (item, other):
         whole += Counter(dict(part[1])) if part[0] == operator else Counter([part])
     return operator, frozenset(whole.items())
 
@@ -77,14 +77,14 @@ def test_candidates_equal_brute_force(seed: int) -> None:
     leaves = [*N[: draw.choice([1, 2, 3])], ("con", "1")][: draw.choice([1, 2, 4])]
     expansion, kept = Expansion(leaves), list[tuple[object, int]]()
     for depth in range(6):
-        expected = brute_force([multiset(one) for one in leaves], kept, depth)
+        expected = brute_force([multiset(item) for item in leaves], kept, depth)
         candidates = expansion.candidates()
         assert {multiset(c.thought) for c in candidates} == expected
         assert len(candidates) == len(expected)  # none twice
         for candidate in candidates if depth else ():
-            first, second = (expansion.kept[place] for place in (candidate.first, candidate.second))
-            made = merged(candidate.operator, first, second) if depth % 2 == 0 else (candidate.operator, first)
-            assert made == candidate.thought
+            first, second = (expansion.kept[position] for position in (candidate.first, candidate.second))
+            created = merged(candidate.operator, first, second) if depth % 2 == 0 else (candidate.operator, first)
+            assert created == candidate.thought
         assert [c.operator for c in candidates] == sorted((c.operator for c in candidates), key=order)
         chosen = draw.sample(candidates, min(len(candidates), draw.choice([1, 2, 3])))
         chosen.sort(key=candidates.index)
@@ -102,7 +102,7 @@ def test_expansion_ends_without_new_thoughts() -> None:
     for kept in ([0, 1], [], []):  # the numbers, no transform, no merge
         assert not expansion.ended
         candidates = expansion.candidates()
-        expansion.keep(candidates[place] for place in kept)
+        expansion.keep(candidates[index] for index in kept)
     assert expansion.ended
     nothing = Expansion([])
     assert nothing.candidates() == []
@@ -153,9 +153,9 @@ def test_labels_follow_the_equation(equation: str, kept: list[list[Thought]]) ->
     ],
 )
 def test_constants_make_shorter_thoughts(equation: str, root: Thought) -> None:
-    found = parse(equation, leaf)
-    assert found.root == root
-    labelled_steps([N[0], N[1], ("con", "1")], *found)  # can be reached
+    result = parse(equation, leaf)
+    assert result.root == root
+    labelled_steps([N[0], N[1], ("con", "1")], *result)  # can be reached
 
 
 @pytest.mark.parametrize("text", ["", "n0 +", "n0 % n1", "f(n0)", "n0 ^ n1", "n0 ^ 4", "True", "n0 = n1", "(" * 300])
@@ -174,17 +174,17 @@ def tree(draw: random.Random, size: int) -> str:
 def test_equations_are_reached_and_written_with_the_same_value() -> None:
     draw, numbers = random.Random(0), [Fraction(7), Fraction(5, 2), Fraction(1, 3), Fraction(11)]
     names = {f"n{i}": value for i, value in enumerate(numbers)}
-    seen = 0
+    collected = 0
     for _ in range(400):
         text = tree(draw, draw.randrange(1, 7))
         value = evaluate(text, names)
-        found = parse(text, leaf)
+        result = parse(text, leaf)
         leaves = [*N, ("con", "1"), ("con", "2")]
-        assert labelled_steps(leaves, *found)[-1]
+        assert labelled_steps(leaves, *result)[-1]
         if value is not None:
-            seen += 1
-            assert evaluate(expression(found.root, numbers)) == value, text
-    assert seen > 300
+            collected += 1
+            assert evaluate(expression(result.root, numbers)) == value, text
+    assert collected > 300
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,9 @@ def test_expressions_have_the_brackets_they_need(thought: Thought, text: str) ->
     ],
 )
 def test_numbers_of_a_text(text: str, numbers: list[int]) -> None:
-    found = Problem.of(text)
-    assert list(found.numbers) == numbers
-    assert len(found.pieces) == len(numbers) + 1
+    result = Problem.of(text)
+    assert list(result.numbers) == numbers
+    assert len(result.pieces) == len(numbers) + 1
 
 
 def test_the_text_has_a_mask_for_each_number_and_no_other() -> None:
@@ -251,16 +251,16 @@ def test_names_and_constants() -> None:
 
 def test_all_grounded_equations_of_asdiv_a_are_reached(shared_data) -> None:
     rows = load("asdiv_a", "all", shared_data)
-    grounded = [one for row in rows if (one := GroundedProblem.of(row))]
+    grounded = [item for row in rows if (item := GroundedProblem.of(row))]
     assert (len(rows), len(grounded)) == (1218, 1217)
-    assert Counter(one.steps(()) for one in grounded) == {3: 939, 5: 278}
-    right = sum(one.is_solved_by(expression(one.equation.root, one.problem.numbers)) for one in grounded)
+    assert Counter(item.steps(()) for item in grounded) == {3: 939, 5: 278}
+    right = sum(item.is_solved_by(expression(item.equation.root, item.problem.numbers)) for item in grounded)
     assert right == 1217 - 28  # of 28 the stated answer is a remainder's or is rounded
 
 
 def test_equations_of_math23k_are_reached(shared_data) -> None:
     for row in list(load("math23k", "test", shared_data))[:50]:
-        one = GroundedProblem.of(row)
-        assert one
-        assert one.steps(("1", "2", "157/50")) <= 19
-        assert one.is_solved_by(expression(one.equation.root, one.problem.numbers))
+        item = GroundedProblem.of(row)
+        assert item
+        assert item.steps(("1", "2", "157/50")) <= 19
+        assert item.is_solved_by(expression(item.equation.root, item.problem.numbers))

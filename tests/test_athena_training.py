@@ -134,13 +134,13 @@ def test_patience_survives_a_kill(options: TrainOptions, tmp_path: Path) -> None
 
 def test_training_improves_and_is_recorded(options: TrainOptions, trained: str) -> None:
     about = checkpoint.describe(trained)
-    found = losses(trained)
-    first, *_, last = [value for key, value in found if key == "loss"]
+    result = losses(trained)
+    first, *_, last = [value for key, value in result if key == "loss"]
     assert last < first
     assert about["problems"] == {"train": 20, "validation": 4, "ungrounded": 0, "repeated": 0}
     assert about["settings"]["steps"] == 5
     assert about["settings"]["constants"] == []
-    best = max(value for key, value in found if key == "eval_accuracy")
+    best = max(value for key, value in result if key == "eval_accuracy")
     accuracies = [row["eval_accuracy"] for row in about["log"] if "eval_accuracy" in row]
     assert about["best_epoch"] == accuracies.index(best) + 1
     for ending in ("png", "svg"):
@@ -175,19 +175,19 @@ def test_without_a_validation_split_the_last_epoch_counts(options: TrainOptions,
 
 def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path: Path) -> None:
     still = encoder_folder(tmp_path / "encoder", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    found = []
+    result = []
     for batch, accumulate in ((4, 2), (8, 1)):
         folder = str(tmp_path / str(batch))
-        one = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
+        item = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
         with (
             pytest.MonkeyPatch.context() as patch
         ):  # Adam would turn the rounding of gradients that are zero into steps
             patch.setattr(BatchesByLength, "__iter__", lambda self: iter(range(len(self))))
             patch.setattr(AthenaTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
-            training.train(replace(one, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
-        found.append(weights(folder))
-    for key, value in found[0].items():
-        torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-5)
+            training.train(replace(item, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
+        result.append(weights(folder))
+    for key, value in result[0].items():
+        torch.testing.assert_close(result[1][key], value, rtol=0, atol=1e-5)
     assert losses(str(tmp_path / "4"))[0][1] == pytest.approx(losses(str(tmp_path / "8"))[0][1], abs=1e-5)
 
 
@@ -279,10 +279,10 @@ def test_refused_training_leaves_no_files(options: TrainOptions, tmp_path: Path)
 def test_mistakes_are_one_line(
     options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    given = ["--encoder", options.encoder, "--data_dir", str(options.data_dir), "--output", str(tmp_path / "host")]
+    arguments = ["--encoder", options.encoder, "--data_dir", str(options.data_dir), "--output", str(tmp_path / "host")]
     if "--encoder" in words:
-        given = given[2:]
-    assert main(["athena", "train", *given, *words.split()]) == 2
+        arguments = arguments[2:]
+    assert main(["athena", "train", *arguments, *words.split()]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("lmeval-prune: error: ")
     assert message in error
@@ -303,10 +303,10 @@ def test_split_excludes_test_and_ungrounded_problems(options: TrainOptions, tmp_
     rows[1] |= {"formula": "3+99=102"}  # fold 1: a number that the text lacks
     rows[2] |= {"body": rows[0]["body"], "question": rows[0]["question"], "formula": rows[0]["formula"]}  # of the test
     (folder / "asdiv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = ProblemSplit.load(replace(options, data_dir=str(folder)))
-    assert (found.ungrounded, found.repeated) == (1, 1)
-    assert (len(found.train), len(found.validation)) == (18, 4)
-    assert found.constants == ()
+    result = ProblemSplit.load(replace(options, data_dir=str(folder)))
+    assert (result.ungrounded, result.repeated) == (1, 1)
+    assert (len(result.train), len(result.validation)) == (18, 4)
+    assert result.constants == ()
 
 
 @pytest.mark.parametrize("kind", ["training", "validation"])
@@ -345,11 +345,11 @@ def evaluate(
 def test_lm_eval_prompts_with_the_bare_question(options: TrainOptions, trained: str) -> None:
     results = {}
     for heads in ("", ",heads=L0H0-2+L1H1-3"):
-        found = evaluate(f"pretrained={trained}{heads}", options, batch_size=3)
-        results[heads] = [row["resps"][0][0] for row in found["samples"]["prune_asdiv_a_equation"]]
-        pruning = found["config"]["pruning"]
+        result = evaluate(f"pretrained={trained}{heads}", options, batch_size=3)
+        results[heads] = [row["resps"][0][0] for row in result["samples"]["prune_asdiv_a_equation"]]
+        pruning = result["config"]["pruning"]
         assert pruning["heads"] == ([f"L0H{i}" for i in range(3)] + [f"L1H{i}" for i in range(1, 4)] if heads else [])
-        assert found["config"]["athena"]["problems"]["train"] == 20
+        assert result["config"]["athena"]["problems"]["train"] == 20
     model = checkpoint.read(trained)
     rows = training_rows(options, "fold0")
     from lmeval_prune.athena.problems import Problem
@@ -371,7 +371,7 @@ def test_training_questions_in_a_test_are_reported(
     docs = training_rows(options, "fold0")[:1] + training_rows(options, "fold1")[:2]
     requests = [Instance("generate_until", doc, ("whatever", {}), 0, ("t", i, 1)) for i, doc in enumerate(docs)]
     assert len(lm.generate_until(requests)) == 3
-    assert "2 of the questions were in the training" in caplog.text
+    assert "2 of the questions were in this model's training data" in caplog.text
     with pytest.raises(InputError, match="have no field 'query'"):
         AthenaLM(trained, question_field="query").generate_until(requests)
     with pytest.raises(InputError, match="use a task that scores"):
@@ -412,7 +412,7 @@ def test_mask_file_of_the_encoder(trained: str, tmp_path: Path) -> None:
     path = tmp_path / "mask.json"
     assert main(["mask", "--pretrained", f"{trained}/encoder", "--heads", "L0H1", "--output", str(path)]) == 0
     lm = AthenaLM(trained, mask=str(path))
-    assert [one.heads for one in interventions_on(lm.host.encoder)] == [("L0H1",)]
+    assert [item.heads for item in interventions_on(lm.host.encoder)] == [("L0H1",)]
     lm.close()
     assert interventions_on(lm.host.encoder) == ()
     shutil.copytree(trained, tmp_path / "other")
@@ -439,13 +439,13 @@ def test_training_on_math23k_with_constants(options: TrainOptions, shared_data: 
     assert model.about["problems"]["train"] + model.about["problems"]["validation"] == 50
     assert "1" in model.settings.constants
     assert model.settings.steps > 5
-    found = evaluate(
+    result = evaluate(
         f"pretrained={tmp_path / 'host'}",
         replace(options, data_dir=str(tmp_path / "data")),
         "prune_math23k_equation",
         split="test",
     )
-    answers = [row["resps"][0][0] for row in found["samples"]["prune_math23k_equation"]]
+    answers = [row["resps"][0][0] for row in result["samples"]["prune_math23k_equation"]]
     assert len(answers) == 5
     assert all(answer.startswith(r"\boxed{") for answer in answers)
 

@@ -121,11 +121,11 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_pretrained(folder).state_dict()
 
 
-def assert_same(one: str, other: str, tolerance: float = 1e-6) -> None:
-    for stage, again in zip(losses(one), losses(other), strict=True):
+def assert_same(item: str, other: str, tolerance: float = 1e-6) -> None:
+    for stage, again in zip(losses(item), losses(other), strict=True):
         assert [name for name, _ in stage] == [name for name, _ in again]
         assert [value for _, value in stage] == pytest.approx([value for _, value in again], abs=tolerance)
-    expected, got = weights(one), weights(other)
+    expected, got = weights(item), weights(other)
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
@@ -155,9 +155,9 @@ def test_two_stages_of_athena(
 ) -> None:
     monkeypatch.setattr(recursion, "draw", curves.draw)
     note = distill(athena)
-    said = capsys.readouterr().out
-    assert "stage 2 of 2, epoch 2.00 of 2" in said
-    assert "at most about" in said
+    message = capsys.readouterr().out
+    assert "stage 2 of 2, epoch 2.00 of 2" in message
+    assert "at most about" in message
     first, second = note["stages"]
     assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
     left = {label: len(heads) for label, heads in second["heads"].items()}
@@ -218,11 +218,11 @@ def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
     assert answer.startswith(" \\boxed{")
     assert answer.endswith("}</s>")
     inputs = host.collate(material.train[:3])
-    counted = sum(len(one.ids) - one.start for one in material.train[:3])
+    counted = sum(len(item.ids) - item.start for item in material.train[:3])
     assert host.items(inputs) == counted
     in_chat = host_of(replace(language, chat=True))
-    asked = in_chat.examples().train[0]
-    prompt = in_chat.tokenizer.decode(asked.ids[: asked.start])  # type: ignore[attr-defined]
+    selected = in_chat.examples().train[0]
+    prompt = in_chat.tokenizer.decode(selected.ids[: selected.start])  # type: ignore[attr-defined]
     assert prompt.startswith("u: ")
     assert prompt.endswith("a:")
 
@@ -317,13 +317,13 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
         ]
     task = response = items = 0.0
     for row in range(3):
-        for place in range(1, inputs["labels"].shape[1]):
-            label = int(inputs["labels"][row, place])
+        for index in range(1, inputs["labels"].shape[1]):
+            label = int(inputs["labels"][row, index])
             if label < 0:
                 continue
-            p, q = ((x.logits[row, place - 1] / 3.0).softmax(-1) for x in outputs)
+            p, q = ((x.logits[row, index - 1] / 3.0).softmax(-1) for x in outputs)
             response += float((p * (p / q).log()).sum())
-            task -= float(outputs[1].logits[row, place - 1].softmax(-1)[label].log())
+            task -= float(outputs[1].logits[row, index - 1].softmax(-1)[label].log())
             items += 1
     feature = 0.0
     lengths = inputs["attention_mask"].sum(1).tolist()
@@ -341,18 +341,19 @@ def test_student_heads_are_compared_with_their_teacher_heads(
     athena: DistillOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start of each stage, query weights of student heads equal those of their teacher heads."""
-    seen: list[int] = []
+    collected: list[int] = []
 
     def compared(self: DistillTrainer) -> Any:
         maps = [map_model(self.host.backbone(model)).attention for model in (self.student, self.teacher)]
         for (student_layer, teacher_layer), kept in zip(zip(*maps, strict=True), self.heads, strict=True):
             assert len(kept) == student_layer.heads
-            for place, head in enumerate(kept):
-                own, theirs = student_layer.rows("q", place), teacher_layer.rows("q", head)
+            for index, head in enumerate(kept):
+                student_rows, teacher_rows = student_layer.rows("q", index), teacher_layer.rows("q", head)
                 assert torch.equal(
-                    own.module.weight[own.start : own.stop], theirs.module.weight[theirs.start : theirs.stop]
+                    student_rows.module.weight[student_rows.start : student_rows.stop],
+                    teacher_rows.module.weight[teacher_rows.start : teacher_rows.stop],
                 )
-                seen.append(head)
+                collected.append(head)
         with torch.no_grad():  # as if it had been trained, so that stages differ
             for parameter in self.student.parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape))
@@ -360,22 +361,25 @@ def test_student_heads_are_compared_with_their_teacher_heads(
 
     monkeypatch.setattr(DistillTrainer, "run", compared)
     note = distill(athena)
-    assert len(seen) == 6 + 4
+    assert len(collected) == 6 + 4
     base = map_model(checkpoint.read(athena.pretrained).encoder).attention
     last = map_model(checkpoint.read(athena.output).encoder).attention
     for layer, original in zip(last, base, strict=True):
-        for place, head in enumerate(note["stages"][1]["heads"][layer.label]):  # by the numbers of the unpruned model
-            own, theirs = layer.rows("q", place), original.rows("q", head)
-            far = own.module.weight[own.start : own.stop] - theirs.module.weight[theirs.start : theirs.stop]
+        for index, head in enumerate(note["stages"][1]["heads"][layer.label]):  # by the numbers of the unpruned model
+            student_rows, teacher_rows = layer.rows("q", index), original.rows("q", head)
+            far = (
+                student_rows.module.weight[student_rows.start : student_rows.stop]
+                - teacher_rows.module.weight[teacher_rows.start : teacher_rows.stop]
+            )
             assert float(far.abs().max()) < 0.1
 
 
 def test_stages_follow_the_schedule() -> None:
     base = map_model(tiny("bert", num_attention_heads=8, num_hidden_layers=3))
-    wanted = PruneOptions(0.5, steps=3)
+    target = PruneOptions(0.5, steps=3)
     for allocation, left, expected in (("global", 24, 4), ("global", 20, 4), ("uniform", 24, 3)):
         assert pruning_of_stage(
-            wanted, 1 if left == 24 else 2, base, _left(base, left), allocation
+            target, 1 if left == 24 else 2, base, _left(base, left), allocation
         ).ratio * left == pytest.approx(expected)
 
 
@@ -595,14 +599,14 @@ def test_accumulated_batches_are_one_large_batch(
     options = replace(request.getfixturevalue(kind), stages=1, epochs=1, rate=0.05, clip=1e9, decay=0.0)
     if kind == "athena":
         options = replace(options, pretrained=still_host(dense, tmp_path), validation=0.0)
-    found = []
+    result = []
     for batch, accumulate in ((2, 3), (6, 1)):
-        one = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
+        item = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
         with pytest.MonkeyPatch.context() as patch:
             plain_descent(patch)
-            distill(one)
-        found.append(one.output)
-    assert_same(found[0], found[1], 1e-6 if kind == "athena" else 1e-9)
+            distill(item)
+        result.append(item.output)
+    assert_same(result[0], result[1], 1e-6 if kind == "athena" else 1e-9)
 
 
 @pytest.mark.parametrize("batch", [3, 4, 5, 7])
@@ -619,17 +623,17 @@ def test_processes_share_an_epoch_without_repeats(athena: DistillOptions, tmp_pa
         list(BatchSamplerShard(BatchSampler(PaddedOrder(order, len(dataset)), batch, False), 2, process))
         for process in (0, 1)
     ]
-    assert sorted(place for shard in shards for one in shard for place in one if place < 20) == list(range(20))
+    assert sorted(index for shard in shards for item in shard for index in item if index < 20) == list(range(20))
     alone = [list(order)[i : i + batch] for i in range(0, 20, batch)]
-    made = [[collate_padded(host, examples[0], [dataset[x] for x in one]) for one in shard] for shard in shards]
-    for update, both in enumerate(zip(*made, strict=True)):
-        expected = [host.collate([examples[x] for x in one]) for one in alone[2 * update : 2 * update + 2]]
-        assert trainer.counts(both).tolist() == trainer.counts(expected).tolist()
-    idle = [one for shard in made for one in shard if "idle" in one]
+    created = [[collate_padded(host, examples[0], [dataset[x] for x in item]) for item in shard] for shard in shards]
+    for update, pair in enumerate(zip(*created, strict=True)):
+        expected = [host.collate([examples[x] for x in item]) for item in alone[2 * update : 2 * update + 2]]
+        assert trainer.counts(pair).tolist() == trainer.counts(expected).tolist()
+    idle = [item for shard in created for item in shard if "idle" in item]
     assert len(idle) == len(alone) % 2
     trainer.model.eval()
-    for one in idle:
-        assert float(trainer.compute_loss(trainer.model, one)) == 0
+    for item in idle:
+        assert float(trainer.compute_loss(trainer.model, item)) == 0
         assert {name: float(over) for name, (_, over) in trainer._validation_sums.items()} == dict.fromkeys(
             ("task", "response"), 0.0
         )
@@ -773,22 +777,22 @@ def test_questions_of_ancestors_and_teachers_are_refused_as_test(language: Disti
     ):
         with pytest.raises(InputError, match=r"was trained on 6 of the 6 questions of the test split fold1"):
             distill(replace(last, **changes))
-    both = read_note(second.output)["material"]["trained_on"]
-    assert len(both) == 12
-    assert (read_manifest(second.output) or {})["trained_on"] == both
+    pair = read_note(second.output)["material"]["trained_on"]
+    assert len(pair) == 12
+    assert (read_manifest(second.output) or {})["trained_on"] == pair
 
 
 def test_training_questions_of_athena_are_refused_as_test(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path
 ) -> None:
     """For a host of fold 1 that was distilled on fold 2, and for its teacher."""
-    own = replace(athena, stages=1, epochs=0, validation=0.0)
+    untrained = replace(athena, stages=1, epochs=0, validation=0.0)
     about = {"options": {**checkpoint.describe(dense.output)["options"], "train": ["fold1"]}}
     model = checkpoint.read(dense.output)
     fold1 = {question_key(row) for row in load("asdiv_a", "fold1", dense.data_dir)}
     model.about = {**model.about, **about, "trained_on": sorted(fold1), "validated_on": []}
     checkpoint.write(model, tmp_path / "of1")
-    first = replace(own, pretrained=str(tmp_path / "of1"), train=("fold2",))
+    first = replace(untrained, pretrained=str(tmp_path / "of1"), train=("fold2",))
     distill(first)
     described = checkpoint.describe(first.output)
     assert fold1 < set(described["trained_on"])
@@ -797,10 +801,17 @@ def test_training_questions_of_athena_are_refused_as_test(
     changes = {"ratio": 0.25, "train": ("fold4",), "output": str(tmp_path / "second")}
     for test in ("fold1", "fold2"):
         with pytest.raises(InputError, match=f"was trained on 6 of the 6 questions of the test split {test}"):
-            distill(replace(own, pretrained=first.output, test=test, **changes))
+            distill(replace(untrained, pretrained=first.output, test=test, **changes))
     with pytest.raises(InputError, match="student was trained on 6 of the 6 questions of the test split fold2"):
         distill(
-            replace(own, pretrained=str(tmp_path / "of1"), teacher=first.output, test="fold2", feature=False, **changes)
+            replace(
+                untrained,
+                pretrained=str(tmp_path / "of1"),
+                teacher=first.output,
+                test="fold2",
+                feature=False,
+                **changes,
+            )
         )
 
 
@@ -810,10 +821,10 @@ def test_an_older_host_draws_its_validation_split_again(
     model = checkpoint.read(dense.output)
     expected = model.about.pop("validated_on")
     checkpoint.write(model, tmp_path / "older")
-    seen = host_of(athena).questions_of(str(tmp_path / "older"))
-    assert seen.to_artefact()["validated_on"] == expected
+    collected = host_of(athena).questions_of(str(tmp_path / "older"))
+    assert collected.to_artefact()["validated_on"] == expected
     assert len(expected) == 4
-    assert seen == host_of(athena).questions_of(dense.output)
+    assert collected == host_of(athena).questions_of(dense.output)
 
 
 def test_unknown_training_options_are_refused(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
@@ -856,11 +867,14 @@ def test_question_in_both_splits_is_a_training_question(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path
 ) -> None:
     model = checkpoint.read(dense.output)
-    own = TrainingQuestions(frozenset("ab"), frozenset("bc"))
-    model.about |= own.to_artefact()
+    questions = TrainingQuestions(frozenset("ab"), frozenset("bc"))
+    model.about |= questions.to_artefact()
     checkpoint.write(model, tmp_path / "host")
     host = host_of(replace(athena, pretrained=str(tmp_path / "host")))
-    assert host.all_questions(own, [], "fold0").to_artefact() == {"trained_on": ["a", "b", "c"], "validated_on": ["c"]}
+    assert host.all_questions(questions, [], "fold0").to_artefact() == {
+        "trained_on": ["a", "b", "c"],
+        "validated_on": ["c"],
+    }
     with pytest.raises(InputError, match="was trained on 1 of the 1 validation problems"):
         host.all_questions(TrainingQuestions(frozenset("c"), frozenset("a")), [], "fold0")
 
@@ -903,10 +917,10 @@ def test_trainer_arguments_of_transformers(
     """Recomputed activations change nothing; bfloat16 changes little."""
     options = replace(request.getfixturevalue(kind), stages=1, epochs=1, ratio=0.25 if kind == "athena" else 0.5)
     if kind == "language":  # the fixture's is of float64, which autocast leaves alone
-        single = tmp_path / "single"
-        shutil.copytree(options.pretrained, single)
-        load_pretrained(options.pretrained).float().save_pretrained(single)
-        options = replace(options, pretrained=str(single))
+        float32_copy = tmp_path / "float32_copy"
+        shutil.copytree(options.pretrained, float32_copy)
+        load_pretrained(options.pretrained).float().save_pretrained(float32_copy)
+        options = replace(options, pretrained=str(float32_copy))
     recomputed: list[int] = []
     original = GradientCheckpointingLayer.__call__
 
@@ -915,16 +929,16 @@ def test_trainer_arguments_of_transformers(
         return original(self, *args, **named)
 
     monkeypatch.setattr(GradientCheckpointingLayer, "__call__", called)
-    found = []
+    result = []
     for trainer in ({}, {"gradient_checkpointing": True}, {"bf16": True}):
         recomputed.clear()
-        one = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
-        distill(one)
+        item = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
+        distill(item)
         assert any(recomputed) == ("gradient_checkpointing" in trainer)
-        found.append([value for name, value in losses(one.output)[0] if name in ("task", "response", "feature")])
-    assert found[1] == pytest.approx(found[0], abs=1e-6)
-    assert found[2] == pytest.approx(found[0], rel=0.1, abs=0.05)
-    assert found[2] != found[0]
+        result.append([value for name, value in losses(item.output)[0] if name in ("task", "response", "feature")])
+    assert result[1] == pytest.approx(result[0], abs=1e-6)
+    assert result[2] == pytest.approx(result[0], rel=0.1, abs=0.05)
+    assert result[2] != result[0]
 
 
 def test_models_without_attention_maps_are_refused(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -933,9 +947,9 @@ def test_models_without_attention_maps_are_refused(language: DistillOptions, mon
     original = LlamaForCausalLM.forward
 
     def without(self: Any, *args: Any, **named: Any) -> Any:
-        found = original(self, *args, **named)
-        found.attentions = None
-        return found
+        result = original(self, *args, **named)
+        result.attentions = None
+        return result
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", without)
     with pytest.raises(InputError, match="feature needs attention maps"):
@@ -967,8 +981,8 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
         f"  stages: 1\n  epochs: 0\n  ratio: 0.25\n  options: {{alpha: 1.0}}\n"
     )
     assert main(["distill", "--config", str(recipe)]) == 0
-    said = capsys.readouterr().out
-    assert "2 heads, 0 channels removed, 2 of 8 heads in all;" in said and "leave less" not in said
+    message = capsys.readouterr().out
+    assert "2 heads, 0 channels removed, 2 of 8 heads in all;" in message and "leave less" not in message
     assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
     assert "was made with other options" in capsys.readouterr().err
     less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
@@ -1008,11 +1022,11 @@ def test_two_processes_equal_one(athena: DistillOptions, dense: TrainOptions, tm
         "distill(DistillOptions(**json.loads(sys.argv[1])))\n"
     )
     for processes, accumulate in ((1, 2), (2, 1)):
-        one = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
-        said = subprocess.run(
+        item = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
+        message = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-             str(script), json.dumps(asdict(one))],
+             str(script), json.dumps(asdict(item))],
             check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, capture_output=True, text=True,
         )  # fmt: skip
-        assert said.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
+        assert message.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
     assert_same(str(tmp_path / "of1"), str(tmp_path / "of2"), 1e-5)

@@ -180,13 +180,13 @@ def test_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytes
     }
     assert names == pictures | {"report.md", "report.json", "accuracy.csv", "pass_at_n.csv"}
     assert all((tmp_path / "out" / name).stat().st_size > 3000 for name in pictures)
-    report = json.loads((tmp_path / "out/report.json").read_text())
+    result = json.loads((tmp_path / "out/report.json").read_text())
     drawn = (tmp_path / "out/head_map.svg").read_text()
     assert "change in accuracy, points" in drawn
-    assert set(report["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best heads of training"}
-    assert len(report["router_minus"]["sampling"]) == 4
+    assert set(result["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best heads of training"}
+    assert len(result["router_minus"]["sampling"]) == 4
     orders = Router.load(tmp_path / "router").order(test.texts)
-    for k, counts in enumerate(report["choices"]):
+    for k, counts in enumerate(result["choices"]):
         assert counts == {head: sum(order[k] == head for order in orders) for head in counts}
         assert sum(counts.values()) == len(test.texts)
     text = (tmp_path / "out/report.md").read_text()
@@ -253,8 +253,8 @@ def test_router_gains_nothing_if_outcomes_do_not_depend_on_questions(tmp_path: P
     store.add(cells)
     fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")
     write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3))
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    router, best = (report["pass"][name]["values"][0] for name in ("SPRINT router", "best heads of training"))
+    result = json.loads((tmp_path / "out/report.json").read_text())
+    router, best = (result["pass"][name]["values"][0] for name in ("SPRINT router", "best heads of training"))
     assert 0.5 < best < 0.7 and router < best + 0.05
 
 
@@ -268,9 +268,9 @@ def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path
     (tmp_path / "not.jsonl").write_text('{"doc": 1}\n')
 
     def report(message: str, **options: object) -> None:
-        options_given = {"test": str(tmp_path / "test"), "output": str(tmp_path / "out"), "n": 2, **options}
+        arguments = {"test": str(tmp_path / "test"), "output": str(tmp_path / "out"), "n": 2, **options}
         with pytest.raises(InputError, match=message):
-            write_report(ReportOptions(**options_given))
+            write_report(ReportOptions(**arguments))
 
     report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
     report("also training questions", train=str(tmp_path / "overlap"))

@@ -53,16 +53,16 @@ def router(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(folder: Path, task: str = TASK, **arguments: Any) -> tuple[dict, dict]:
     """Run lm-eval; return the results and, by document, the texts and heads of the tries."""
-    given = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **arguments}
-    found = simple_evaluate(
+    settings = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **arguments}
+    result = simple_evaluate(
         task_manager=task_manager(),
-        model="pruned-hf", model_args=given, tasks=[task], limit=3, gen_kwargs={"max_gen_toks": 8}, log_samples=True,
+        model="pruned-hf", model_args=settings, tasks=[task], limit=3, gen_kwargs={"max_gen_toks": 8}, log_samples=True,
         random_seed=None, numpy_random_seed=None, torch_random_seed=None,
     )  # fmt: skip
     samples = {
-        s["doc_id"]: (s["doc"], s["resps"][0], s["arguments"][0][1].get("heads")) for s in found["samples"][task]
+        s["doc_id"]: (s["doc"], s["resps"][0], s["arguments"][0][1].get("heads")) for s in result["samples"][task]
     }
-    return found, samples
+    return result, samples
 
 
 def test_each_try_is_the_greedy_answer_under_its_head(tiny_folder: Path, router: Path) -> None:

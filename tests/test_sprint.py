@@ -42,20 +42,20 @@ def literal_loss(q: list, v: list, z: list, weight: float) -> float:
         return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
 
     terms = []
-    for place, row in zip(q, z, strict=True):
+    for index, row in zip(q, z, strict=True):
         every = positive = 0.0
         for head, outcome in zip(v, row, strict=True):
             if math.isnan(outcome):
                 continue
-            weight_of = math.exp(-distance(place, head))
+            weight_of = math.exp(-distance(index, head))
             every += weight_of
             positive += weight_of if outcome == 1 else 0.0
         if positive:
             terms.append(-math.log(positive / every))
     total = sum(terms) / len(terms)
     for j, k in itertools.combinations(range(len(v)), 2):
-        both = [row for row in z if not math.isnan(row[j]) and not math.isnan(row[k])]
-        s = sum(row[j] == row[k] for row in both) / len(both) if both else 0.0
+        pair = [row for row in z if not math.isnan(row[j]) and not math.isnan(row[k])]
+        s = sum(row[j] == row[k] for row in pair) / len(pair) if pair else 0.0
         total -= weight * s * distance(v[j], v[k])
     return total
 
@@ -84,25 +84,25 @@ def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diver
         q = [[sum(a * b for a, b in zip(t, row, strict=True)) for t in theta.tolist()] for row in x.tolist()]
         return literal_loss(q, [placed(row) for row in raw.tolist()], z.tolist(), weight)
 
-    found = ours(theta, raw)
-    assert float(found) == pytest.approx(literal(), rel=1e-10)
-    found.backward()
+    result = ours(theta, raw)
+    assert float(result) == pytest.approx(literal(), rel=1e-10)
+    result.backward()
     for parameter in (theta, raw):  # the gradient, against the literal's finite differences
-        for place in [(0, 0), (2, 1), (1, 2)]:
+        for index in [(0, 0), (2, 1), (1, 2)]:
             with torch.no_grad():
-                parameter[place] += 1e-6
+                parameter[index] += 1e-6
                 above = literal()
-                parameter[place] -= 2e-6
+                parameter[index] -= 2e-6
                 below = literal()
-                parameter[place] += 1e-6
-            assert float(parameter.grad[place]) == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-7)
+                parameter[index] += 1e-6
+            assert float(parameter.grad[index]) == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-7)
 
 
 def test_unsolved_questions_are_skipped_and_questions_solved_by_all_add_zero() -> None:
     q, v = torch.randn(3, 2), torch.randn(4, 2)
     z = torch.tensor([[0.0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]])
-    found = losses.ranking_losses(q, v, z)
-    assert len(found) == 2 and float(found[0]) == 0 and float(found[1]) > 0
+    result = losses.ranking_losses(q, v, z)
+    assert len(result) == 2 and float(result[0]) == 0 and float(result[1]) > 0
     none = losses.contrastive_loss(q[:1].requires_grad_(), v, z[:1], losses.agreement(z), 0.0)
     assert float(none) == 0 and none.requires_grad
 
@@ -110,21 +110,21 @@ def test_unsolved_questions_are_skipped_and_questions_solved_by_all_add_zero() -
 def test_printed_loss_is_unbounded_and_default_is_bounded() -> None:
     z = random_z(torch.Generator().manual_seed(2), 20, 6, False)
     s, q, start = losses.agreement(z), torch.randn(20, 4).double(), torch.randn(6, 4).double()
-    found = {}
+    result = {}
     for diversity in ("ball", "sphere", "unbounded"):
         heads = [losses.constrained(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
-        found[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
-    assert found["unbounded"][3] < -1e5
-    assert all(b < a for a, b in itertools.pairwise(found["unbounded"][1:]))
+        result[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
+    assert result["unbounded"][3] < -1e5
+    assert all(b < a for a, b in itertools.pairwise(result["unbounded"][1:]))
     pairs = 6 * 5 / 2
     for bounded in ("ball", "sphere"):
-        assert min(found[bounded]) >= -0.1 * pairs * 4  # no two points of the unit ball are further apart than 2
+        assert min(result[bounded]) >= -0.1 * pairs * 4  # no two points of the unit ball are further apart than 2
 
 
 def test_large_distances_stay_finite_in_float32() -> None:
     q, v = torch.full((1, 8), 100.0), torch.stack([torch.full((8,), -100.0), torch.full((8,), -99.0)])
-    found = losses.ranking_losses(q, v, torch.tensor([[1.0, 0.0]]))
-    assert torch.isfinite(found).all() and float(found) > 1000
+    result = losses.ranking_losses(q, v, torch.tensor([[1.0, 0.0]]))
+    assert torch.isfinite(result).all() and float(result) > 1000
 
 
 # --------------------------------------------------------------------------- worlds of known structure
@@ -161,14 +161,14 @@ def test_router_recovers_known_structure(diversity: str) -> None:
 
 def test_router_learns_nothing_from_shuffled_outcomes() -> None:
     """Rows of Z are shuffled among questions; heads differ in accuracy, so `best` is a real baseline."""
-    found = []
+    result = []
     for seed in (1, 2):
         x, z = world(1000, seed)
         z[:, 3] = torch.from_numpy((np.random.default_rng(seed).random(1000) < 0.6).astype(np.float32))
-        found.append((x, z[torch.from_numpy(np.random.default_rng(seed).permutation(1000))]))
-    router = fit_embeddings(*found[0], POOL[:6], "none", OPTIONS)
-    best = float(found[1][1][:, int(found[0][1].mean(0).argmax())].mean())
-    assert best - 0.1 < pass_at(router, *found[1], 1) < best + 0.04
+        result.append((x, z[torch.from_numpy(np.random.default_rng(seed).permutation(1000))]))
+    router = fit_embeddings(*result[0], POOL[:6], "none", OPTIONS)
+    best = float(result[1][1][:, int(result[0][1].mean(0).argmax())].mean())
+    assert best - 0.1 < pass_at(router, *result[1], 1) < best + 0.04
 
 
 def test_split_keeps_rows_of_a_question_together() -> None:
@@ -222,10 +222,10 @@ def test_policies_order_the_pool_without_repeats() -> None:
     oracle = policies.oracle(known)
     assert [row[0] for row in oracle.order(questions)] == ["L5H0", "L5H0", "L5H2", "dense"]
     assert oracle.note
-    one, two = policies.random_order(known.pool, 0), policies.random_order(known.pool, 1)
-    assert one.order(questions) == one.order(questions) != two.order(questions)
-    assert one.order(questions[2:]) == one.order(questions)[2:]  # a question's order is its own
-    for policy in (one, oracle, policies.best(known)):
+    item, two = policies.random_order(known.pool, 0), policies.random_order(known.pool, 1)
+    assert item.order(questions) == item.order(questions) != two.order(questions)
+    assert item.order(questions[2:]) == item.order(questions)[2:]  # a question's order is its own
+    for policy in (item, oracle, policies.best(known)):
         assert all(sorted(row) == sorted(known.pool) for row in policy.order(questions))
 
 
@@ -280,13 +280,13 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_store_round_trip(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS[:-1])
-    found = OutcomeStore(tmp_path / "a").read()
-    assert found.pool == ["dense", "L5H1"] and found.texts == ["q0", "q1", "q2"]
+    result = OutcomeStore(tmp_path / "a").read()
+    assert result.pool == ["dense", "L5H1"] and result.texts == ["q0", "q1", "q2"]
     expected = [[1, 0], [0, 1], [1, math.nan]]
-    assert np.array_equal(found.z, np.array(expected, np.float32), equal_nan=True)
+    assert np.array_equal(result.z, np.array(expected, np.float32), equal_nan=True)
     cells = OutcomeStore(tmp_path / "a").cells()
     assert cells[0]["text"] == "yes" and cells[0]["tokens"] == [1, 2, 0]
-    assert found.accuracy().tolist() == pytest.approx([2 / 3, 1 / 2])
+    assert result.accuracy().tolist() == pytest.approx([2 / 3, 1 / 2])
 
 
 def test_store_does_not_depend_on_order_or_interruptions(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_router_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("result", "message"),
     [
         (outcomes([[0, 0], [0, 0], [math.nan, 0]]), "all zero"),
         (outcomes([[1, 1], [1, 1], [1, math.nan]]), "all one"),
@@ -438,9 +438,9 @@ def test_router_round_trip(tmp_path: Path) -> None:
         (outcomes([[1, 0], [0, 1]], ["same", "same"]), "two different questions"),
     ],
 )
-def test_uninformative_outcomes_are_refused(found: Outcomes, message: str) -> None:
+def test_uninformative_outcomes_are_refused(result: Outcomes, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fit(found, "all-minilm-l6-v2")
+        fit(result, "all-minilm-l6-v2")
 
 
 def test_missing_encoder_is_refused() -> None:

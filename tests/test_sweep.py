@@ -35,8 +35,8 @@ POOL = ["dense", "L0H0", "L0H1", "L0H2", "L0H3", "L1H2"]
 
 def sweep(folder: Path, output: Path, **options: Any) -> Any:
     arguments = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **options.pop("model_args", {})}
-    given = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
-    return Sweep(SweepOptions(arguments, given.pop("tasks", ("prune_tiny_words",)), str(output), **given)).run()
+    settings = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
+    return Sweep(SweepOptions(arguments, settings.pop("tasks", ("prune_tiny_words",)), str(output), **settings)).run()
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -171,7 +171,7 @@ def test_few_shot_prompts_are_lm_evals_own(tiny_folder: Path, tmp_path: Path) ->
     task = few_shot(tmp_path)
     arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}
     for chat in (False, True):
-        theirs = simple_evaluate(
+        reference = simple_evaluate(
             task_manager=task_manager(),
             model="pruned-hf",
             model_args=arguments,
@@ -180,11 +180,11 @@ def test_few_shot_prompts_are_lm_evals_own(tiny_folder: Path, tmp_path: Path) ->
             apply_chat_template=chat,
             log_samples=True,
         )
-        prompts = {sample["doc_id"]: sample["arguments"][0][0] for sample in theirs["samples"]["mine"]}
+        prompts = {sample["doc_id"]: sample["arguments"][0][0] for sample in reference["samples"]["mine"]}
         options = {"tasks": (task,), "num_fewshot": 2, "heads": "L0H0", "gen_kwargs": {}, "apply_chat_template": chat}
-        ours = sweep(tiny_folder, tmp_path / f"s{chat}", limit=2, **options)
-        assert {row["doc_id"]: row["prompt"] for row in ours.questions} == {
-            row["doc_id"]: digest(prompts[row["doc_id"]]) for row in ours.questions
+        measured = sweep(tiny_folder, tmp_path / f"s{chat}", limit=2, **options)
+        assert {row["doc_id"]: row["prompt"] for row in measured.questions} == {
+            row["doc_id"]: digest(prompts[row["doc_id"]]) for row in measured.questions
         }
         assert len(sweep(tiny_folder, tmp_path / f"s{chat}", limit=4, **options).questions) == 4
 
@@ -288,12 +288,12 @@ def test_invalid_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: 
 
 def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path: Path) -> None:
     options = {"tasks": (few_shot(tmp_path),), "heads": "L0H0", "gen_kwargs": {}, "limit": None}
-    found = sweep(tiny_folder, tmp_path / "s", **options)
-    assert found.texts == [f"held {i}+{i}?" for i in range(4)]
-    assert found.tasks["mine"]["metric"] == "exact_match,first" and found.tasks["mine"]["question_field"] == "ask"
-    assert np.isin(found.z, [0, 1]).all()
+    result = sweep(tiny_folder, tmp_path / "s", **options)
+    assert result.texts == [f"held {i}+{i}?" for i in range(4)]
+    assert result.tasks["mine"]["metric"] == "exact_match,first" and result.tasks["mine"]["question_field"] == "ask"
+    assert np.isin(result.z, [0, 1]).all()
     more = sweep(tiny_folder, tmp_path / "s", split="train", **options)
-    assert more.texts == [*found.texts, *(f"train {i}+{i}?" for i in range(4))] and more.observed.all()
+    assert more.texts == [*result.texts, *(f"train {i}+{i}?" for i in range(4))] and more.observed.all()
     with pytest.raises(InputError, match="no split 'test'"):
         sweep(tiny_folder, tmp_path / "s", split="test", **options)
 
@@ -301,8 +301,8 @@ def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path
 def test_several_tasks_share_a_store(tiny_folder: Path, tmp_path: Path) -> None:
     options = {"heads": "L0H0", "gen_kwargs": {"max_gen_toks": 4}}
     sweep(tiny_folder, tmp_path / "s", limit=2, **options)
-    both = sweep(tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", few_shot(tmp_path)), limit=1, **options)
-    assert both.observed.all() and set(both.tasks) == {"mine", "prune_tiny_words"}
+    pair = sweep(tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", few_shot(tmp_path)), limit=1, **options)
+    assert pair.observed.all() and set(pair.tasks) == {"mine", "prune_tiny_words"}
     whole = sweep(
         tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", str(tmp_path / "mine.yaml")), limit=None, **options
     )

@@ -46,9 +46,9 @@ def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest)
 
 
 def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
-    with pytest.raises(InputError, match="unknown metadata data_spilt; did you mean data_split"):
+    with pytest.raises(InputError, match="unknown metadata data_spilt; did you mean 'data_split'"):
         data.custom_dataset(prune_data="tiny_words", data_spilt="train")
-    with pytest.raises(InputError, match="could be shown its own answer"):
+    with pytest.raises(InputError, match="could be its own exemplar"):
         data.custom_dataset(prune_data="tiny_words", prune_train="train", data_split="train")
     assert len(data.custom_dataset(prune_data="tiny_words", pretrained="x", dtype="float32")["test"]) == 24
 
@@ -199,7 +199,7 @@ def test_an_empty_archive_is_one_line(tmp_path: Path) -> None:
 
 
 def test_part_figures_have_a_standard_error_and_a_count() -> None:
-    part = scored.part_figures("level_1")
+    part = scored.part_metrics("level_1")
     values = [1.0, None, 0.0, 1.0, None, 1.0]
     got = {name: aggregate(values) for name, aggregate in part.items()}
     assert got["level_1"] == 0.75 and got["level_1_n"] == 4

@@ -115,8 +115,8 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) 
     digests = (read_manifest(folder) or {}).get("files", {})
     if foreign := sorted(set(_files(folder)) - set(digests)):
         raise InputError(
-            f"{folder} has files that are no checkpoint of lmeval-prune's ({foreign[0]}), which would be lost; name "
-            f"another folder"
+            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune ({foreign[0]}), which would be "
+            f"lost; name another folder"
         )
     for name, digest in digests.items():
         if (folder / name).is_file() and content_digest(folder / name) != digest:

@@ -89,4 +89,4 @@ def is_quantised(model: Any) -> bool:
 def check_unquantised(model: Any, pretrained: str) -> None:
     """Raise `InputError` for a quantised model, which may have no weights yet."""
     if is_quantised(model):
-        raise InputError(f"{pretrained} is quantised, and cannot be cut or written anew; give its dequantised weights")
+        raise InputError(f"{pretrained} is quantised, and cannot be cut or rewritten; give its dequantised weights")

@@ -35,7 +35,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.errors import InputError, did_you_mean, yaml_error_text
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.models.arguments import argument_names
-from lmeval_prune.models.server_options import API_OPTIONS, SERVER_ARGUMENTS
+from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
 from lmeval_prune.settings import Count, Natural, Positive, Settings
 
 SEED = 1234
@@ -242,7 +242,7 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 def _check_settings(block: Mapping[str, Any]) -> None:
     hf_arguments = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
     known = {*argument_names(), *hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
-    known |= API_OPTIONS if "base_url" in block else set()
+    known |= SERVER_OPTIONS if "base_url" in block else set()
     for name in block:
         if name not in known:
             hint = did_you_mean(str(name), known) or "; it is no model_arg of pruned-hf or pruned-server"

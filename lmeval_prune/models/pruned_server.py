@@ -6,7 +6,6 @@ import json
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
@@ -33,10 +32,10 @@ from lmeval_prune.models.logs import use_lm_eval_logging
 from lmeval_prune.models.server_answering import ServerAnswering
 from lmeval_prune.models.server_client import LogLikelihood, ServerClient
 from lmeval_prune.models.server_kinds import DENSE, ServedVariant
-from lmeval_prune.models.server_options import API_OPTIONS, ApiOptions, ServerOptions
+from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
 from lmeval_prune.models.server_probe import Probe, connect, model_name
 
-# `ApiOptions` that lm-eval's own class takes
+# options that lm-eval's own class takes
 _LM_EVAL_OPTIONS = {
     *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string"),
     *("auth_token", "header", "verify_certificate", "ca_cert_path", "max_gen_toks"),
@@ -48,8 +47,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     Args:
         base_url: address of a server, or of several.
-        arguments: the fields of `ServerOptions` and `ApiOptions` (`models/server_options.py`); `heads`, `mask`,
-            `router` and its options, `responses` as for `pruned-hf`.
+        arguments: the fields of `ServerOptions` (`models/server_options.py`); `heads`, `mask`, `router` and its
+            options, `responses` as for `pruned-hf`.
 
     Attributes:
         adapters: name → manifest of each adapter in the folder `adapters=`; empty without one.
@@ -68,13 +67,11 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
         use_lm_eval_logging()
         values = {name: value for name, value in {"base_url": base_url, **arguments}.items() if value is not None}
-        own = {each.name for each in fields(ServerOptions)}
-        refuse_empty(values, own)
-        self.options = ServerOptions(**{name: value for name, value in values.items() if name in own})
-        others = {name: value for name, value in values.items() if name not in own}
-        self.arguments = Arguments.of(others)
-        self._check_arguments(others)
-        self.api = ApiOptions.of(others)
+        refuse_empty(values, SERVER_OPTIONS)
+        variant_arguments = {name: value for name, value in values.items() if name not in SERVER_OPTIONS}
+        self.arguments = Arguments.of(variant_arguments)
+        self._check_arguments(variant_arguments)
+        self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
         self.kind, self.seed = self.options.kind, self.options.seed
         self.endings: deque[Ending] = deque()
         self.checkpoint = self._read_checkpoint()
@@ -104,9 +101,9 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ set-up
 
-    def _check_arguments(self, others: dict[str, Any]) -> None:
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
         for name in ("engine", "engine_rows", "deterministic"):
-            if name in others:
+            if name in arguments:
                 raise InputError(f"{name}= is an option of pruned-hf's decoding engine; leave it out")
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
@@ -114,18 +111,16 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                     f"a server's adapters can only prune heads: {type(intervention).__name__} cannot be served; give "
                     f"heads=, mask= or router=, or use pruned-hf"
                 )
-        known = [*(each.name for each in fields(ServerOptions)), *API_OPTIONS]
         for name in self.arguments.others:
-            if name not in known:
-                raise unknown_argument(name, known)
+            raise unknown_argument(name, SERVER_OPTIONS)
 
     def _read_checkpoint(self) -> Checkpoint:
         """Read the served model's configuration and, if they are here, its files."""
-        name = self.options.pretrained or self.api.tokenizer or self.options.model
+        name = self.options.pretrained or self.options.tokenizer or self.options.model
         if not name:
             raise InputError("name the served model: pretrained=NAME_OR_FOLDER with its configuration and tokenizer")
         description = {key: value for key, value in self.arguments.description.items() if value is not None}
-        source = {"revision": self.api.revision, "trust_remote_code": self.api.trust_remote_code}
+        source = {"revision": self.options.revision, "trust_remote_code": self.options.trust_remote_code}
         return Checkpoint({"pretrained": str(name), **source, **description})
 
     def _identify_base(self) -> str:
@@ -138,7 +133,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                     f"another base model? Give pretrained= of the served model"
                 )
         try:
-            local = checkpoint_identity(path, self.api.revision)
+            local = checkpoint_identity(path, self.options.revision)
         except InputError:  # only configuration and tokenizer are here
             local = None
         bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
@@ -176,27 +171,33 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     def _init_lm_eval(self, name: str, servers: Sequence[Server]) -> None:
         """Initialise lm-eval's class and the tokenizer."""
-        options = {each: getattr(self.api, each) for each in _LM_EVAL_OPTIONS if getattr(self.api, each) is not None}
-        tokenizer = embedded.resolve(str(self.api.tokenizer or self.checkpoint.path))
+        options = {
+            each: getattr(self.options, each) for each in _LM_EVAL_OPTIONS if getattr(self.options, each) is not None
+        }
+        tokenizer = embedded.resolve(str(self.options.tokenizer or self.checkpoint.path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
         options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(base_url=url, **options)
-        self.add_bos_token = self.api.add_bos_token
-        self.think_end_token = self.api.think_end_token
-        self.chat_template_args = self.api.template_arguments
+        self.add_bos_token = self.options.add_bos_token
+        self.think_end_token = self.options.think_end_token
+        self.chat_template_args = self.options.template_arguments
         limits = [server.listing.max_length for server in servers if server.listing.max_length]
-        self.max_length = min([self.api.max_length or int(resolve_max_length(self.config, self.tokenizer)), *limits])
+        self.max_length = min(
+            [self.options.max_length or int(resolve_max_length(self.config, self.tokenizer)), *limits]
+        )
 
     @cached_property
     def header(self) -> dict[str, str]:
         """Return the headers of each request."""
-        key = self.api.auth_token or self.api_key
-        return dict(self.api.header) if self.api.header else ({"Authorization": f"Bearer {key}"} if key else {})
+        if self.options.header:
+            return dict(self.options.header)
+        key = self.options.auth_token or self.api_key
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _certificates(self) -> Any:
         """Return aiohttp's `ssl` argument."""
-        path, verify = self.api.ca_cert_path, self.api.verify_certificate
+        path, verify = self.options.ca_cert_path, self.options.verify_certificate
         try:
             return ssl.create_default_context(cafile=path) if path and verify else verify
         except (OSError, ssl.SSLError) as error:

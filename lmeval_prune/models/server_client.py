@@ -23,6 +23,10 @@ from lmeval_prune.models.lengths import Ending
 logger = logging.getLogger(__name__)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
 NO_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+MISSING_TEXT_WARNING = (
+    "a server gives answers without text (content is null), as reasoning parsers do if the thoughts do not end; they "
+    "count as empty and are not stored: give more max_gen_toks, or start the server without the parser"
+)
 LogLikelihood = tuple[float, bool]  # and whether the text is what greedy decoding generates
 OnResult = Callable[[int, Any], None]  # called with the index of a request and its result
 
@@ -47,7 +51,6 @@ class ServerClient:
 
     def __init__(self, lm: Any) -> None:
         self.lm = lm
-        self._has_warned = False
         self._encode = lru_cache(maxsize=4096)(lm.tok_encode)  # each variant has the same prompts
 
     def generate(
@@ -125,7 +128,7 @@ class ServerClient:
         def parse(body: dict[str, Any]) -> GeneratedText:
             answer = self._parse_text(body)
             if answer is None:
-                self._warn_of_missing_text(name)
+                utils.warning_once(logger, MISSING_TEXT_WARNING)
                 return MissingText()
             text = GeneratedText(postprocess_generated_text(answer, until, lm.think_end_token))
             text.ending = _parse_ending(body)
@@ -163,7 +166,7 @@ class ServerClient:
                 raise InputError(
                     "pruned-server-chat sends chats: add --apply_chat_template, or use --model pruned-server"
                 )
-            template = self.lm.api.template_arguments
+            template = self.lm.options.template_arguments
             extra = {"chat_template_kwargs": template} if template else {}
             return lambda: {"messages": json.loads(context.prompt), **extra}
         if not context:
@@ -184,16 +187,6 @@ class ServerClient:
         if not isinstance(text, str | None):
             raise RetryableError("its answer is not a text")
         return text
-
-    def _warn_of_missing_text(self, name: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%s: the answer has no text (content is null); a reasoning parser returns null if the thoughts do not "
-                "end. Such answers count as empty and are not stored: give more max_gen_toks, or start the server "
-                "without the parser",
-                name,
-            )
 
     # ------------------------------------------------------------------ log-likelihoods
 

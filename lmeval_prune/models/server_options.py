@@ -1,4 +1,4 @@
-"""Options of `pruned-server`: the servers, and the requests to them."""
+"""Options of `pruned-server`."""
 
 from __future__ import annotations
 
@@ -18,33 +18,43 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class ServerOptions(Settings):
-    """Options of `pruned-server` that lm-eval's `local-completions` does not have, or uses differently.
+    """The model_args of `pruned-server`, except those that select the variant (see `Arguments`)."""
 
-    Attributes:
-        base_url: address of a server, e.g. `http://localhost:8000`; several as a list, or joined by `+`.
-        server: kind of the servers: `vllm`, `sglang` or `llamacpp`.
-        model: name of the unpruned model on the servers; default: the only model that they list.
-        pretrained: the same model, for its configuration and tokenizer; default `tokenizer`, then `model`.
-        adapters: folder that `lmeval-prune export adapter` wrote; stored answers then depend on the adapters' content.
-        dtype: type in which the servers compute; required with `responses=`, unless `adapters` names it.
-        num_concurrent: requests per server at a time.
-        max_retries: retries of a request, and of a server in a row.
-        timeout: seconds for a request and its complete response.
-        seed: sampled try i uses a seed derived from `seed` and i.
-        probe: check at the start that the servers serve the variants.
-    """
-
-    base_url: Any = None
-    server: Literal["vllm", "sglang", "llamacpp"] = "vllm"
-    model: str | None = None
-    pretrained: str | None = None
-    adapters: str | None = None
-    dtype: str | None = None
-    num_concurrent: Count = 64
-    max_retries: Count = 8
-    timeout: Positive = 600.0
-    seed: int = 1234
-    probe: bool = True
+    # servers
+    base_url: Any = None  # address of a server, e.g. `http://localhost:8000`; several as a list, or joined by `+`
+    server: Literal["vllm", "sglang", "llamacpp"] = "vllm"  # kind of the servers
+    num_concurrent: Count = 64  # requests per server at a time
+    max_retries: Count = 8  # of a request, and of a server in a row
+    timeout: Positive = 600.0  # seconds for a request and its complete response
+    probe: bool = True  # check at the start that the servers serve the variants
+    verify_certificate: bool = True
+    ca_cert_path: str | None = None
+    auth_token: str | None = None
+    header: Any = None
+    # model
+    model: str | None = None  # name of the unpruned model on the servers; default: the only model that they list
+    pretrained: str | None = None  # the same model, for its configuration and tokenizer; default `tokenizer`, `model`
+    revision: str | None = None
+    trust_remote_code: bool = False
+    adapters: str | None = None  # folder that `lmeval-prune export adapter` wrote; answers depend on its content
+    dtype: str | None = None  # type in which the servers compute; required with `responses=`, or named by `adapters`
+    max_length: Count | None = None  # tokens of prompt and answer; at most the servers' limit
+    # prompts and answers, as for lm-eval's `local-completions` and `hf`
+    tokenizer: str | None = None
+    use_fast_tokenizer: bool = True
+    add_bos_token: bool | None = None
+    eos_string: str | None = None
+    custom_prefix_token_id: int | None = None
+    enable_thinking: bool | None = None  # argument of the chat template
+    chat_template_args: Any = None  # further arguments of the chat template
+    think_end_token: str | None = None  # text that ends a model's thoughts, which are removed from the answer
+    max_gen_toks: Count | None = None
+    seed: int = 1234  # sampled try i uses a seed derived from `seed` and i
+    tokenized_requests: bool = True  # must be true, because prompts are always sent as tokens
+    # ignored; lm-eval passes them
+    batch_size: Any = None
+    max_batch_size: Any = None
+    device: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +63,16 @@ class ServerOptions(Settings):
         dtype = str(self.dtype or "float32").removeprefix("torch.")
         if self.server != "llamacpp" and dtype not in DTYPES:
             raise InputError(f"dtype={dtype} is not a type that {self.server} computes in; use {', '.join(DTYPES)}")
+        for name in ("header", "chat_template_args"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, dict):
+                raise InputError(f"{name}={value!r} is not a dictionary; give model_args as JSON")
+        if self.think_end_token and self.think_end_token.isdigit():
+            raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
+        if not self.tokenized_requests:
+            raise InputError("prompts are always sent as tokens, as in pruned-hf; leave out tokenized_requests")
+        if self.ca_cert_path and not Path(self.ca_cert_path).exists():
+            raise InputError(f"ca_cert_path={self.ca_cert_path}: there is no such file")
 
     @property
     def urls(self) -> list[str]:
@@ -66,61 +86,6 @@ class ServerOptions(Settings):
     def kind(self) -> ServerKind:
         """Return the kind of the servers."""
         return KINDS[self.server]
-
-
-@dataclass(frozen=True)
-class ApiOptions(Settings):
-    """Options that lm-eval's `local-completions` and `hf` have, too.
-
-    Attributes:
-        max_gen_toks, add_bos_token, eos_string, custom_prefix_token_id: see lm-eval.
-        think_end_token: text that ends a model's thoughts, which are removed from the answer.
-        enable_thinking, chat_template_args: arguments of the chat template.
-        tokenizer, trust_remote_code, revision, use_fast_tokenizer: of the tokenizer.
-        max_length: tokens of prompt and answer; at most the servers' limit.
-        verify_certificate, ca_cert_path, auth_token, header: of connections.
-        tokenized_requests: must be true, because prompts are always sent as tokens.
-        batch_size, max_batch_size, device: ignored; lm-eval passes them.
-    """
-
-    max_gen_toks: Count | None = None
-    add_bos_token: bool | None = None
-    eos_string: str | None = None
-    custom_prefix_token_id: int | None = None
-    think_end_token: str | None = None
-    enable_thinking: bool | None = None
-    chat_template_args: Any = None
-    tokenizer: str | None = None
-    trust_remote_code: bool = False
-    revision: str | None = None
-    use_fast_tokenizer: bool = True
-    max_length: Count | None = None
-    verify_certificate: bool = True
-    ca_cert_path: str | None = None
-    auth_token: str | None = None
-    header: Any = None
-    tokenized_requests: bool = True
-    batch_size: Any = None
-    max_batch_size: Any = None
-    device: Any = None
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> ApiOptions:
-        """Read these options from a user's model_args."""
-        return cls(**{name: values[name] for name in API_OPTIONS if values.get(name) is not None})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("header", "chat_template_args"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
-                raise InputError(f"{name}={value!r} is not a dictionary; give model_args as JSON")
-        if self.think_end_token and self.think_end_token.isdigit():
-            raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
-        if not self.tokenized_requests:
-            raise InputError("prompts are always sent as tokens, as in pruned-hf; leave out tokenized_requests")
-        if self.ca_cert_path and not Path(self.ca_cert_path).exists():
-            raise InputError(f"ca_cert_path={self.ca_cert_path}: there is no such file")
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -136,10 +101,12 @@ class ApiOptions(Settings):
         return options | ({"template": self.template_arguments} if self.template_arguments else {})
 
 
-API_OPTIONS = {each.name for each in fields(ApiOptions)}
-# arguments that no local model has
-SERVER_ARGUMENTS = {each.name for each in fields(ServerOptions)} - {"pretrained", "dtype"}
-SERVER_ARGUMENTS |= {"verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"}
+SERVER_OPTIONS = {each.name for each in fields(ServerOptions)}
+# options that no local model has
+SERVER_ARGUMENTS = {
+    *("base_url", "server", "num_concurrent", "max_retries", "timeout", "probe", "model", "adapters", "seed"),
+    *("verify_certificate", "ca_cert_path", "auth_token", "header", "tokenized_requests"),
+}
 
 
 def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:

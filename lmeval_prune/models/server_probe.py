@@ -117,20 +117,15 @@ class Probe:
         self._check_tokenizer(server)
         unpruned = self._signatures(server, [DENSE] * 4, 1)
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair) for pair in combinations(unpruned, 2)))
-        alone = dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))
-        for variant, signature in alone.items():
-            if distance(signature, unpruned[0]) <= noise:
-                raise InputError(
-                    f"{server.url} answers under {variant} as the unpruned model does: the adapter matches no module "
-                    f"(vLLM: --lora-target-modules o_proj), or the server does not apply it"
-                )
-        for (variant, signature), (other, other_signature) in combinations(alone.items(), 2):
+        alone = {DENSE: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
+        for (other, other_signature), (variant, signature) in combinations(alone.items(), 2):
             if distance(signature, other_signature) <= noise:
                 raise InputError(
-                    f"{server.url} answers under {variant} as under {other}: two names of one adapter? Start it with "
-                    f"the folders that `lmeval-prune export adapter` wrote"
+                    f"{server.url} answers under {variant} as under {other}: two names of one adapter, or an adapter "
+                    f"that matches no module (vLLM: --lora-target-modules o_proj)? Start it by the command that "
+                    f"`lmeval-prune export adapter` prints"
                 )
-        self._check_batch(server, {DENSE: unpruned[0], **alone})
+        self._check_batch(server, alone)
 
     def _check_tokenizer(self, server: Server) -> None:
         dispatcher, count = self.dispatcher, len(self.tokens)

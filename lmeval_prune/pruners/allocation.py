@@ -250,7 +250,7 @@ def _lowest_first(pools: Sequence[UnitPool], allow_empty: bool) -> Tensor:
 
 
 def _nearest(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
-    """Remove the lowest units of all pools, as many as come nearest to the budget."""
+    """Remove the lowest units of all pools whose total cost is nearest to the budget."""
     if not pools:
         return []
     due = sum(budget.ratio * pool.total - pool.removed * pool.cost for pool in pools)

@@ -25,13 +25,13 @@ class PruneOptions(Settings):
         ffn_ratio: with --budget heads, share of all feed-forward channels that is removed
         ffn_multiple: the number of channels that stay in each block is a multiple of this
         allocation: global (compare the scores of all layers) or uniform (remove the same share of each layer and
-            carry what rounding leaves to the next; if the share is a whole number of units, layers stay alike, which
+            carry the rounding remainder to the next; if the share is a whole number of units, layers stay equal, which
             a plain checkpoint needs); with a budget of parameters also standardised (compare heads and channels of
             all layers by their distance from their layer's mean), flap_reference (the same, with the costs of FLAP's
             released code) and log (later layers lose more); default: the method's
         p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
             ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
-        steps: stages; each stage computes new scores with the units of earlier stages masked
+        steps: number of stages; each stage computes new scores with the units of earlier stages masked
         growth: exponent of the schedule between p_min and the ratio
         allow_empty_layer: let a layer lose all its heads
         budget: what ratio counts: parameters (of heads and channels that can be removed) or heads (ratio is a share of
@@ -113,9 +113,9 @@ class TextOptions(Settings):
     Attributes:
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
-        windows: number of windows
-        tokens: tokens per window, special tokens included
-        batch: windows per forward pass
+        windows: number of windows of calibration text
+        tokens: tokens per calibration window, special tokens included
+        batch: calibration windows per forward pass
         seed: seed of the order in which the text is read
         apply_chat_template: write calibration problems as user turns and their answers as assistant turns, like
             lm_eval's option of this name

@@ -103,7 +103,7 @@ def stages(
 def _remove_lowest(
     model_map: ModelMap, budgets: Sequence[Budget], scores: Scores, removed: Removed
 ) -> tuple[Removed, dict[str, Any]]:
-    """Remove the units with the lowest scores; return all that is removed by then, and notes for the plan."""
+    """Remove the units with the lowest scores; return everything removed so far, and notes for the plan."""
     notes: dict[str, Any] = {}
     for budget in budgets:
         pools = unit_pools(model_map, budget, standardised(scores.values, removed, budget.allocation), removed)
@@ -247,7 +247,13 @@ def resolve_options(
         "parts": _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts,
     }
     options = replace(options, **defaults)
-    if counts_parameters:
+    _check_options(options, pruner, channel_pruner, model_map)
+    return options
+
+
+def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> None:
+    """Raise `InputError` for resolved options that do not suit each other, the methods or the model."""
+    if options.budget == "parameters":
         _check_budget_of_parameters(options, model_map)
     else:
         _check_budget_of_heads(options, pruner, channel_pruner)
@@ -259,14 +265,13 @@ def resolve_options(
         )
     if not options.ratio and not options.ffn_ratio:
         raise InputError(
-            "nothing is to be removed; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
+            "the options remove nothing; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
             "--ffn_ratio (channels) or both, e.g. 0.25"
         )
     if options.ratio and options.parts != CHANNELS:
         check_unit(model_map, options.unit or "head")
     if CHANNELS in options.kinds and not model_map.channels():
         raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
-    return options
 
 
 def _check_budget_of_heads(options: PruneOptions, *pruners: Pruner) -> None:
@@ -288,7 +293,7 @@ def _check_budget_of_parameters(options: PruneOptions, model_map: ModelMap) -> N
     if options.ffn_ratio or options.ffn_multiple != 1:
         raise InputError(
             "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and "
-            "ffn_multiple, or give --budget heads, by which ratio counts heads and ffn_ratio channels"
+            "ffn_multiple, or give --budget heads, with which ratio counts heads and ffn_ratio channels"
         )
     if options.unit == "head" and options.parts != CHANNELS and _has_groups(model_map):
         raise InputError(

@@ -137,7 +137,7 @@ class LayerwisePruning:
         return total, {**({"damping": total.damping} if total.damping else {}), **notes}
 
     def _prune_layer(self, number: int, parts: Sequence[Part]) -> Removal:
-        """Select what a layer loses and compensate for it, with the inputs that each projection has by then."""
+        """Select and compensate what a layer loses, with inputs measured after the layer's earlier removals."""
         removal = Removal()
         for measured in [[part] for part in parts] if self.remeasure_down else [parts]:
             moments = self._measure(number, removal, measured)

@@ -99,7 +99,7 @@ def prune(
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
         scores: artefact of `importance` with stored scores, instead of computing them. Its method and options apply,
-            and different ones are refused. With ffn_method, channels are scored anew
+            and different ones are refused. With ffn_method, channels are scored by that method
         cut: folder for the smaller checkpoint
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
@@ -137,7 +137,7 @@ def prune(
     return 0
 
 
-def cut(
+def cut_model(
     pretrained: str,
     plan: str,
     output: str,

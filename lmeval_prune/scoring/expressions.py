@@ -14,18 +14,20 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from lmeval_prune.scoring.latex import clean, plain, rewrite, rules
-from lmeval_prune.scoring.vocabulary import phrases
+from lmeval_prune.scoring.vocabulary import phrases, words
 
 MAX_LENGTH = 400  # characters
 MAX_BITS = 2048  # of a numerator or denominator
 MAX_EXPONENT = 64
 
-_SIGNS = str.maketrans({**dict.fromkeys("×·⋅∗•", "*"), **dict.fromkeys("÷∶", "/"), "—": "-", "[": "(", "]": ")"})
+_SIGNS = str.maketrans("×·⋅∗•÷∶—–[]", "*****//--()")
 _BRACES = str.maketrans("{}", "()")
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _NO_UNIT = rf"(?!{phrases('arithmetic_words')}(?![A-Za-z]))"
-_CHINESE = r"[\u4e00-\u9fff]"
+_UNIT = (
+    rf"\s*/?\s*(?:{_NO_UNIT}[A-Za-z]{{2,}}\.?|[\u4e00-\u9fff]+|[{''.join(sorted(words('unit_letters')))}](?!\s*[\w(]))"
+)
 
 
 def _mixed(match: re.Match[str]) -> str:
@@ -37,8 +39,8 @@ def _mixed(match: re.Match[str]) -> str:
 # `a @ b` is a literal: a fraction that nobody has to compute (25%, the 1/2 of 3 1/2).
 _WHOLE_TEXT = rules(
     (r"[$;]", " "),
-    (r"\((?:[\u4e00-\u9fff/]{1,9}|(?!pi\b)[A-Za-z]{2,}[A-Za-z ]{0,30})\)", " "),  # units in brackets
-    (rf"^(?:[\sA-Za-z]|{_CHINESE})*(?::|[为是]|\b(?:is|have|get|gives|equals|obtain)\b)", ""),  # the answer is
+    (rf"\((?:[\u4e00-\u9fff/]+|{_NO_UNIT}[A-Za-z]{{2,}}[^()]*)\)", " "),  # a remark in brackets
+    (rf"^(?:[\sA-Za-z,]|[\u4e00-\u9fff])*(?:[:,]|[为是]|\b{phrases('before_an_expression')}\b)", ""),
     (r"\\pi(?![A-Za-z])|π|\bpi\b", "(3.14)"),
     (r"(?<![A-Za-z])n_\{?(\d+)\}?", r"n\1"),
     (r"\{\s*([-+*/])\s*\}", r"\1"),
@@ -47,8 +49,7 @@ _WHOLE_TEXT = rules(
 _EACH_SIDE = rules(
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),
     (r"(?<![\w.])0+(?=\d)", ""),  # 07, which Python refuses
-    (rf"(?<=[\d)%])\s+{_NO_UNIT}[A-Za-z]{{3,}}(?=\s*[-+*/)])", ""),  # unit words inside
-    (rf"(?<=[\d)%])\s+[A-Za-z]{{2,}}\.?(?:\s+[A-Za-z]+\.?)*\s*\.?$|(?<=[\d)%])\s*{_CHINESE}+$", ""),  # and at the end
+    (rf"(?<=[\d)%])(?:{_UNIT})+", ""),
     (r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])", _mixed),
     (r"(?<![\w.])(\d+(?:\.\d+)?)\s*%", r"(\1@100)"),
     (r"(?<=[\d)])\s*[xX](?=\s+[\w(]|\d|\()|(?<=[\d)])\s*[xX]\s*(?=\d|\()", "*"),

@@ -42,7 +42,7 @@ _CHARACTERS: dict[int, int | str | None] = {
     **dict.fromkeys(_REMOVED),
     **dict.fromkeys((0x85, 0x0B, 0x0C, 0x2028, 0x2029), "\n"),
     **dict.fromkeys((0xFE63, 0x2212, 0x2011, 0x2010), "-"),
-    **str.maketrans("\u3000\t“”‘⁄∕￥", '  ""\'//¥'),
+    **str.maketrans("\u3000\t“”‘’⁄∕￥", "  \"\"''//¥"),
 }
 _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
 _THOUGHT = re.compile(
@@ -87,7 +87,7 @@ _WRAPPERS = rules(  # from the inside out
         r"|\\(?:[hv]space\*?|tag|label)\s*\{[^{}]*\}",
         lambda match: f" {match[1] or match[2] or ''} ",
     ),
-    (rf"{_FRAC}(?:\{{\s*([-\d.,\s]+?)\s*\}}|(\d))\s*(?:\{{\s*([\d.,\s]+?)\s*\}}|(\d))", r"(\1\2/\3\4)"),
+    (rf"{_FRAC}(?:\{{\s*(-?[\d.,\s]+?)\s*\}}|(\d))\s*(?:\{{\s*([\d.,\s]+?)\s*\}}|(\d))", r"(\1\2/\3\4)"),
 )
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from lmeval_prune.scoring.forms import Form, assigned, form_of
-from lmeval_prune.scoring.latex import MAX_LENGTH, canonical
+from lmeval_prune.scoring.latex import MAX_LENGTH, canonical, plain
 from lmeval_prune.scoring.numbers import same_number
 from lmeval_prune.scoring.prose import number_of
 from lmeval_prune.scoring.verifier import Verdict, shared
@@ -151,7 +151,9 @@ def _is_choice(answer: list[str], letter: str) -> bool:
     """Return whether words choose a letter, and no other."""
     others = [word for word in answer if _CHOICE.fullmatch(word) and word not in ("a", letter)]
     meaning = [word for word in answer if word not in _NEUTRAL or word == letter]
-    return not others and meaning[:1] == [letter] and len(answer) <= MAX_CHOICE_WORDS
+    return (
+        not others and not {"or", "and"} & set(answer) and meaning[:1] == [letter] and len(answer) <= MAX_CHOICE_WORDS
+    )
 
 
 def _separated(form: Form) -> list[str]:
@@ -170,6 +172,7 @@ _COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool | None]] = {
 # --------------------------------------------------------------------------- verdicts
 
 _KNOWN: dict[tuple[str, str], Verdict] = {}  # of pairs of expressions, what workers have found
+_TWICE = re.compile(r"(.{1,40}?) ?\((?:or|=|≈|i\.e\.,?)? ?([^()]{1,40})\)")
 _RADIANS = re.compile(r"\\text\s*\{\s*rad(?:ians?)?\s*\}|\bradians?\b")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])")
 _FUNCTIONS = words("latex_functions")
@@ -212,6 +215,7 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
         return known == "equal"
 
     answer = _in_radians(answer) if "pi" in gold else answer
+    answer = _once(answer) if "(" in answer else answer
     numbers = number_of(answer), number_of(gold)
     if numbers[0] and numbers[1] and not ("=" in answer and "=" in gold):
         return "equal" if same_number(numbers[0], numbers[1], exact=True) else "different"
@@ -219,6 +223,13 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
     if same:
         return "equal"
     return failed[0] if failed and same is False else "different"
+
+
+def _once(answer: str) -> str:
+    """Return the first of two numbers of an answer that says one number twice: `49/5 (9.8)`."""
+    twice = _TWICE.fullmatch(" ".join(plain(answer).split()))
+    number, again = (number_of(twice[1]), number_of(twice[2])) if twice else (None, None)
+    return str(twice[1]) if twice and number and again and same_number(number, again, exact=True) else answer
 
 
 def _in_radians(answer: str) -> str:
@@ -233,7 +244,7 @@ def easy_verdict(answer: str, gold: str) -> bool | None:
     if keys[0] == keys[1]:
         return bool(keys[0])
     numbers = number_of(answer), number_of(gold)
-    if numbers[0] and numbers[1]:
+    if numbers[0] and numbers[1] and not ("=" in answer and "=" in gold):
         return same_number(numbers[0], numbers[1], exact=True)
     commands = re.findall(r"\\([A-Za-z]+)", answer + gold)
     if not _FUNCTIONS.issuperset(commands) or any(

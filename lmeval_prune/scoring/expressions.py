@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from lmeval_prune.scoring.latex import clean, plain, rewrite, rules
+from lmeval_prune.scoring.latex import clean, encloses, plain, rewrite, rules
 from lmeval_prune.scoring.vocabulary import phrases, words
 
 MAX_LENGTH = 400  # characters
@@ -167,11 +167,8 @@ def _value(node: ast.expr, names: Mapping[str, Fraction]) -> Fraction:
 
 # --------------------------------------------------------------------------- complexity
 
-_OPERATOR = re.compile(r"\*\*|[-+*/^×÷]")
 _SIGN = re.compile(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]")
 _NAME = re.compile(r"\s*[A-Za-z_]\w*\s*")
-_BRACKET = re.compile(r"\(([^()]*)\)")
-_LEVEL = 0xE000  # a bracket is replaced by this character and so many more as it has levels
 
 
 def complexity(expression: str) -> str:
@@ -186,18 +183,16 @@ def complexity(expression: str) -> str:
     sides = expression.split("=")
     text = sides[1] if len(sides) > 1 and _NAME.fullmatch(sides[0]) else sides[0]
     text = re.sub(r"\s", "", text).replace("[", "(").replace("]", ")")
-    text, signed = _SIGN.sub("", text), text.startswith(("+", "-"))
-    operators = len(_OPERATOR.findall(text))
-    count = 1
-    while count:  # from the inside out
-        text, count = _BRACKET.subn(
-            lambda match: chr(_LEVEL + _levels(match[1]) + bool(_OPERATOR.search(match[1]))), text
-        )
-    nesting = _levels(text) - (len(text) == 1 and not signed and _levels(text) > 0)
+    operators, levels = 0, [(0, False)]  # of each open bracket: the levels in it, and whether it holds an operator
+    for sign in re.findall(r"\*\*|[-+*/^×÷()]", _SIGN.sub("", text)):
+        if sign == "(":
+            levels.append((0, False))
+        elif sign != ")":
+            operators, levels[-1] = operators + 1, (levels[-1][0], True)
+        elif len(levels) > 1:
+            inner, holds = levels.pop()
+            levels[-1] = max(levels[-1][0], inner + holds), levels[-1][1]
+    nesting = levels[0][0] - (levels[0][0] > 0 and encloses(text, "("))
     if operators >= 5 or nesting >= 2:
         return "high"
     return "medium" if operators >= 3 or nesting == 1 else "low"
-
-
-def _levels(text: str) -> int:
-    return max([ord(character) - _LEVEL for character in text if 0 <= ord(character) - _LEVEL < MAX_LENGTH], default=0)

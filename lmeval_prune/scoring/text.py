@@ -98,7 +98,7 @@ def stated_words(sentence: str, length: int) -> str:
 
 
 def _without_article(words: list[str]) -> list[str]:
-    return words[1:] if words[0].lower() in _ARTICLES and len(words) > 1 else words
+    return words[1:] if len(words) > 1 and words[0].lower() in _ARTICLES else words
 
 
 @dataclass(frozen=True)

@@ -327,9 +327,9 @@ def measured(row: Row, model_map: Any, texts: Texts, windows: dict[str, torch.Te
     added = sum(one.numel() for name, one in plan.compensation.items() if name.endswith(".bias"))
     left = expected(model_map, plan)
     left = {**left, "parameters": left["parameters"] + added}
-    about = {"removes": plan.made["removes"], "calibration": text.about()}
-    removable = round(plan.made["parameters"]["removable"] * layers / in_play)  # all layers are alike
-    return {"perplexity": quality, **left, "planned": plan.made["parameters"], "removable": removable, **about}
+    about = {"removes": plan.provenance["removes"], "calibration": text.record()}
+    removable = round(plan.provenance["parameters"]["removable"] * layers / in_play)  # all layers are alike
+    return {"perplexity": quality, **left, "planned": plan.provenance["parameters"], "removable": removable, **about}
 
 
 def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -394,7 +394,7 @@ def finish(
     about: dict[str, Any], tokens: int, texts: Texts, known: dict[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Write the results file; return its rows and what has come of what was expected."""
-    calibration = {name: texts.of(name).about() for name in CALIBRATED}
+    calibration = {name: texts.of(name).record() for name in CALIBRATED}
     environments: list[dict[str, Any]] = []
     results = {}
     for key in ("dense", *(row.key for row in rows() if row.key in known)):

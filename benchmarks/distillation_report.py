@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.distillation.recursion import LINES, TITLE
 from lmeval_prune.errors import InputError
-from lmeval_prune.reporting.documents import plain
+from lmeval_prune.reporting.documents import escape_markdown
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.statistics import holm, sign_flip_test, two_sample_test
 from lmeval_prune.reporting.tables import csv, markdown, p_value, signed
@@ -235,11 +235,11 @@ def write(results: Path, output: Path) -> list[Path]:
     for host in found.hosts:
         if not found.dense(host):
             continue
-        parts.append(f"## {plain(host)}\n\n{_what(found, host)}")
+        parts.append(f"## {escape_markdown(host)}\n\n{_what(found, host)}")
         shown = len(parts)
         kinds = [kind for kind in dict.fromkeys(row["kind"] for row in found.rows) if kind.startswith(OURS)]
         for title, table in (
-            *((f"Table 1: {plain(kind)}, by share of heads", table_1(found, host, kind)) for kind in kinds),
+            *((f"Table 1: {escape_markdown(kind)}, by share of heads", table_1(found, host, kind)) for kind in kinds),
             ("Table 3 (a): α, 25% of heads", table_3a(found, host)),
             ("Table 3 (b): complexity, 25% of heads", table_3b(found, host)),
             ("Table 4: ablations, 25% of heads", table_4(found, host)),
@@ -249,7 +249,8 @@ def write(results: Path, output: Path) -> list[Path]:
         alone = found.variant(host, DENSE, 0.0)
         if len(parts) == shown and alone:
             parts.append(
-                f"Only unpruned: {alone.accuracy:.1f}% on {plain(', '.join(row['split'] for row in alone.rows))}."
+                f"Only unpruned: {alone.accuracy:.1f}% "
+                f"on {escape_markdown(', '.join(row['split'] for row in alone.rows))}."
             )
     sizes = table_2(found)
     if sizes is not None:
@@ -273,7 +274,7 @@ def _shown(table: pd.DataFrame) -> str:
     """A table, and the splits and seeds that all its rows have."""
     units: set[Unit] = table.attrs["units"]
     names = ", ".join(f"{split} seed {seed}" for split, seed in sorted(units))
-    return f"On {plain(names)}.\n\n{markdown(table, [table.columns[0]])}"
+    return f"On {escape_markdown(names)}.\n\n{markdown(table, [table.columns[0]])}"
 
 
 def _slug(name: str) -> str:
@@ -304,7 +305,9 @@ def _legend(found: Results) -> str:
 
 def _what(found: Results, host: str) -> str:
     rows = [row for row in found.rows if row["host"] == host]
-    return "\n".join(sorted({plain(f"{row['task']}; {row['removed_by']}.") for row in rows if row["kind"] == OURS}))
+    return "\n".join(
+        sorted({escape_markdown(f"{row['task']}; {row['removed_by']}.") for row in rows if row["kind"] == OURS})
+    )
 
 
 Named = Sequence[tuple[list[str], Variant | None, list[str]]]  # first cells of a line, what was measured, last cells

@@ -350,7 +350,7 @@ def _memory_of(function: Callable[..., int], *arguments: Any) -> int:
 
 def _judge(folder: str, fold: int) -> int:
     from lmeval_prune.athena import checkpoint
-    from lmeval_prune.profiling.speed import highest_memory
+    from lmeval_prune.profiling.speed import peak_memory_of_process
     from lmeval_prune.tasks import data
 
     torch.set_num_threads(1)
@@ -360,7 +360,7 @@ def _judge(folder: str, fold: int) -> int:
     model = checkpoint.read(folder)
     with torch.no_grad():
         model(**judged(model, fold))
-    return highest_memory() - before
+    return peak_memory_of_process() - before
 
 
 WORK = {"prompt": 128, "new": 16, "batches": (1,), "rounds": ROUNDS, "clock": "processor"}  # of a language model

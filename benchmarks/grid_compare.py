@@ -35,15 +35,15 @@ def main() -> None:
     draws = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as place:
         folder, cells = GridFolder(place), []
-        folder.begin("Large", None, [])
+        folder.create("Large", None, [])
         for number in range(CELLS):
-            with folder.making(f"c{number}") as cell:
+            with folder.new_cell(f"c{number}") as cell:
                 rows = [question(i, float(right)) for i, right in enumerate(draws.random(QUESTIONS) < 0.5)]
                 write_tables(cell, {"t": rows}, {})
                 write_text(cell / "results.json", "{}")
             entry = {"key": f"c{number}", "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
             cells.append({**entry, "model_args": {}, "prepare": {}, "costs": "", "command": "lm_eval"})
-        folder.begin("Large", None, cells)
+        folder.create("Large", None, cells)
         before = time.process_time()
         (*_, paths), seconds = timed(lambda: write_report(place))
         busy = time.process_time() - before

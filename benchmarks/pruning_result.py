@@ -93,7 +93,7 @@ def main() -> None:
     path = Path(options.work) / f"{options.tokens}.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if options.report:
-        finish(about, options.tokens, text.about(), known)
+        finish(about, options.tokens, text.record(), known)
         return
     model = load_pretrained(folder, dtype=torch.float32)
     model_map, windows = map_model(model), texts(tokenizer, options.tokens)["GSM8K"]
@@ -122,7 +122,7 @@ def main() -> None:
         known[key] = {**row, "plan": saved, "environment": about}
         write_text(path, json.dumps(known))
         print(f"{place + 1} of {len(planned)}: {key}: {quality:.2f}, {row['parameters'] / 1e6:.2f} million", flush=True)
-    finish(about, options.tokens, text.about(), known)
+    finish(about, options.tokens, text.record(), known)
     for row in [known[key_of(*one)] for one in planned if one[0] == "norm + entropy"]:
         if "speed" not in row:
             smaller = cut(model, Plan.load(Path(options.work) / row["plan"])).model
@@ -132,7 +132,7 @@ def main() -> None:
             row["speed_environment"] = about
             write_text(path, json.dumps(known))
             print(f"{row['plan']}: {row['speed']}", flush=True)
-            finish(about, options.tokens, text.about(), known)
+            finish(about, options.tokens, text.record(), known)
 
 
 def finish(about: dict[str, Any], tokens: int, calibration: dict[str, Any], known: dict[str, Any]) -> None:

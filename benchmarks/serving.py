@@ -32,8 +32,8 @@ from sweep_speed import SWEEP, Pairs, Work
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.export.commands import adapter
+from lmeval_prune.models.head_router import DENSE, FixedOrderRouter
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.tries import DENSE, InTurn
 from lmeval_prune.tasks import data
 
 Texts = dict[tuple[int, str | None], str]
@@ -78,7 +78,7 @@ class Routes:
                     pretrained="smollm2-135m",
                     adapters=str(adapters),
                     num_concurrent=AT_ONCE,
-                    router=InTurn([DENSE, *self.heads]),
+                    router=FixedOrderRouter([DENSE, *self.heads]),
                 )
             )
             variants = 1 + len(self.heads)

@@ -1,7 +1,6 @@
 """Prune, route and measure attention heads of Hugging Face models inside lm-evaluation-harness.
 
-Importing this package imports nothing else: `lmeval_prune.plugin.bridge` runs at every interpreter
-start, so names are resolved on first use.
+Names are imported on first use, because `lmeval_prune.plugin.bridge` is imported at each start of Python.
 """
 
 __version__ = "0.1.0"

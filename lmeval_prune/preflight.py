@@ -1,7 +1,4 @@
-"""Checks of a command's options that need no torch and no model: slips are refused at once.
-
-What only the model can tell is left to it.
-"""
+"""Checks of a command's options that need neither torch nor a model, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -16,23 +13,16 @@ from lmeval_prune import tasks
 from lmeval_prune.architectures.heads import Head, head_names
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError, unknown_task
+from lmeval_prune.errors import InputError, unknown_task_error
 from lmeval_prune.pruners.table import check_pruner
-from lmeval_prune.settings import device_named
+from lmeval_prune.settings import resolve_device
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Refuse names of pruners, models, heads, tasks, files and devices that do not exist.
-
-    Args:
-        options: of a command, by their names.
-
-    Raises:
-        InputError: a name does not exist.
-    """
+    """Refuse pruners, models, heads, tasks, files and devices that do not exist; `options` are the command's."""
     for name in _values(options, "method", "ffn_method"):
         check_pruner(name)
     model = {**(options.get("model_args") or {}), **options}
@@ -49,34 +39,30 @@ def check(options: Mapping[str, Any]) -> None:
         if not Path(path).exists():
             raise InputError(f"no such file: {path}")
     if options.get("device") is not None:
-        device_named(options["device"])
+        resolve_device(options["device"])
 
 
 def check_task(name: str) -> None:
-    """Refuse an unknown task whose name begins with `prune_`; others are left to lm-eval.
-
-    Raises:
-        InputError: naming the task that was probably meant.
-    """
+    """Refuse an unknown task whose name begins with `prune_`; lm-eval checks other names."""
     if not name.startswith("prune_") or Path(name).is_file():
         return
     texts = (path.read_text(encoding="utf-8") for path in Path(tasks.__path__[0]).rglob("*.yaml"))
     matches = (re.search(r"^(?:task|group): (prune_\w+)", text, re.MULTILINE) for text in texts)
     names = {match[1] for match in matches if match}
     if name not in names:
-        raise unknown_task([name], names)
+        raise unknown_task_error([name], names)
 
 
 def outline(name: str, options: Mapping[str, Any] = embedded.NO_OPTIONS) -> Any:
-    """Return the layers and heads that a configuration names, as a `ModelMap` has them; None if it is not plain.
+    """Return the layers and heads of a model's configuration in the form of a `ModelMap`, or None if it is unusual.
 
-    A layer may still be without attention, and have fewer heads.
+    The model itself may have layers without attention or with fewer heads.
     """
     try:
         path = _config_file(name, options)
         config = json.loads(path.read_bytes()) if path else None
     except (OSError, ValueError, RecursionError):
-        return None  # whoever loads it says why
+        return None  # loading the model will report it
     if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
         return None
     if config.get("is_encoder_decoder") or "text_config" in config or "pruned_modules" in config:
@@ -89,18 +75,18 @@ def outline(name: str, options: Mapping[str, Any] = embedded.NO_OPTIONS) -> Any:
 
 
 def _first(config: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """Return the first of some settings that a configuration has."""
+    """Return the value of the first name that a configuration has."""
     return next((config[name] for name in names if name in config), None)
 
 
 def _values(options: Mapping[str, Any], *names: str) -> Iterator[str]:
-    """Iterate over the values of options, of which some may be given several times."""
+    """Iterate over the values of options, some of which can be repeated."""
     for value in map(options.get, names):
         yield from [value] if isinstance(value, str) else value or ()
 
 
 def _config_file(name: str, options: Mapping[str, Any]) -> Path | None:
-    """Return the path of a model's configuration, if it is on this machine."""
+    """Return the path of a model's configuration file if it is on this machine."""
     if Path(name).is_dir():
         return Path(name) / "config.json"
     if name in embedded.MODELS:

@@ -1,1 +1,1 @@
-"""lm-eval tasks that come with the package: a folder a data set, and the Python that they share."""
+"""lm-eval tasks of this package: one folder per data set, and shared Python modules."""

@@ -1,13 +1,12 @@
-"""Data sets, loaded for tasks, sweeps and distillation.
+"""Data sets for tasks, sweeps and distillation.
 
-Rows come from the hub, or from a local folder named by `data_dir` (lm-eval: `--metadata data_dir=…`) or
-by the environment variable `LMEVAL_PRUNE_DATA`. Every row has two fields beside its own: `question`, the
-prompt's text, which a router embeds, and `target`, the final answer as text.
+Rows come from the hub, or from a local folder: `data_dir` (lm-eval: `--metadata data_dir=…`) or the environment
+variable `LMEVAL_PRUNE_DATA`. Each document has its row's fields and two more: `question`, the text of the prompt, which
+a router embeds, and `target`, the final answer as text.
 """
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import json
 import os
@@ -23,7 +22,7 @@ from typing import Any
 import datasets
 import pyarrow
 
-from lmeval_prune.errors import InputError, first_line, reported
+from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
 from lmeval_prune.scoring import complexity, readings
 from lmeval_prune.scoring.verifier import require_math_verify
 
@@ -36,16 +35,16 @@ ASDIV_URL = (
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set: the sources of its splits, and how a row becomes a document.
+    """The sources of a data set's splits, and the conversion of rows to documents.
 
     Attributes:
-        files: local file of each split that has a file.
-        hub: loads such a split from its public source.
-        document: makes a document of a row; None drops the row.
-        fields: types of the fields that every row must have; None among them allows null.
-        parts: further splits, made from all documents of the split `"all"`.
-        packaged: the files are part of this package.
-        needs_math: answers need math-verify.
+        files: local file of each stored split.
+        hub: loads a stored split from its public source.
+        document: converts a row to a document; None drops the row.
+        fields: types of the required fields of a row; `NoneType` allows null.
+        parts: further splits, selected from the documents of the split `"all"`.
+        packaged: whether the files are part of this package.
+        needs_math: whether scoring requires math-verify.
     """
 
     files: dict[str, str]
@@ -58,19 +57,16 @@ class DataSet:
 
     @property
     def splits(self) -> list[str]:
-        """Return the names of all splits."""
+        """Return all splits."""
         return [*self.files, *self.parts]
 
 
-def _hub(path: str, name: str | None = None, **splits: str) -> Callable[[str], Iterator[Row]]:
-    def rows(split: str) -> Iterator[Row]:
-        yield from datasets.load_dataset(path, name, split=splits.get(split, split))
-
-    return rows
+def _hub(path: str, name: str | None = None) -> Callable[[str], Iterator[Row]]:
+    return lambda split: iter(datasets.load_dataset(path, name, split=split))
 
 
 def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
-    """Yield ASDiv from its authors' repository: one XML file, and the five folds of ASDiv-A as lists of ids."""
+    """Yield the rows of ASDiv from its repository: an XML file, and lists of ids for the five folds of ASDiv-A."""
     import xml.etree.ElementTree as ElementTree
 
     download = datasets.DownloadManager().download
@@ -123,33 +119,31 @@ def _asdiv_a(row: Row) -> Row | None:
     return {**document, "fold": row["asdiv_a_fold"], "complexity": complexity(row["formula"])}
 
 
-_CONSTANTS = {"x1": "1", "x2": "2", "x3_1416": "157/50"}  # as Math23k's equations name them; pi is 3.14 there
+_CONSTANTS = {"x1": "1", "x2": "2", "x3_1416": "157/50"}  # of Math23k's equations; pi is 3.14 there
 
 
 def _math23k(row: Row) -> Row:
-    """Add `names` (values of n0, n1, … and of the constants, as exact fractions) and the complexity."""
-    names = dict(_CONSTANTS) | {
-        f"n{i}": str(readings(number)[-1]) for i, number in enumerate(row["numbers"]) if readings(number)
-    }
+    """Add the complexity and `names`: values of n0, n1, … and of the constants as exact fractions."""
+    numbers = {f"n{i}": str(readings(number)[-1]) for i, number in enumerate(row["numbers"]) if readings(number)}
     return {
         **row,
         "question": re.sub(r"\s+", "", row["segmented_text"]),
         "target": repr(float(row["answer"])).removesuffix(".0"),
-        "names": names,
+        "names": {**_CONSTANTS, **numbers},
         "complexity": complexity(row["equation"]),
     }
 
 
 def _folds(rows: list[Row], number: int) -> list[Row]:
-    _check(rows, {"fold": WHOLE})
+    _check(rows, {"fold": INTEGER})
     return [row for row in rows if row["fold"] == number]
 
 
 def stratified(rows: list[Row], part: str, ratios: tuple[int, int, int], by: str, seed: int = 0) -> list[Row]:
-    """Return the train, validation or test part of a random split that keeps the distribution of `by`.
+    """Return the train, validation or test part of a random split, stratified by the field `by`.
 
-    Each stratum is shuffled by a generator of its own (from `seed` and the stratum) and cut by the ratios,
-    rounded down for validation and test; rows keep their order.
+    Each stratum is shuffled with its own generator (seeded by `seed` and the stratum) and cut by the ratios, rounded
+    down for validation and test; rows keep their order.
     """
     strata: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
@@ -178,7 +172,7 @@ def _standard(rows: list[Row], test: bool) -> list[Row]:
     return [row for row in rows if bool(row["standard_test"]) == test]
 
 
-TEXT, WHOLE = (str,), (int,)
+TEXT, INTEGER = (str,), (int,)
 _ASDIV = dict.fromkeys(("body", "question", "answer", "formula"), TEXT)
 _MATH_HUB = {"test": "HuggingFaceH4/MATH-500", "train": "rasbt/math_full_minus_math500"}
 DATA: dict[str, DataSet] = {
@@ -225,10 +219,10 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
     Args:
         name: a key of `DATA`.
         split: one of its splits.
-        data_dir: local folder; default `LMEVAL_PRUNE_DATA`, and without it the public source.
+        data_dir: local folder; default: `LMEVAL_PRUNE_DATA`; if that is unset, the public source.
 
     Raises:
-        InputError: the name or split is unknown, or the file is missing or broken.
+        InputError: the name or split is unknown, or the file is missing or damaged.
     """
     if name not in DATA:
         raise InputError(f"unknown data set {name!r}; known: {', '.join(DATA)}")
@@ -256,7 +250,7 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
 
 
 def _documents(data: DataSet, row: Row) -> list[Row]:
-    """Return the document of a row, if it has one."""
+    """Return a list with the document of a row, or an empty list for a dropped row."""
     _check([row], data.fields)
     document = data.document(row)
     target = (document or {}).get("target", "-")
@@ -266,7 +260,7 @@ def _documents(data: DataSet, row: Row) -> list[Row]:
 
 
 def _check(rows: list[Row], fields: Mapping[str, tuple[type, ...]]) -> None:
-    """Refuse rows whose fields are missing or of another type."""
+    """Refuse rows with missing fields or fields of another type."""
     for row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"it is {type(row).__name__}, not an object")
@@ -298,7 +292,7 @@ def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str] |
     else:
         try:
             yield from data.hub(split)
-        except Exception as error:  # whatever a download library raises
+        except Exception as error:  # download libraries raise many types
             raise InputError(
                 f"{name} could not be loaded from its public source ({first_line(error)}); "
                 f"name a local folder with {data.files[split]} in LMEVAL_PRUNE_DATA or --metadata data_dir=FOLDER"
@@ -320,7 +314,7 @@ def _read(path: Path) -> Iterator[Row]:
         raise InputError(f"{path} cannot be read after line {number} ({first_line(error)})") from error
 
 
-@reported
+@print_input_errors
 def custom_dataset(
     *,
     prune_data: str,
@@ -330,25 +324,25 @@ def custom_dataset(
     data_split: str | None = None,
     **others: Any,
 ) -> dict[str, datasets.Dataset]:
-    """Return what lm-eval asks a task's `custom_dataset` for: its questions as split `test`, exemplars as `train`.
+    """Load the data of a task for lm-eval: the questions as split `test`, the few-shot exemplars as `train`.
 
     Args:
         prune_data: a key of `DATA`.
         prune_test, prune_train: splits of the questions and of the exemplars.
-        data_dir, data_split: from `--metadata`: local folder; another split to ask.
-        others: other metadata (lm-eval hands on the model_args, too) is passed over.
+        data_dir, data_split: from `--metadata`: local folder; another split for the questions.
+        others: other metadata, such as the model_args, is ignored.
 
     Raises:
-        InputError: see `load`; or math-verify is needed and missing, `data_dir` or `data_split` is misspelt, or the
-            exemplars come from the split of the questions.
+        InputError: as for `load`; or math-verify is missing, `data_dir` or `data_split` is misspelt, or questions and
+            exemplars come from the same split.
     """
     for name in others:
-        if meant := difflib.get_close_matches(name, ("data_dir", "data_split"), n=1, cutoff=0.8):
-            raise InputError(f"unknown metadata {name}; did you mean {meant[0]}?")
+        if hint := did_you_mean(name, ("data_dir", "data_split"), cutoff=0.8):
+            raise InputError(f"unknown metadata {name}{hint}")
     if data_split and data_split == prune_train:
         raise InputError(
-            f"this task's exemplars come from {prune_train}, so one of its questions could be shown its own answer: "
-            "ask another data_split, or a task without exemplars"
+            f"this task's exemplars come from {prune_train}, so a question could be its own exemplar: use another "
+            "data_split, or a task without exemplars"
         )
     if prune_data in DATA and DATA[prune_data].needs_math:
         require_math_verify()

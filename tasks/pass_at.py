@@ -1,4 +1,4 @@
-"""pass@k, maj@N and the number of distinct answers, for any of our tasks with `repeats: N`.
+"""pass@k, maj@N and the number of distinct answers for tasks with `repeats: N`.
 
 ```yaml
 include: [prune_gsm8k.yaml, ../_pass] # or, for another N: include: prune_gsm8k_pass8.yaml
@@ -13,25 +13,25 @@ from typing import Any
 
 from lm_eval.api.metrics import mean
 
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
-from lmeval_prune.tasks.results import SAME, Scores, same_text
+from lmeval_prune.tasks.results import EQUALITIES, Scores, same_text
 from lmeval_prune.tasks.scored import ScoredTask
 
 
 class PassAtTask(ScoredTask):
-    """A generative task that is tried N times a document.
+    """A generative task with N responses per document.
 
-    Metrics, for k = 1, 2, 4, … up to N: `pass@k` (any of the *first* k is right: for candidates in an
-    order, a router's) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k): for exchangeable candidates, samples);
-    `maj@N`; `distinct`, the number of different answers. For each part of the documents (`level_1`, `algebra`, …)
-    `pass@N_PART`, for which both estimators are the same.
+    Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for ordered candidates of a
+    router) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k); for exchangeable samples). Also `maj@N`; `distinct`, the
+    number of different answers; and for each part of the documents (`level_1`, `algebra`, …) `pass@N_PART`, which is
+    the same for both estimators.
 
     Raises:
         InputError: `repeats` is not a whole number above 0, or the task has no `process_results`.
     """
 
-    @reported
+    @print_input_errors
     def __init__(self, config: dict[str, Any]) -> None:
         config = dict(config)
         config["generation_kwargs"] = {**(config.get("generation_kwargs") or {}), **config.pop("sampling", {})}
@@ -41,7 +41,7 @@ class PassAtTask(ScoredTask):
         self.attempts = count
         self.main = f"pass@{count}"
         self.prefix = f"{self.main}_"
-        # Ranks are padded with copies of the last request, so exactly N are kept; other filters stay as they are.
+        # lm-eval pads ranks with copies of the last request, so exactly N responses are kept; other filters stay.
         filters = (config.get("filter_list") or [{"filter": []}])[0]["filter"]
         filters = [step for step in filters if step["function"] != "take_first"]
         keep = {"function": "take_first_k", "k": count}
@@ -50,16 +50,16 @@ class PassAtTask(ScoredTask):
 
     @property
     def ks(self) -> list[int]:
-        """Return the k that are reported."""
+        """Return the reported values of k."""
         return attempts(self.attempts)
 
     @property
     def means(self) -> list[str]:
-        """Return the metrics that are plain means over the documents."""
+        """Return the metrics that are means over the documents."""
         passes = [f"pass@{k}{end}" for k in self.ks for end in ("", "_unbiased")]
         return [*passes, f"maj@{self.attempts}", "distinct", *self._failures]
 
-    @reported
+    @print_input_errors
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
         """Return the metrics of N responses, which are scored one by one and then together.
 
@@ -71,13 +71,13 @@ class PassAtTask(ScoredTask):
             needed = f"task {self.config.task}: {self.main} needs {self.attempts} responses to a question"
             raise InputError(f"{needed}, got {len(responses)}")
         scored = [self.score(doc, [text]) for text in responses]
-        right = [bool(score["exact_match"]) for score in scored]
+        correct = [bool(score["exact_match"]) for score in scored]
         answers = [score["extracted"] for score in scored]
-        vote, distinct = majority(answers, SAME.get(self.score, same_text))
+        vote, distinct = majority(answers, EQUALITIES.get(self.score, same_text))
         return {
-            **{f"pass@{k}": float(pass_ordered(right, k)) for k in self.ks},
-            **{f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in self.ks},
-            f"maj@{self.attempts}": float(vote is not None and right[vote]),
+            **{f"pass@{k}": float(pass_ordered(correct, k)) for k in self.ks},
+            **{f"pass@{k}_unbiased": pass_unbiased(len(correct), sum(correct), k) for k in self.ks},
+            f"maj@{self.attempts}": float(vote is not None and correct[vote]),
             "distinct": float(distinct),
             "extracted": answers,
             "how": [score["how"] for score in scored],

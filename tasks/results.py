@@ -1,8 +1,8 @@
-"""lm-eval's `process_results` for our tasks: a document and its response become metric values.
+"""Functions for `process_results` of lm-eval's tasks: compute the metrics of a response to a document.
 
-Every item reports, beside the scores, `extracted` (the answer that is judged) and `how`. `exact_match` takes the end
-of the response where nothing marks an answer; `strict_match` needs a mark (a box, `####`, or 'the answer is').
-`SAME` holds, for each of these functions, the equality of two extracted answers.
+Each function returns `exact_match` and `strict_match`, the answer (`extracted`) and where it was found (`how`).
+`exact_match` accepts an answer at the end of the response; `strict_match` requires a marked answer (a box, `####`, or
+'the answer is').
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lm_eval.api.filter import Filter
 from lm_eval.api.registry import register_filter
 
-from lmeval_prune.errors import reported
+from lmeval_prune.errors import print_input_errors
 from lmeval_prune.scoring import (
     MARKED,
     ExpressionReader,
@@ -43,19 +43,19 @@ def _scores(correct: bool, extraction: Extraction) -> Scores:
 
 
 def number(doc: dict[str, Any], results: Sequence[str]) -> Scores:
-    """Score a final answer that is one number."""
+    """Score an answer that is one number."""
     extraction = extract(results[0], NumberReader())
     return _scores(numbers_equal(extraction.answer, doc["target"]), extraction)
 
 
 def text_or_number(doc: dict[str, Any], results: Sequence[str]) -> Scores:
-    """Score a final answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
+    """Score an answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
     extraction = extract(results[0], text_reader(doc["target"]))
     return _scores(same_text(extraction.answer, doc["target"]), extraction)
 
 
 def mathematics(doc: dict[str, Any], results: Sequence[str]) -> Scores:
-    """Score a MATH answer: the same as the gold one in form and, part by part, as a number or by math-verify."""
+    """Score a MATH answer: of the same form as the gold answer, with parts equal as numbers or by math-verify."""
     extraction = extract(results[0], MathematicsReader(doc["target"]))
     verdict = verdicts([(extraction.answer, doc["target"])])[0]
     return _scores(verdict == "equal", extraction) | {"timeouts": float(verdict in ("timeout", "crash"))}
@@ -63,14 +63,14 @@ def mathematics(doc: dict[str, Any], results: Sequence[str]) -> Scores:
 
 @register_filter("prune_verdicts")
 class Verdicts(Filter):
-    """Compares a whole task's answers at once, before `mathematics` scores them one by one; changes nothing.
+    """Compares all answers of a task in one call, before `mathematics` scores each; returns the responses unchanged.
 
-    With several responses to a question, also with each other, for `maj@N` and `distinct`.
+    Several responses to a question are also compared with each other, for `maj@N` and `distinct`.
     """
 
-    @reported
+    @print_input_errors
     def apply(self, resps: Iterable[str | Sequence[str]], docs: list[dict[str, Any]]) -> Iterable[Any]:
-        """Fill the store of verdicts; `resps` are texts, or lists of texts, and are handed on."""
+        """Compute and cache the verdicts; `resps` are texts or lists of texts, and are returned."""
         resps = list(resps)
         forget_failures()
         pairs: list[tuple[str, str]] = []
@@ -84,14 +84,15 @@ class Verdicts(Filter):
 
 
 def equation(doc: dict[str, Any], results: Sequence[str]) -> Scores:
-    """Score an expression over the problem's numbers; see `expression_is_right`."""
+    """Score an arithmetic expression; see `expression_is_right`."""
     extraction = extract(results[0], ExpressionReader())
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     gold = doc.get("formula") or doc.get("equation") or ""
     return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
 
 
-SAME: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
+# For each function: whether two extracted answers are equal.
+EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
     number: numbers_equal,
     text_or_number: same_text,
     mathematics: same_mathematics,

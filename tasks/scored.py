@@ -1,4 +1,4 @@
-"""A task whose responses are scored by one of the functions in `results`: its metrics, and accuracy by parts.
+"""Tasks that are scored by the functions in `results`, with accuracy by level, subject, …
 
 ```yaml
 include: ../_chat_answer
@@ -18,35 +18,35 @@ from typing import Any
 from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
 
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring import MARKED
 from lmeval_prune.tasks.results import Scores, mathematics
 
-PARTS = ("level", "complexity", "grade", "subject")  # fields of documents by which accuracy is reported
+PARTS = ("level", "complexity", "grade", "subject")  # accuracy is reported for each value of these fields
 
 
 class ScoredTask(ConfigurableTask):
-    """Reports what its function returns for a response, and the main metric of each part of the documents.
+    """Reports the metrics of its `process_results` function, and the main metric for each part of the documents.
 
-    Parts are the levels, complexities, grades and subjects that there are: `level_1`, `complexity_low`, `algebra`.
+    Parts are the levels, complexities, grades and subjects of the documents: `level_1`, `complexity_low`, `algebra`.
 
     Attributes:
-        main: the metric that is reported by parts.
+        main: the metric that is reported for parts.
         means: metrics that are means over the documents.
-        parts: by the metric's name, a field and its value.
+        parts: field and value of each part, by the name of its metric.
 
     Raises:
         InputError: the task has no `process_results`.
     """
 
     main = "exact_match"
-    prefix = ""  # of the names of parts' metrics
+    prefix = ""  # of the names of parts
 
-    @reported
+    @print_input_errors
     def __init__(self, config: dict[str, Any]) -> None:
         if not callable(config.get("process_results")):
             raise InputError(f"task {config.get('task')}: it needs a process_results function")
-        # lm-eval takes metrics from `aggregation`; without a list, it would add its own
+        # the metrics come from `aggregation`; without this empty list lm-eval adds its default metrics
         config = {key: value for key, value in config.items() if key != "class"} | {"metric_list": []}
         super().__init__(config=config)
         self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
@@ -61,7 +61,7 @@ class ScoredTask(ConfigurableTask):
 
     @property
     def means(self) -> list[str]:
-        """Return the metrics that are plain means over the documents."""
+        """Return the metrics that are means over the documents."""
         return [self.main, "strict_match", *self._failures]
 
     @property
@@ -69,14 +69,14 @@ class ScoredTask(ConfigurableTask):
         return ["timeouts"] if self.times_out else []
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> Scores:
-        """Return what `scores` returns, and the main metric as that of the document's parts; None as that of others."""
+        """Return the metrics of a response, and the main metric for each part; None for parts of other documents."""
         if not callable(self.config.process_results):  # lm_eval --predict_only
             return dict(super().process_results(doc, results))
         scores = self.scores(doc, results[0])
         parts = {
             name: scores[self.main] if doc[field] == value else None
             for part, (field, value) in self.parts.items()
-            for name in part_figures(part)
+            for name in part_metrics(part)
         }
         return {**scores, **parts}
 
@@ -85,11 +85,11 @@ class ScoredTask(ConfigurableTask):
         return self.score(doc, [response])
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
-        """Return means; of `extracted` and `how`, the shares of responses with an answer and with a marked one."""
+        """Return the aggregations; `extracted` and `how` become the shares of responses with a (marked) answer."""
         answers = {"extracted": answered, "how": marked}
         means: dict[str, Callable[..., Any]] = dict.fromkeys(self.means, mean)
         for part in self.parts:
-            means |= part_figures(part)
+            means |= part_metrics(part)
         return {**super().aggregation(), **means, **answers}
 
     def higher_is_better(self) -> dict[str, bool]:
@@ -97,26 +97,26 @@ class ScoredTask(ConfigurableTask):
         return {name: name != "timeouts" for name in self.aggregation()}
 
 
-def part_figures(name: str) -> dict[str, Callable[..., Any]]:
-    """Return the metrics of a part: accuracy, its standard error (by lm-eval's name for it), and the items."""
-    return {name: share, f"{name}_stderr": error_of_share, f"{name}_n": count}
+def part_metrics(name: str) -> dict[str, Callable[..., Any]]:
+    """Return the aggregations of a part: accuracy, its standard error and the number of items."""
+    return {name: part_mean, f"{name}_stderr": part_stderr, f"{name}_n": part_count}
 
 
-def error_of_share(values: Iterable[float | None]) -> float | str:
-    """Return the standard error of `share`; `"N/A"` for fewer than two values."""
-    known = [value for value in values if value is not None]
-    return mean_stderr(known) if len(known) > 1 else "N/A"
+def part_mean(values: Iterable[float | None]) -> float | str:
+    """Return the mean of the values that are not None; `"N/A"` (JSON has no NaN) without values."""
+    items = [value for value in values if value is not None]
+    return math.fsum(items) / len(items) if items else "N/A"
 
 
-def count(values: Iterable[float | None]) -> int:
-    """Return how many values there are."""
+def part_stderr(values: Iterable[float | None]) -> float | str:
+    """Return the standard error of `part_mean`; `"N/A"` for fewer than two values."""
+    items = [value for value in values if value is not None]
+    return mean_stderr(items) if len(items) > 1 else "N/A"
+
+
+def part_count(values: Iterable[float | None]) -> int:
+    """Return the number of values that are not None."""
     return sum(value is not None for value in values)
-
-
-def share(values: Iterable[float | None]) -> float | str:
-    """Return the mean of the values that are not None; `"N/A"` (JSON has no NaN) if there are none."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else "N/A"
 
 
 def answered(values: Iterable[str | list[str]]) -> float:
@@ -125,7 +125,7 @@ def answered(values: Iterable[str | list[str]]) -> float:
 
 
 def marked(values: Iterable[str | list[str]]) -> float:
-    """Return the share of responses whose answer the model marked (boxed, `####`, 'the answer is')."""
+    """Return the share of responses with a marked answer (boxed, `####`, 'the answer is')."""
     return mean([how in MARKED for how in _flat(values)])
 
 

@@ -1,4 +1,4 @@
-"""A perplexity task that holds for one sequence length only."""
+"""A perplexity task with a fixed sequence length."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from typing import Any
 
 from lm_eval.api.task import ConfigurableTask
 
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 
 
 class WindowedTask(ConfigurableTask):
-    """A rolling log-likelihood task whose windows must have `window` tokens.
+    """A rolling log-likelihood task with windows of `window` tokens; `InputError` if `max_length` is another number.
 
-    The model cuts the windows, by its `max_length`; a task learns that only from the run's metadata, in which
-    lm-eval puts the model_args.
-
-    Raises:
-        InputError: `max_length` is not known, or is not `window`.
+    The model cuts the windows at its `max_length`. The task reads it from the run's metadata, to which lm-eval adds the
+    model_args.
     """
 
-    @reported
+    @print_input_errors
     def __init__(self, config: dict[str, Any]) -> None:
         window = config["window"]
         length = (config.get("metadata") or {}).get("max_length")

@@ -52,7 +52,7 @@ def _of_pruner(name: str) -> dict[str, Any]:
     """Return figures of a plan that removes a quarter of the parameters that the pruner scores."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     pruner = make_pruner(name, {"alpha": 0.5} if name == "norm_entropy" else {})
-    text = CalibrationText.of("test", tokens(8, 16), 2)
+    text = CalibrationText.from_windows("test", tokens(8, 16), 2)
     options = PruneOptions(0.25, parts="heads" if pruner.heads_only else "both")
     *_, plan = stages(pruner, model_map, options, text)
     removed = {"heads": list(plan.heads), "channels": dict(plan.channels)}

@@ -36,16 +36,16 @@ def encoder_folder(folder: Path, family: str = "bert", **changes: Any) -> Path:
 
     special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
     letters = [*string.ascii_lowercase, *".,?;$'-"]
-    vocabulary = {token: i for i, token in enumerate([*special, *letters, *(f"##{one}" for one in letters)])}
-    made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    made.post_processor = processors.TemplateProcessing(
+    vocabulary = {token: i for i, token in enumerate([*special, *letters, *(f"##{item}" for item in letters)])}
+    created = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    created.normalizer, created.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    created.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     mask = changes.pop("mask", "[MASK]")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, model_max_length=128, **names, **({"mask_token": mask} if mask else {})
+        tokenizer_object=created, model_max_length=128, **names, **({"mask_token": mask} if mask else {})
     )
     tiny(family, vocab_size=len(vocabulary), **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -65,7 +65,7 @@ def document(number: int) -> dict[str, Any]:
 
 def grounded() -> list[GroundedProblem]:
     """All our problems."""
-    return [one for number in range(len(PROBLEMS)) if (one := GroundedProblem.of(document(number)))]
+    return [item for number in range(len(PROBLEMS)) if (item := GroundedProblem.of(document(number)))]
 
 
 def host(encoder: Path, **settings: Any) -> Athena:
@@ -83,9 +83,9 @@ def host(encoder: Path, **settings: Any) -> Athena:
 
 def examples(model: Athena) -> list[Example]:
     """Our problems as examples of a host."""
-    made = examples_of(grounded(), model.tokenizer, model.settings)
-    assert len(made) == len(PROBLEMS)
-    return made
+    created = examples_of(grounded(), model.tokenizer, model.settings)
+    assert len(created) == len(PROBLEMS)
+    return created
 
 
 def data_folder(folder: Path, rows: int = 30) -> Path:

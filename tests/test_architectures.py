@@ -1,4 +1,4 @@
-"""The architecture table against the behaviour of live models."""
+"""Compare the architecture table with the behaviour of live models."""
 
 from typing import Any
 
@@ -34,22 +34,22 @@ def test_counts(family: str) -> None:
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
-    """Weight as (outputs, inputs), to be read and changed."""
+    """Return the weight as a writable view, (outputs, inputs)."""
     return module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
 
 
 def _inputs_of(model: nn.Module, modules: list[nn.Module]) -> list[torch.Tensor]:
-    """What the modules get in one forward pass."""
-    seen: dict[nn.Module, torch.Tensor] = {}
-    handles = [x.register_forward_pre_hook(lambda own, args: seen.update({own: args[0]})) for x in modules]
+    """Return the inputs of modules in one forward pass."""
+    recorded: dict[nn.Module, torch.Tensor] = {}
+    handles = [x.register_forward_pre_hook(lambda own, args: recorded.update({own: args[0]})) for x in modules]
     output(model, tokens())
     for handle in handles:
         handle.remove()
-    return [seen[module] for module in modules]
+    return [recorded[module] for module in modules]
 
 
 def _head_outputs(model, layer) -> torch.Tensor:
-    """Input of the output projection, as (…, heads, head_dim)."""
+    """Return the input of the output projection, (…, heads, head_dim)."""
     return _inputs_of(model, [layer.o_proj])[0].unflatten(-1, (layer.heads, layer.head_dim))
 
 
@@ -126,8 +126,8 @@ def _blocks(variant: str) -> tuple[nn.Module, tuple[FeedForward, ...]]:
 
 @pytest.mark.parametrize("family", sorted(EXPERTS_ONLY))
 def test_a_layer_of_experts_has_no_feed_forward_block(family: str) -> None:
-    found = map_model(tiny(family))
-    assert found.attention and found.feed_forward == ()
+    actual = map_model(tiny(family))
+    assert actual.attention and actual.feed_forward == ()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -164,14 +164,14 @@ def test_rows_belong_to_the_channels_that_the_table_says(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", DISTINCT_GATED)
 def test_the_gate_is_what_goes_through_the_activation(variant: str) -> None:
-    """The input of `down` is activation(gate) · up, computed here from the rows of either."""
+    """The input of `down` is activation(gate) · up, recomputed from the rows of both."""
     model, blocks = _blocks(variant)
     for block in blocks:
-        x, found = _inputs_of(model, [block.up, block.down])
+        x, actual = _inputs_of(model, [block.up, block.down])
         activation = next(child for name, child in block.module.named_children() if name.startswith("act"))
         gate, up = (_product(x, block.rows(part)) for part in ("gate", "up"))
-        torch.testing.assert_close(found, activation(gate) * up)
-        assert (found - activation(up) * gate).abs().max() > 0.1
+        torch.testing.assert_close(actual, activation(gate) * up)
+        assert (actual - activation(up) * gate).abs().max() > 0.1
 
 
 def _product(x: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _product(x: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _keep(module: nn.Module, numbers: list[int], axis: int) -> None:
-    """Leave only these outputs (axis 0) or inputs (axis 1) of a projection."""
+    """Keep only these outputs (axis 0) or inputs (axis 1) of a projection."""
     left = _weight(module)[numbers] if axis == 0 else _weight(module)[:, numbers]
     module.weight = nn.Parameter(left.T.clone() if isinstance(module, Conv1D) else left.clone())
     if axis == 0 and module.bias is not None:
@@ -193,7 +193,7 @@ def _keep(module: nn.Module, numbers: list[int], axis: int) -> None:
 
 @pytest.mark.parametrize("variant", DISTINCT)
 def test_zeroing_channels_is_deleting_them(variant: str) -> None:
-    """Zeroed inputs of `down`, against a model whose rows and columns were taken out one by one."""
+    """Zeroed inputs of `down` equal a model whose rows and columns are deleted by hand."""
     model, blocks = _blocks(variant)
     cut, cut_blocks = _blocks(variant)
     dense = output(model, tokens())

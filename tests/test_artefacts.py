@@ -33,12 +33,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lmeval_prune import HeadMask, InputError, artefacts, map_model, preflight
-from lmeval_prune.artefacts import check_writable, file_name, final_path, new_file, new_folder, output_lock, write_text
+from lmeval_prune import HeadMask, InputError, map_model, preflight
+from lmeval_prune.artefacts import (
+    check_writable,
+    digest,
+    file_name,
+    final_path,
+    locks,
+    new_file,
+    new_folder,
+    output_lock,
+    write_artefact,
+    write_text,
+    writing,
+)  # fmt: skip
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.cli import COMMANDS, OUTPUTS, SHARED, main
 from lmeval_prune.distillation.host import NOTE, read_note
 from lmeval_prune.distillation.host import SCHEMA as DISTILLATION
@@ -273,7 +285,7 @@ def test_a_file_system_without_locks_is_written(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    artefacts._warn_lockless.cache_clear()
+    locks._warn_no_locks.cache_clear()
     write_text(tmp_path / "a.json", "1")
     assert not caplog.records  # a file needs no lock
     for name in "bc":
@@ -320,7 +332,7 @@ def test_an_empty_folder_in_one_that_is_read_only_is_refused_for_that(tmp_path: 
     code = f"from lmeval_prune.artefacts import output_lock, new_folder; out = {str(out)!r}\nwith output_lock(out), new_folder(out): 1"
     done = subprocess.run([*bare, sys.executable, "-c", code], capture_output=True, text=True)
     out.parent.chmod(0o755)
-    reason = f"{out} cannot be written: permission denied; name a place that can be written"
+    reason = f"{out} cannot be written: permission denied; name a writable path"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"lmeval_prune.errors.DiskError: {reason}"
     assert here(out) == [] and here(out.parent) == ["out"]
 
@@ -338,17 +350,17 @@ def leftover(folder: Path, system: str, process: int, began: int, age: float = 0
 
 
 def test_only_what_dead_writers_have_left_is_removed(tmp_path: Path) -> None:
-    system, process, day = artefacts._system(), os.getpid(), 24 * 3600
+    system, process, day = locks._system_id(), os.getpid(), 24 * 3600
     child = forked(lambda: None)
     ended(child)
     stay = {
-        leftover(tmp_path, system, process, artefacts._began(process), 99 * day),  # of this process
-        leftover(tmp_path, system, os.getppid(), artefacts._began(os.getppid()), 99 * day),
+        leftover(tmp_path, system, process, locks._start_time(process), 99 * day),  # of this process
+        leftover(tmp_path, system, os.getppid(), locks._start_time(os.getppid()), 99 * day),
         leftover(tmp_path, "another", child, 0, day),  # may be alive there
     }
     go = {
         leftover(tmp_path, system, child, 0),
-        leftover(tmp_path, system, process, artefacts._began(process) - 60),  # had the same number before
+        leftover(tmp_path, system, process, locks._start_time(process) - 60),  # had the same number before
         leftover(tmp_path, "another", process, 0, 8 * day),
     }
     (tmp_path / ".lmeval-prune-x.lock").touch()
@@ -370,13 +382,13 @@ def write_folder(path: Path, stop: Callable[[], Any]) -> None:
 
 def write_plan(path: Path, stop: Callable[[], Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(artefacts, "_sync", lambda _: stop())
+        patch.setattr(writing, "_sync", lambda _: stop())
         Plan("L0H1", compensation={"L0.o_proj.bias": torch.ones(32)}).save(path, map_model(tiny("llama")))
 
 
 def write_athena(path: Path, stop: Callable[[], Any]) -> None:
     model = host(encoder_folder(path.parent / "encoder"), constants=("1",))
-    athena.write(model, path, beside=lambda _: stop())
+    athena.write(model, path, add_files=lambda _: stop())
 
 
 WRITERS = [write_file, write_folder, write_plan, write_athena]
@@ -475,11 +487,11 @@ def test_variants_and_tasks_stay_in_their_folders(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("key", ["../../out", "..", "/etc/passwd"])
 def test_keys_of_a_grid_stay_in_its_folder(key: str, tmp_path: Path) -> None:
     folder = GridFolder(tmp_path / "a" / "grid")
-    folder.fail(key, "reason", "")
-    folder.write_measure(key, {"device": "cpu", "threads": 1})
-    with folder.lock(key), folder.making(key) as growing:
+    folder.record_failure(key, "reason", "")
+    folder.write_costs(key, {"device": "cpu", "threads": 1})
+    with folder.lock(key), folder.new_cell(key) as growing:
         (growing / "x").touch()
-    assert folder.failure(key) == "reason" and folder.done(key) and folder.measure(key)
+    assert folder.failure(key) == "reason" and folder.has_cell(key) and folder.costs(key)
     assert here(tmp_path) == ["a"] and here(tmp_path / "a") == ["grid"]
 
 
@@ -490,13 +502,13 @@ def test_a_link_is_not_appended_to(exists: bool, tmp_path: Path) -> None:
         target.write_text("text")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "rank-0.jsonl").symlink_to(target)
-    with pytest.raises(InputError, match="is a link, and is not written to"):
+    with pytest.raises(InputError, match="is a symbolic link"):
         AnswerStore(tmp_path / "store")
     assert target.exists() == exists and (not exists or target.read_text() == "text")
     (tmp_path / "store" / "rank-0.jsonl").unlink()
     store = AnswerStore(tmp_path / "store")
     (tmp_path / "store" / "rank-0.jsonl").symlink_to(target)
-    with pytest.raises(InputError, match="is a link"):
+    with pytest.raises(InputError, match="is a symbolic link"):
         store.add("key", "text", {})
     assert target.exists() == exists and (not exists or target.read_text() == "text")
 
@@ -539,7 +551,7 @@ def _plan(folder: Path) -> Kind:
         {"L0": "3,5-9"},
         compensation={"L0.o_proj.bias": torch.ones(32)},
         scores={"heads.L0": torch.rand(4)},
-        made={"method": "flap", "options": {"steps": 1}, "stages": []},
+        provenance={"method": "flap", "options": {"steps": 1}, "stages": []},
     )
     plan.save(folder / "plan.json", map_model(model))
     return Kind(sorted(folder.glob("plan.*")), lambda: of_intervention(folder / "plan.json"))
@@ -618,8 +630,8 @@ def _checkpoint(folder: Path) -> Kind:
     cut_to(folder / "cut", load_pretrained(folder / "model"), Plan("L*H0-1"))
 
     def read() -> Any:
-        found = manifest_in(folder / "cut")
-        return str(found), found and removed_from(found), found and str(checkpoint_columns(found))
+        found = valid_manifest(folder / "cut")
+        return str(found), found and removal_summary(found), found and str(checkpoint_columns(found))
 
     return Kind([folder / "cut" / "lmeval_prune.json"], read)
 
@@ -629,10 +641,10 @@ RANGES = {"decode_tokens_per_second": [4.0, 5.0]}
 
 def _grid(folder: Path) -> Kind:
     grid = grid_by_hand(folder / "grid", {"a": {"t": [1, 0, 1]}, "b": {"t": [0, 0, 1]}})
-    GridFolder(grid).fail("a-t", "reason", "")
+    GridFolder(grid).record_failure("a-t", "reason", "")
     (speed,) = RANGES
     for name in "ab":
-        GridFolder(grid).write_measure(name, {"parameters": 100, speed: 4.5, "ranges": RANGES})
+        GridFolder(grid).write_costs(name, {"parameters": 100, speed: 4.5, "ranges": RANGES})
         lengths = {"answers": 3, "unknown": 1, "cut_off": 0.5, "mean_tokens": 4.0, "max_gen_toks": 8}
         results = {"configs": {"t": {}}, "results": {}, "config": {"pruning": {"answers": {"t": lengths}}}}
         write_text(grid / "cells" / f"{name}-t" / "results.json", json.dumps(results))
@@ -672,7 +684,7 @@ def _distillation(folder: Path) -> Kind:
     }
     material = {"splits": {"task": "t", "test": None}, "trained_on": ["a"], "validated_on": []}
     content = {"model": "m", "options": {"epochs": 1}, "material": material, "stages": [stage]}
-    artefacts.write_artefact(folder / NOTE, DISTILLATION, 1, content)
+    write_artefact(folder / NOTE, DISTILLATION, 1, content)
     return Kind([folder / NOTE], lambda: str(read_note(folder)))
 
 
@@ -706,7 +718,7 @@ def _layers(folder: Path) -> Kind:
 
 
 def _samples(folder: Path) -> Kind:
-    questions = [{"question": f"q{i}", "prompt": artefacts.digest(f"p{i}")} for i in range(2)]
+    questions = [{"question": f"q{i}", "prompt": digest(f"p{i}")} for i in range(2)]
     outcomes = Outcomes(np.ones((2, 1), np.float32), ["dense"], questions, {}, {"t": {"question_field": "question"}})
     row: dict[str, Any] = {"filtered_resps": [["a", "b"]], "pass@1_unbiased": 0.5}
     rows = [
@@ -921,7 +933,7 @@ def test_a_response_that_could_not_be_read_is_not_stored(kind: str, response: An
     with pytest.raises(InputError, match=f"^the model's answer to a {kind} request of task 't'[^\n]*float32"):
         store.add("b", response, {"kind": kind, "task": "t"})
     store.close()
-    assert AnswerStore(tmp_path).known == {"a": [-math.inf, True]} == {"a": list(store.known["a"])}
+    assert AnswerStore(tmp_path).responses == {"a": [-math.inf, True]} == {"a": list(store.responses["a"])}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

@@ -36,7 +36,7 @@ def model(encoder: Path) -> Athena:
 
 
 class Literal:
-    """Judges, merges and transforms by loops over heads and keys, from the weights by their names."""
+    """Reference model: loops over heads and keys, with the weights by name."""
 
     def __init__(self, model: Athena) -> None:
         self.model, self.w = model, model.state_dict()
@@ -146,7 +146,7 @@ def collated(model: Athena, some: list) -> dict:
 
 
 def encoded(model: Athena) -> list[EncodedProblem]:
-    return [EncodedProblem.of(one.problem, model.tokenizer, model.settings.max_length) for one in grounded()]
+    return [EncodedProblem.of(item.problem, model.tokenizer, model.settings.max_length) for item in grounded()]
 
 
 def test_teacher_forcing_follows_the_formulas(model: Athena) -> None:
@@ -165,7 +165,7 @@ def test_teacher_forcing_follows_the_formulas(model: Athena) -> None:
         assert sum(root) == 1
 
 
-def test_a_batch_of_examples_is_each_example_alone(model: Athena) -> None:
+def test_batched_examples_equal_single_examples(model: Athena) -> None:
     together = examples(model)
     inputs = collated(model, together)
     with torch.no_grad():
@@ -174,12 +174,12 @@ def test_a_batch_of_examples_is_each_example_alone(model: Athena) -> None:
     assert len(inputs["labels"]) == split + len(got.answer)
     for number, example in enumerate(together):
         with torch.no_grad():
-            alone = model(**(own := collated(model, [example])))
+            alone = model(**(single := collated(model, [example])))
         mine, kept = got.candidate_problem == number, got.kept_problem == number
         torch.testing.assert_close(got.reason[mine], alone.reason, **CLOSE)
         torch.testing.assert_close(got.answer[kept], alone.answer, **CLOSE)
         labels = inputs["labels"]
-        assert torch.equal(torch.cat([labels[:split][mine], labels[split:][kept]]), own["labels"])
+        assert torch.equal(torch.cat([labels[:split][mine], labels[split:][kept]]), single["labels"])
 
 
 def test_the_loss_is_the_mean_of_all_judgements_and_accumulates(model: Athena) -> None:
@@ -193,12 +193,12 @@ def test_the_loss_is_the_mean_of_all_judgements_and_accumulates(model: Athena) -
     whole = torch.autograd.grad(loss, model.reason.score.weight)[0]
     parts, total = torch.zeros_like(whole), len(terms)
     for some in (examples(model)[:2], examples(model)[2:]):
-        own = collated(model, some)
-        parts += torch.autograd.grad(task_loss(model(**own), own["labels"], total), model.reason.score.weight)[0]
+        single = collated(model, some)
+        parts += torch.autograd.grad(task_loss(model(**single), single["labels"], total), model.reason.score.weight)[0]
     torch.testing.assert_close(parts, whole, **CLOSE)
 
 
-def test_gradients_reach_all_weights_but_where_one_key_leaves_no_choice(model: Athena) -> None:
+def test_gradients_reach_all_weights_except_attention_to_a_single_key(model: Athena) -> None:
     inputs = collated(model, examples(model))
     model.zero_grad()
     task_loss(model(**inputs), inputs["labels"]).backward()
@@ -207,7 +207,7 @@ def test_gradients_reach_all_weights_but_where_one_key_leaves_no_choice(model: A
     one_key = ("answer.norm", "answer.attention.query", "answer.attention.key")
     shifts = tuple(name for name in still if name.endswith("key.bias"))  # add the same to every score
     assert {name for name in still if not name.startswith((*one_key, *shifts, "encoder.pooler"))} == set()
-    assert {name for name in still if name.startswith(one_key)} >= {f"{one}.weight" for one in one_key}
+    assert {name for name in still if name.startswith(one_key)} >= {f"{item}.weight" for item in one_key}
 
 
 def test_solving_follows_the_formulas_alone_and_in_a_batch(model: Athena) -> None:
@@ -224,15 +224,15 @@ def test_solving_follows_the_formulas_alone_and_in_a_batch(model: Athena) -> Non
             assert expected.logit == pytest.approx(alone.logit, abs=1e-9)
 
 
-def test_thoughts_are_capped_and_the_search_has_a_limit(encoder: Path) -> None:
+def test_number_of_thoughts_and_steps_is_limited(encoder: Path) -> None:
     model = host(encoder, steps=4, max_kept=5, accept=1e-40, conclude=1 - 1e-15)
-    found = solve(model, encoded(model))
-    assert {len(solution.kept) for solution in found} == {5}
+    result = solve(model, encoded(model))
+    assert {len(solution.kept) for solution in result} == {5}
     short = host(encoder, steps=1, conclude=1 - 1e-15)
     assert all(thought[0] == "num" for solution in solve(short, encoded(short)) for thought in solution.kept)
 
 
-def test_problems_without_numbers_or_too_long_ones_are_answered_as_far_as_can_be(encoder: Path) -> None:
+def test_problems_without_numbers_and_truncated_problems(encoder: Path) -> None:
     model = host(encoder, steps=3)
     long = Problem.of("3 " + "apples and pears, " * 20 + "4 plums and 5 figs?")
     problem = EncodedProblem.of(long, model.tokenizer, model.settings.max_length)
@@ -252,7 +252,7 @@ def test_the_goal_is_the_last_token_of_the_text(model: Athena) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
-def test_saved_and_read_it_gives_the_same(tmp_path: Path, family: str) -> None:
+def test_saved_model_round_trip(tmp_path: Path, family: str) -> None:
     model = host(encoder_folder(tmp_path / "encoder", family), constants=("1",), steps=3)
     model.about = {"trained_on": ["x"]}
     write(model, tmp_path / "host")
@@ -261,13 +261,13 @@ def test_saved_and_read_it_gives_the_same(tmp_path: Path, family: str) -> None:
     assert (again.settings, again.about) == (model.settings, model.about)
     inputs = collated(model, examples(model))
     with torch.no_grad():
-        one, other = model(**inputs), again(**inputs)
-    assert torch.equal(one.reason, other.reason)
-    assert torch.equal(one.answer, other.answer)
+        item, other = model(**inputs), again(**inputs)
+    assert torch.equal(item.reason, other.reason)
+    assert torch.equal(item.answer, other.answer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder", "host"]
     assert map_model(again.encoder).weights == map_model(model.encoder).weights
     (tmp_path / "host" / "head.safetensors").write_bytes(b"cut off")
-    with pytest.raises(InputError, match="not the file that the artefact beside it was written with"):
+    with pytest.raises(InputError, match="does not belong"):
         read(tmp_path / "host")
     with pytest.raises(InputError, match=r"no athena.json"):
         read(tmp_path)
@@ -288,29 +288,29 @@ def test_masked_heads_are_zeroed_columns_of_the_output_projection(encoder: Path)
         assert torch.equal(masked(**inputs).reason, dense.reason)
 
 
-def test_attention_maps_come_on_demand(tmp_path: Path) -> None:
+def test_attention_maps_are_optional(tmp_path: Path) -> None:
     model = host(encoder_folder(tmp_path / "eager"))
     model.encoder.set_attn_implementation("eager")
     inputs = collated(model, examples(model)[:2])
     maps = model(**inputs, output_attentions=True).attentions
     length = inputs["input_ids"].shape[1]
-    assert [tuple(one.shape) for one in maps] == [(2, 4, length, length)] * 2
+    assert [tuple(item.shape) for item in maps] == [(2, 4, length, length)] * 2
     assert model(**inputs).attentions is None
 
 
-def test_what_is_no_encoder_with_a_mask_token_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
+def test_models_without_a_mask_token_are_refused(tmp_path: Path, tiny_folder: Path) -> None:
     with pytest.raises(InputError, match="has no mask token"):
         begin(str(tiny_folder))
     with pytest.raises(InputError, match="has no mask token"):
         begin(str(encoder_folder(tmp_path / "maskless", mask=None)))
-    with pytest.raises(InputError, match="is no encoder"):
+    with pytest.raises(InputError, match="is not an encoder"):
         begin(str(encoder_folder(tmp_path / "bart", "bart")))
     with pytest.raises(InputError, match=r"cannot be read|no such folder"):
         begin(str(tmp_path / "nowhere"))
 
 
-def test_our_problems_are_what_they_should_be() -> None:
+def test_example_problems() -> None:
     assert len(grounded()) == len(PROBLEMS)
-    assert all(one.is_solved_by(str(document(i)["formula"]).partition("=")[0]) for i, one in enumerate(grounded()))
+    assert all(item.is_solved_by(str(document(i)["formula"]).partition("=")[0]) for i, item in enumerate(grounded()))
     thought: Thought = grounded()[0].equation.root
     assert thought == ("add", ("num", 0), ("num", 1))

@@ -43,22 +43,22 @@ def leaf(what: Fraction | str) -> Thought:
 
 
 def multiset(thought: Thought) -> object:
-    """A thought without any order of its parts."""
+    """Return a thought whose terms have no order."""
     operator, *parts = thought
     if operator in ("num", "con"):
         return thought
     return operator, frozenset(Counter(multiset(part) for part in parts).items())
 
 
-def joined(operator: str, one: object, other: object) -> object:
+def joined(operator: str, item: object, other: object) -> object:
     whole: Counter[object] = Counter()
-    for part in (one, other):
+    for part in (item, other):
         whole += Counter(dict(part[1])) if part[0] == operator else Counter([part])
     return operator, frozenset(whole.items())
 
 
 def brute_force(leaves: list[object], kept: list[tuple[object, int]], depth: int) -> set[object]:
-    """Candidates of a step, from all kept thoughts with the step that each was kept in."""
+    """Return the candidates of a step from all kept thoughts and the steps in which they were kept."""
     known = {thought for thought, _ in kept}
     if depth == 0:
         return set(leaves)
@@ -72,19 +72,19 @@ def brute_force(leaves: list[object], kept: list[tuple[object, int]], depth: int
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_candidates_are_those_of_brute_force(seed: int) -> None:
+def test_candidates_equal_brute_force(seed: int) -> None:
     draw = random.Random(seed)
     leaves = [*N[: draw.choice([1, 2, 3])], ("con", "1")][: draw.choice([1, 2, 4])]
     expansion, kept = Expansion(leaves), list[tuple[object, int]]()
     for depth in range(6):
-        expected = brute_force([multiset(one) for one in leaves], kept, depth)
+        expected = brute_force([multiset(item) for item in leaves], kept, depth)
         candidates = expansion.candidates()
         assert {multiset(c.thought) for c in candidates} == expected
         assert len(candidates) == len(expected)  # none twice
         for candidate in candidates if depth else ():
-            first, second = (expansion.kept[place] for place in (candidate.first, candidate.second))
-            made = merged(candidate.operator, first, second) if depth % 2 == 0 else (candidate.operator, first)
-            assert made == candidate.thought
+            first, second = (expansion.kept[position] for position in (candidate.first, candidate.second))
+            created = merged(candidate.operator, first, second) if depth % 2 == 0 else (candidate.operator, first)
+            assert created == candidate.thought
         assert [c.operator for c in candidates] == sorted((c.operator for c in candidates), key=order)
         chosen = draw.sample(candidates, min(len(candidates), draw.choice([1, 2, 3])))
         chosen.sort(key=candidates.index)
@@ -97,12 +97,12 @@ def order(operator: str) -> int:
     return ("num", "con", "neg", "inv", "root", "halve", "add", "mul").index(operator)
 
 
-def test_the_expansion_ends_when_nothing_new_was_kept() -> None:
+def test_expansion_ends_without_new_thoughts() -> None:
     expansion = Expansion(N[:2])
     for kept in ([0, 1], [], []):  # the numbers, no transform, no merge
         assert not expansion.ended
         candidates = expansion.candidates()
-        expansion.keep(candidates[place] for place in kept)
+        expansion.keep(candidates[index] for index in kept)
     assert expansion.ended
     nothing = Expansion([])
     assert nothing.candidates() == []
@@ -153,13 +153,13 @@ def test_labels_follow_the_equation(equation: str, kept: list[list[Thought]]) ->
     ],
 )
 def test_constants_make_shorter_thoughts(equation: str, root: Thought) -> None:
-    found = parse(equation, leaf)
-    assert found.root == root
-    labelled_steps([N[0], N[1], ("con", "1")], *found)  # can be reached
+    result = parse(equation, leaf)
+    assert result.root == root
+    labelled_steps([N[0], N[1], ("con", "1")], *result)  # can be reached
 
 
 @pytest.mark.parametrize("text", ["", "n0 +", "n0 % n1", "f(n0)", "n0 ^ n1", "n0 ^ 4", "True", "n0 = n1", "(" * 300])
-def test_what_is_no_equation_is_said(text: str) -> None:
+def test_malformed_equations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"equation|arithmetic|exponent"):
         parse(text, leaf)
 
@@ -171,20 +171,20 @@ def tree(draw: random.Random, size: int) -> str:
     return f"({tree(draw, left)} {draw.choice('+-*/')} {tree(draw, size - 1 - left)})"
 
 
-def test_every_equation_is_reached_and_keeps_its_value_when_it_is_written_out() -> None:
+def test_equations_are_reached_and_written_with_the_same_value() -> None:
     draw, numbers = random.Random(0), [Fraction(7), Fraction(5, 2), Fraction(1, 3), Fraction(11)]
     names = {f"n{i}": value for i, value in enumerate(numbers)}
-    seen = 0
+    collected = 0
     for _ in range(400):
         text = tree(draw, draw.randrange(1, 7))
         value = evaluate(text, names)
-        found = parse(text, leaf)
+        result = parse(text, leaf)
         leaves = [*N, ("con", "1"), ("con", "2")]
-        assert labelled_steps(leaves, *found)[-1]
+        assert labelled_steps(leaves, *result)[-1]
         if value is not None:
-            seen += 1
-            assert evaluate(expression(found.root, numbers)) == value, text
-    assert seen > 300
+            collected += 1
+            assert evaluate(expression(result.root, numbers)) == value, text
+    assert collected > 300
 
 
 @pytest.mark.parametrize(
@@ -218,16 +218,16 @@ def test_expressions_have_the_brackets_they_need(thought: Thought, text: str) ->
     ],
 )
 def test_numbers_of_a_text(text: str, numbers: list[int]) -> None:
-    found = Problem.of(text)
-    assert list(found.numbers) == numbers
-    assert len(found.pieces) == len(numbers) + 1
+    result = Problem.of(text)
+    assert list(result.numbers) == numbers
+    assert len(result.pieces) == len(numbers) + 1
 
 
 def test_the_text_has_a_mask_for_each_number_and_no_other() -> None:
     assert Problem.of("Two [MASK] of 7 DUCKS").masked("[MASK]") == "[MASK]   of [MASK] ducks"
 
 
-def test_equal_numbers_are_used_one_after_the_other() -> None:
+def test_equal_numbers_are_matched_in_order() -> None:
     problem = Problem.of("4 boxes of 4 cups, and 5")
     assert gold_equation({"formula": "4*4+5=21"}, problem).root == add(mul(N[0], N[1]), N[2])
     assert gold_equation({"formula": "5*5=25"}, problem).root == mul(N[2], N[2])
@@ -249,18 +249,18 @@ def test_names_and_constants() -> None:
         Problem.of_document({**document, "numbers": ["some", "(3/8)"]})
 
 
-def test_every_equation_of_asdiv_a_that_grounds_is_reached(shared_data) -> None:
+def test_all_grounded_equations_of_asdiv_a_are_reached(shared_data) -> None:
     rows = load("asdiv_a", "all", shared_data)
-    grounded = [one for row in rows if (one := GroundedProblem.of(row))]
+    grounded = [item for row in rows if (item := GroundedProblem.of(row))]
     assert (len(rows), len(grounded)) == (1218, 1217)
-    assert Counter(one.steps(()) for one in grounded) == {3: 939, 5: 278}
-    right = sum(one.is_solved_by(expression(one.equation.root, one.problem.numbers)) for one in grounded)
+    assert Counter(item.steps(()) for item in grounded) == {3: 939, 5: 278}
+    right = sum(item.is_solved_by(expression(item.equation.root, item.problem.numbers)) for item in grounded)
     assert right == 1217 - 28  # of 28 the stated answer is a remainder's or is rounded
 
 
 def test_equations_of_math23k_are_reached(shared_data) -> None:
     for row in list(load("math23k", "test", shared_data))[:50]:
-        one = GroundedProblem.of(row)
-        assert one
-        assert one.steps(("1", "2", "157/50")) <= 19
-        assert one.is_solved_by(expression(one.equation.root, one.problem.numbers))
+        item = GroundedProblem.of(row)
+        assert item
+        assert item.steps(("1", "2", "157/50")) <= 19
+        assert item.is_solved_by(expression(item.equation.root, item.problem.numbers))

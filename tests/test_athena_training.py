@@ -18,7 +18,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import lock_of
+from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
@@ -51,7 +51,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
 
 @pytest.fixture(scope="module")
 def trained(options: TrainOptions) -> str:
-    """Without interruption, with a picture of its losses."""
+    """An uninterrupted training with its loss curves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "draw", curves.draw)
         training.train(options)
@@ -74,11 +74,11 @@ def losses(folder: str) -> list[tuple[str, float]]:
 
 
 class Killed(BaseException):
-    """Ends the training where it stands, as a kill would."""
+    """Ends the training at once, as a kill would."""
 
 
 def killed_at(patch: pytest.MonkeyPatch, name: str, call: int) -> None:
-    """Let a method of the trainer's end the training when it is called for the n-th time."""
+    """Patch a trainer method to end the training at its n-th call."""
     original, calls = getattr(AthenaTrainer, name), iter(range(1, 1000))
 
     def stop(self: Any, *args: Any, **named: Any) -> Any:
@@ -99,7 +99,7 @@ def killed_at(patch: pytest.MonkeyPatch, name: str, call: int) -> None:
         pytest.param("_load_best_model", 1, marks=pytest.mark.long),
     ],
 )
-def test_a_training_that_was_killed_ends_with_the_same_weights(
+def test_killed_training_ends_with_the_same_weights(
     options: TrainOptions, trained: str, tmp_path: Path, name: str, call: int
 ) -> None:
     again = replace(options, output=str(tmp_path / "host"))
@@ -132,15 +132,15 @@ def test_patience_survives_a_kill(options: TrainOptions, tmp_path: Path) -> None
     assert losses(str(tmp_path / "two")) == losses(still.output)
 
 
-def test_what_is_learned_and_recorded(options: TrainOptions, trained: str) -> None:
+def test_training_improves_and_is_recorded(options: TrainOptions, trained: str) -> None:
     about = checkpoint.describe(trained)
-    found = losses(trained)
-    first, *_, last = [value for key, value in found if key == "loss"]
+    result = losses(trained)
+    first, *_, last = [value for key, value in result if key == "loss"]
     assert last < first
     assert about["problems"] == {"train": 20, "validation": 4, "ungrounded": 0, "repeated": 0}
     assert about["settings"]["steps"] == 5
     assert about["settings"]["constants"] == []
-    best = max(value for key, value in found if key == "eval_accuracy")
+    best = max(value for key, value in result if key == "eval_accuracy")
     accuracies = [row["eval_accuracy"] for row in about["log"] if "eval_accuracy" in row]
     assert about["best_epoch"] == accuracies.index(best) + 1
     for ending in ("png", "svg"):
@@ -156,7 +156,7 @@ def training_rows(options: TrainOptions, split: str) -> list[dict[str, Any]]:
     return list(load("asdiv_a", split, options.data_dir))
 
 
-def test_the_same_command_trains_once_and_other_options_are_refused(
+def test_complete_training_is_not_repeated_and_other_options_are_refused(
     options: TrainOptions, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -175,23 +175,23 @@ def test_without_a_validation_split_the_last_epoch_counts(options: TrainOptions,
 
 def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path: Path) -> None:
     still = encoder_folder(tmp_path / "encoder", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    found = []
+    result = []
     for batch, accumulate in ((4, 2), (8, 1)):
         folder = str(tmp_path / str(batch))
-        one = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
+        item = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
         with (
             pytest.MonkeyPatch.context() as patch
         ):  # Adam would turn the rounding of gradients that are zero into steps
             patch.setattr(BatchesByLength, "__iter__", lambda self: iter(range(len(self))))
             patch.setattr(AthenaTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
-            training.train(replace(one, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
-        found.append(weights(folder))
-    for key, value in found[0].items():
-        torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-5)
+            training.train(replace(item, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
+        result.append(weights(folder))
+    for key, value in result[0].items():
+        torch.testing.assert_close(result[1][key], value, rtol=0, atol=1e-5)
     assert losses(str(tmp_path / "4"))[0][1] == pytest.approx(losses(str(tmp_path / "8"))[0][1], abs=1e-5)
 
 
-def test_batches_hold_texts_of_about_one_length_in_another_order_each_epoch() -> None:
+def test_batches_have_similar_lengths_and_a_new_order_each_epoch() -> None:
     lengths = [(7 * i) % 50 for i in range(101)]
     sampler = BatchesByLength(lengths, 4, 0)
     orders = []
@@ -206,7 +206,7 @@ def test_batches_hold_texts_of_about_one_length_in_another_order_each_epoch() ->
     assert len(batches[-1]) == 1
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_deleted(tmp_path: Path) -> None:
     for step, state in ((10, '{"global_step": 10}'), (20, '{"global_step": 20}'), (30, '{"global_'), (40, None)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if state:
@@ -251,7 +251,7 @@ def test_a_disk_that_fills_up_in_training_is_one_line(
         train(replace(options, output=str(tmp_path / "host")))
 
 
-def test_a_refused_training_leaves_its_name_free(options: TrainOptions, tmp_path: Path) -> None:
+def test_refused_training_leaves_no_files(options: TrainOptions, tmp_path: Path) -> None:
     shutil.copytree(options.encoder, tmp_path / "nomask")
     without_mask_token(tmp_path / "nomask")
     wrong = replace(options, encoder=str(tmp_path / "nomask"), output=str(tmp_path / "host"))
@@ -264,9 +264,9 @@ def test_a_refused_training_leaves_its_name_free(options: TrainOptions, tmp_path
     ("words", "message"),
     [
         ("--test fold9", "no split 'fold9'"),
-        ("--test all", "test=all is no fold of asdiv_a"),
-        ("--train fold0,fold1", "the training split fold0 is the test split"),
-        ("--train all", "hold 6 of the 6 questions of the test split fold0"),
+        ("--test all", "test=all is not a fold of asdiv_a"),
+        ("--train fold0,fold1", "test=fold0 is also a training split"),
+        ("--train all", "have 6 of the 6 questions of the test split fold0"),
         ("--train fold7", "no split 'fold7'"),
         ("--data asdiv_b", "unknown data set 'asdiv_b'"),
         ("--limit 2", "too few to train and validate"),
@@ -279,10 +279,10 @@ def test_a_refused_training_leaves_its_name_free(options: TrainOptions, tmp_path
 def test_mistakes_are_one_line(
     options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    given = ["--encoder", options.encoder, "--data_dir", str(options.data_dir), "--output", str(tmp_path / "host")]
+    arguments = ["--encoder", options.encoder, "--data_dir", str(options.data_dir), "--output", str(tmp_path / "host")]
     if "--encoder" in words:
-        given = given[2:]
-    assert main(["athena", "train", *given, *words.split()]) == 2
+        arguments = arguments[2:]
+    assert main(["athena", "train", *arguments, *words.split()]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("lmeval-prune: error: ")
     assert message in error
@@ -297,16 +297,16 @@ def test_an_encoder_without_a_mask_token_is_refused(
     assert "has no mask token" in capsys.readouterr().err
 
 
-def test_the_material_leaves_out_the_test_and_what_does_not_ground(options: TrainOptions, tmp_path: Path) -> None:
+def test_split_excludes_test_and_ungrounded_problems(options: TrainOptions, tmp_path: Path) -> None:
     folder = data_folder(tmp_path / "data")
     rows = [json.loads(line) for line in (folder / "asdiv.jsonl").read_text().splitlines()]
     rows[1] |= {"formula": "3+99=102"}  # fold 1: a number that the text lacks
     rows[2] |= {"body": rows[0]["body"], "question": rows[0]["question"], "formula": rows[0]["formula"]}  # of the test
     (folder / "asdiv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = ProblemSplit.load(replace(options, data_dir=str(folder)))
-    assert (found.ungrounded, found.repeated) == (1, 1)
-    assert (len(found.train), len(found.validation)) == (18, 4)
-    assert found.constants == ()
+    result = ProblemSplit.load(replace(options, data_dir=str(folder)))
+    assert (result.ungrounded, result.repeated) == (1, 1)
+    assert (len(result.train), len(result.validation)) == (18, 4)
+    assert result.constants == ()
 
 
 @pytest.mark.parametrize("kind", ["training", "validation"])
@@ -342,14 +342,14 @@ def evaluate(
     )  # fmt: skip
 
 
-def test_lm_eval_asks_the_bare_question(options: TrainOptions, trained: str) -> None:
+def test_lm_eval_prompts_with_the_bare_question(options: TrainOptions, trained: str) -> None:
     results = {}
     for heads in ("", ",heads=L0H0-2+L1H1-3"):
-        found = evaluate(f"pretrained={trained}{heads}", options, batch_size=3)
-        results[heads] = [row["resps"][0][0] for row in found["samples"]["prune_asdiv_a_equation"]]
-        pruning = found["config"]["pruning"]
+        result = evaluate(f"pretrained={trained}{heads}", options, batch_size=3)
+        results[heads] = [row["resps"][0][0] for row in result["samples"]["prune_asdiv_a_equation"]]
+        pruning = result["config"]["pruning"]
         assert pruning["heads"] == ([f"L0H{i}" for i in range(3)] + [f"L1H{i}" for i in range(1, 4)] if heads else [])
-        assert found["config"]["athena"]["problems"]["train"] == 20
+        assert result["config"]["athena"]["problems"]["train"] == 20
     model = checkpoint.read(trained)
     rows = training_rows(options, "fold0")
     from lmeval_prune.athena.problems import Problem
@@ -360,7 +360,7 @@ def test_lm_eval_asks_the_bare_question(options: TrainOptions, trained: str) -> 
     assert results[""] != results[",heads=L0H0-2+L1H1-3"]
 
 
-def test_questions_of_the_training_are_noticed(
+def test_training_questions_in_a_test_are_reported(
     options: TrainOptions, trained: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from lm_eval.api.instance import Instance
@@ -371,7 +371,7 @@ def test_questions_of_the_training_are_noticed(
     docs = training_rows(options, "fold0")[:1] + training_rows(options, "fold1")[:2]
     requests = [Instance("generate_until", doc, ("whatever", {}), 0, ("t", i, 1)) for i, doc in enumerate(docs)]
     assert len(lm.generate_until(requests)) == 3
-    assert "2 of the questions were in the training" in caplog.text
+    assert "2 of the questions were in this model's training data" in caplog.text
     with pytest.raises(InputError, match="have no field 'query'"):
         AthenaLM(trained, question_field="query").generate_until(requests)
     with pytest.raises(InputError, match="use a task that scores"):
@@ -395,24 +395,24 @@ def test_questions_of_the_training_are_noticed(
         ({"dtype": "float32"}, "unknown model_arg 'dtype'"),
         ({"batch_size": "many"}, "batch_size=.many. must be a whole number"),
         ({"batch_size": 0}, "must be a whole number, at least 1, or auto"),
-        ({"device": "abacus"}, "device=abacus is not there"),
+        ({"device": "abacus"}, "device=abacus does not exist"),
     ],
 )
-def test_arguments_that_cannot_be_used(trained: str, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(trained: str, arguments: dict[str, Any], message: str) -> None:
     from lmeval_prune.models.athena import AthenaLM
 
     with pytest.raises(InputError, match=message):
         AthenaLM(**({"pretrained": trained} if arguments and "pretrained" not in arguments else {}), **arguments)
 
 
-def test_a_mask_of_the_encoder_is_taken(trained: str, tmp_path: Path) -> None:
+def test_mask_file_of_the_encoder(trained: str, tmp_path: Path) -> None:
     from lmeval_prune.interventions import interventions_on
     from lmeval_prune.models.athena import AthenaLM
 
     path = tmp_path / "mask.json"
     assert main(["mask", "--pretrained", f"{trained}/encoder", "--heads", "L0H1", "--output", str(path)]) == 0
     lm = AthenaLM(trained, mask=str(path))
-    assert [one.heads for one in interventions_on(lm.host.encoder)] == [("L0H1",)]
+    assert [item.heads for item in interventions_on(lm.host.encoder)] == [("L0H1",)]
     lm.close()
     assert interventions_on(lm.host.encoder) == ()
     shutil.copytree(trained, tmp_path / "other")
@@ -424,9 +424,7 @@ def test_a_mask_of_the_encoder_is_taken(trained: str, tmp_path: Path) -> None:
         AthenaLM(str(tmp_path / "other"), mask=str(path))
 
 
-def test_math23k_is_trained_on_and_its_constants_are_thought_of(
-    options: TrainOptions, shared_data: Path, tmp_path: Path
-) -> None:
+def test_training_on_math23k_with_constants(options: TrainOptions, shared_data: Path, tmp_path: Path) -> None:
     with gzip.open(shared_data / "math23k.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [json.loads(next(lines)) for _ in range(600)]
     some = [row for row in rows if not row["standard_test"]][:50] + [row for row in rows if row["standard_test"]][:5]
@@ -441,18 +439,18 @@ def test_math23k_is_trained_on_and_its_constants_are_thought_of(
     assert model.about["problems"]["train"] + model.about["problems"]["validation"] == 50
     assert "1" in model.settings.constants
     assert model.settings.steps > 5
-    found = evaluate(
+    result = evaluate(
         f"pretrained={tmp_path / 'host'}",
         replace(options, data_dir=str(tmp_path / "data")),
         "prune_math23k_equation",
         split="test",
     )
-    answers = [row["resps"][0][0] for row in found["samples"]["prune_math23k_equation"]]
+    answers = [row["resps"][0][0] for row in result["samples"]["prune_math23k_equation"]]
     assert len(answers) == 5
     assert all(answer.startswith(r"\boxed{") for answer in answers)
 
 
-def test_one_process_trains_at_a_time(options: TrainOptions, tmp_path: Path) -> None:
+def test_concurrent_training_is_refused(options: TrainOptions, tmp_path: Path) -> None:
     (tmp_path / "host.training").mkdir()
-    with FileLock(lock_of(tmp_path / "host")), pytest.raises(InputError, match="another run is writing"):
+    with FileLock(lock_path(tmp_path / "host")), pytest.raises(InputError, match="another run is writing"):
         training.train(replace(options, output=str(tmp_path / "host")))

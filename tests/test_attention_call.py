@@ -15,7 +15,7 @@ from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import Intervention
-from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, put_in_front
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, intercept_attention
 from tests.tiny_models import CAUSAL, ENCODERS, SEQ2SEQ, distinct, output, tiny, tokens
 
 HANDLED = {
@@ -39,12 +39,12 @@ class Dimmed(Intervention):
             out, weights = attend(call)
             return torch.cat([out[:, :, :1] * self.factor, out[:, :, 1:]], dim=2), weights
 
-        put_in_front(model_map, dim, stack)
+        intercept_attention(model_map, dim, stack)
 
 
 def through(model: Any, handler: Any, inputs: torch.Tensor, **arguments: Any) -> torch.Tensor:
     with ExitStack() as stack:
-        put_in_front(map_model(model), handler, stack)
+        intercept_attention(map_model(model), handler, stack)
         return output(model, inputs, **arguments)
 
 
@@ -82,7 +82,9 @@ def test_it_sees_keys_as_they_are_cached(family: str) -> None:
     model, inputs = tiny(family), tokens(2, 5)
     cache, keys = DynamicCache(config=model.config), []
     with ExitStack() as stack:
-        put_in_front(map_model(model), lambda call, attend: (keys.append(call.key.clone()), attend(call))[1], stack)
+        intercept_attention(
+            map_model(model), lambda call, attend: (keys.append(call.key.clone()), attend(call))[1], stack
+        )
         model(inputs, past_key_values=cache, use_cache=True)
     assert all(torch.equal(layer.keys, key) for layer, key in zip(cache.layers, keys, strict=True))
 
@@ -102,7 +104,7 @@ def test_the_last_one_put_in_stands_first_and_may_answer_alone() -> None:
     with ExitStack() as stack:
         model_map = map_model(model)
         for name, answers in (("a", False), ("b", True), ("c", False)):
-            put_in_front(model_map, noted(name, answers), stack)
+            intercept_attention(model_map, noted(name, answers), stack)
         got = output(model, inputs)
     assert order == ["c", "b"] * 2
     with HeadMask("L*H*", allow_empty_layer=True).applied_to(model):
@@ -113,15 +115,15 @@ def test_it_is_undone_in_any_order_and_by_an_exception() -> None:
     model, inputs = tiny("qwen3"), tokens(1, 4)
     expected, model_map = output(model, inputs), map_model(model)
     first, second = ExitStack(), ExitStack()
-    put_in_front(model_map, passed_on, first)
-    put_in_front(model_map, lambda call, attend: (attend(call)[0] * 2, None), second)
+    intercept_attention(model_map, passed_on, first)
+    intercept_attention(model_map, lambda call, attend: (attend(call)[0] * 2, None), second)
     doubled = output(model, inputs)
     first.close()
     assert torch.equal(output(model, inputs), doubled) and not torch.equal(doubled, expected)
     second.close()
     assert torch.equal(output(model, inputs), expected) and model.config._attn_implementation == "sdpa"
     with pytest.raises(RuntimeError), ExitStack() as stack:
-        put_in_front(model_map, passed_on, stack)
+        intercept_attention(model_map, passed_on, stack)
         raise RuntimeError
     assert model.config._attn_implementation == "sdpa"
 
@@ -155,7 +157,7 @@ def test_what_does_not_say_that_it_treats_each_token_by_itself_is_left_to_genera
     engine = Engine(model)
     assert engine.unsupported is None
     with Unsaid().applied_to(model):
-        assert "Unsaid does not say that it treats each token by itself" in str(engine.unsupported)
+        assert "Unsaid declares neither tokenwise nor by_sequence" in str(engine.unsupported)
         request = Request((5, 6, 7), None, SamplingParams(8, ()))
         ((_, answer),) = engine.decode([request])
         ids = torch.tensor([request.prompt])
@@ -181,11 +183,11 @@ def test_another_model_of_the_same_configuration_is_left_alone(attention: str) -
         return attend(call)[0] * 2, None
 
     with ExitStack() as stack:
-        put_in_front(map_model(model), double, stack)
+        intercept_attention(map_model(model), double, stack)
         doubled = out(model)
         assert torch.equal(out(other), expected)
         with pytest.raises(InputError, match="build this one with a copy of the configuration"):
-            put_in_front(map_model(other), double, stack)
+            intercept_attention(map_model(other), double, stack)
         copied = copy.deepcopy(model)
         assert torch.equal(out(copied), plain)
         assert torch.equal(out(model), doubled)

@@ -21,7 +21,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners import layer_store
-from lmeval_prune.pruners.allocation import Budget, Pot, allocate, pots_of, removed_by, standardised
+from lmeval_prune.pruners.allocation import Budget, UnitPool, allocate, removed_by, standardised, unit_pools
 from lmeval_prune.pruners.base import PRUNERS, Pruner, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
@@ -32,8 +32,8 @@ from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_mo
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import Part, parts_of, weight_of
 from lmeval_prune.pruners.random_scores import RandomScores
-from lmeval_prune.pruners.schedule import settled, stages
-from lmeval_prune.pruners.sequential import Replay
+from lmeval_prune.pruners.schedule import resolve_options, stages
+from lmeval_prune.pruners.sequential import LayerReplay
 from lmeval_prune.pruners.slimgpt import SlimGpt, eliminated
 from lmeval_prune.pruners.wanda_sp import WandaSp
 from lmeval_prune.surgery.cut import cut
@@ -46,15 +46,17 @@ FAMILIES = ("llama", "qwen2", "phi3", "gpt2", "gpt_neox", "gemma3_text")  # grou
 CONFIDENT = ("confidence", "heads")
 
 
-def plan_by(name: str, model_map: ModelMap, text: CalibrationText | None, given: Any = None, **wanted: Any) -> Plan:
-    options = PruneOptions(**{"ratio": 0.3, "budget": "parameters", **wanted})
-    (plan,) = stages(make_pruner(name, given or {}), model_map, options, text)
+def plan_by(
+    name: str, model_map: ModelMap, text: CalibrationText | None, method_options: Any = None, **settings: Any
+) -> Plan:
+    options = PruneOptions(**{"ratio": 0.3, "budget": "parameters", **settings})
+    (plan,) = stages(make_pruner(name, method_options or {}), model_map, options, text)
     return plan
 
 
 def whole(rows: int = 6, length: int = 11, batch: int = 4, seed: int = 1) -> CalibrationText:
-    """Windows without padding; enough tokens for every column."""
-    return CalibrationText.of("whole", tokens(rows, length, seed), batch)
+    """Return windows without padding, with enough tokens for every column."""
+    return CalibrationText.from_windows("whole", tokens(rows, length, seed), batch)
 
 
 def scored(pruner: Pruner, model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Tensor]:
@@ -63,14 +65,14 @@ def scored(pruner: Pruner, model_map: ModelMap, text: CalibrationText) -> dict[s
 
 
 def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Tensor]:
-    """What projections read, token after token, kept whole."""
+    """Return the inputs of projections, (tokens, columns)."""
     named = {f"{x.label}.o_proj": x.o_proj for x in model_map.attention}
     named |= {f"{x.label}.down": x.down for x in model_map.feed_forward}
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in named}
+    actual: dict[str, list[torch.Tensor]] = {name: [] for name in named}
     real = torch.ones(0)
 
     def keep(name: str, x: torch.Tensor) -> torch.Tensor:
-        found[name].append(x.flatten(0, -2)[real.flatten().bool()].clone())
+        actual[name].append(x.flatten(0, -2)[real.flatten().bool()].clone())
         return x
 
     with ExitStack() as stack:
@@ -78,7 +80,7 @@ def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Ten
             change_input(module, partial(keep, name), stack)
         for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
             pass
-    return {name: torch.cat(one) for name, one in found.items()}
+    return {name: torch.cat(value) for name, value in actual.items()}
 
 
 # --------------------------------------------------------------------------- moments
@@ -86,18 +88,20 @@ def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bart"])
 def test_moments_are_those_of_two_passes(family: str) -> None:
-    """Of padded text; far from zero, where one pass over squares would lose digits."""
+    """On padded text, and for values far from zero, where a sum of squares would lose digits."""
     model_map = map_model(tiny(family))
     inputs = inputs_of(model_map, text_of())
     parts = parts_of(model_map)
-    for name, one in zip([p.name for p in parts], input_moments(model_map, text_of(), parts).values(), strict=True):
+    for name, value in zip(
+        [p.projection_name for p in parts], input_moments(model_map, text_of(), parts).values(), strict=True
+    ):
         mean = inputs[name].sum(0) / len(inputs[name])
         variance = (inputs[name] - mean).square().sum(0) / len(inputs[name])
-        torch.testing.assert_close(one.mean, mean, rtol=0, atol=1e-13)
-        torch.testing.assert_close(one.variance, variance, rtol=1e-11, atol=1e-15)
-        torch.testing.assert_close(one.mean_square, inputs[name].square().mean(0), rtol=1e-11, atol=1e-15)
+        torch.testing.assert_close(value.mean, mean, rtol=0, atol=1e-13)
+        torch.testing.assert_close(value.variance, variance, rtol=1e-11, atol=1e-15)
+        torch.testing.assert_close(value.mean_square, inputs[name].square().mean(0), rtol=1e-11, atol=1e-15)
     x = torch.randn(50, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e6
-    far = Moments(3, pairs=True)
+    far = Moments(3, products=True)
     for part in x.split([1, 0, 20, 29]):
         far.add(part)
     torch.testing.assert_close(far.variance, x.var(0, correction=0), rtol=1e-8, atol=0)
@@ -112,13 +116,13 @@ def test_moments_are_those_of_two_passes(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["flap", "flap reference", "wanda_sp", "slimgpt", "llm_pruner", "llm_pruner mix"])
 def test_scores_do_not_depend_on_batch_size(name: str) -> None:
-    given = {"reference": {"reference": True}, "mix": {"importance": "mix"}}.get(name.partition(" ")[2], {})
-    model_map, found = map_model(tiny("llama")), []
+    arguments = {"reference": {"reference": True}, "mix": {"importance": "mix"}}.get(name.partition(" ")[2], {})
+    model_map, actual = map_model(tiny("llama")), []
     for batch in (1, 2, 6):
-        found.append([*scored(make_pruner(name.partition(" ")[0], given), model_map, whole(batch=batch)).values()])
-    for other in found[1:]:
-        for one, expected in zip(other, found[0], strict=True):
-            torch.testing.assert_close(one, expected, rtol=1e-8, atol=1e-12)
+        actual.append([*scored(make_pruner(name.partition(" ")[0], arguments), model_map, whole(batch=batch)).values()])
+    for other in actual[1:]:
+        for value, expected in zip(other, actual[0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-12)
 
 
 # --------------------------------------------------------------------------- scores
@@ -130,7 +134,7 @@ def test_flap_scores_are_variance_times_squared_norms() -> None:
     layer, block = model_map.attention[1], model_map.feed_forward[0]
     for metric in ("wifv", "ifv", "wifn"):
         scores = scored(Flap(metric=metric), model_map, text)
-        for weight, x, found in (
+        for weight, x, actual in (
             (layer.o_proj.weight.data, inputs["L1.o_proj"], scores["heads.L1"].flatten()),
             (block.down.weight.data, inputs["L0.down"], scores["channels.L0"]),
         ):
@@ -140,7 +144,7 @@ def test_flap_scores_are_variance_times_squared_norms() -> None:
                 "ifv": variance,
                 "wifn": weight.abs().mean(0) * x.square().mean(0).sqrt(),
             }[metric]
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(actual, expected)
 
 
 def test_flap_reference_scores_as_its_code_does() -> None:
@@ -152,8 +156,8 @@ def test_flap_reference_scores_as_its_code_does() -> None:
         fluctuation += k / (k + 1) * (x[k] - x[: k + 1].flatten(0, 1).mean(0)).square().sum(0) / 5
     weight = model_map.attention[0].o_proj.weight.data
     expected = (fluctuation * weight.square().sum(0)).square()
-    found = scored(Flap(reference=True), model_map, text)
-    torch.testing.assert_close(found["heads.L0"].flatten(), expected)
+    actual = scored(Flap(reference=True), model_map, text)
+    torch.testing.assert_close(actual["heads.L0"].flatten(), expected)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -178,18 +182,18 @@ def test_flap_reference_removes_what_its_code_removes(ratio: float, kv_heads: in
     share = 8 // (2 * kv_heads)
     gone = (attention <= threshold).nonzero().tolist()
     assert {*plan.heads} == {f"L{row}H{share * unit + n}" for row, unit in gone for n in range(share)} != set()
-    for row, one in enumerate(mlp):
-        assert plan.channel_numbers(f"L{row}") == (one <= threshold).nonzero().flatten().tolist()
+    for row, value in enumerate(mlp):
+        assert plan.channel_numbers(f"L{row}") == (value <= threshold).nonzero().flatten().tolist()
 
 
 def test_flap_reference_leaves_the_last_unit_of_a_layer() -> None:
     model_map, text = map_model(tiny("llama")), whole()
     plan = plan_by("flap", model_map, text, {"reference": True}, ratio=0.9)
     assert [len(heads) for _, heads in plan.heads_by_layer(model_map)] == [2, 2]
-    assert plan.made["options"]["allocation"] == "flap_reference"
+    assert plan.provenance["options"]["allocation"] == "flap_reference"
     assert (
-        plan_by("flap", model_map, text, {"reference": True}, allocation="standardised").made["options"]
-        == (plan_by("flap", model_map, text).made["options"])
+        plan_by("flap", model_map, text, {"reference": True}, allocation="standardised").provenance["options"]
+        == (plan_by("flap", model_map, text).provenance["options"])
     )
 
 
@@ -218,9 +222,9 @@ def loss(model: Any, text: CalibrationText) -> float:
         with torch.no_grad():
             logits = model(ids, attention_mask=real).logits.log_softmax(-1)
         for row, mask in zip(range(len(ids)), real.bool(), strict=True):
-            for place in range(1, ids.shape[1]):
-                if mask[place] and mask[place - 1]:
-                    total -= float(logits[row, place - 1, ids[row, place]])
+            for position in range(1, ids.shape[1]):
+                if mask[position] and mask[position - 1]:
+                    total -= float(logits[row, position - 1, ids[row, position]])
                     count += 1
     return total / count
 
@@ -232,7 +236,7 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
     model_map = map_model(model)
     parts = parts_of(model_map)
     first, _ = gradients(model_map, text, projections_of(parts))
-    terms = {module: weight_of(module) * one for module, one in first.items()}
+    terms = {module: weight_of(module) * value for module, value in first.items()}
     sums = structure_sums(parts, terms.__getitem__, size=lambda x: x)
     layer, block = model_map.attention[1], model_map.feed_forward[0]
     share = layer.heads // layer.kv_heads
@@ -250,15 +254,15 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
             for head in heads:
                 weight_of(own.o_proj)[:, own.columns(head)] *= by
             rows = [*(own.rows("q", head) for head in heads), own.rows("k", group), own.rows("v", group)]
-        for one in rows:
-            weight_of(one.module)[one.start : one.stop] *= by
+        for each in rows:
+            weight_of(each.module)[each.start : each.stop] *= by
         return loss(smaller, text)
 
     step = 2e-3  # norms compute in float32
     for group in range(layer.kv_heads):
         slope = (scaled(1 + step, group, 0) - scaled(1 - step, group, 0)) / (2 * step)
-        found = float(sums["heads.L1"][group * share : (group + 1) * share].sum())
-        assert found == pytest.approx(slope, rel=1e-3, abs=2e-4)
+        actual = float(sums["heads.L1"][group * share : (group + 1) * share].sum())
+        assert actual == pytest.approx(slope, rel=1e-3, abs=2e-4)
     for channel in (0, 17):
         slope = (scaled(1 + step, None, channel) - scaled(1 - step, None, channel)) / (2 * step)
         assert float(sums["channels.L0"][channel]) == pytest.approx(slope, rel=1e-3, abs=2e-4)
@@ -280,15 +284,15 @@ def test_taylor_scores_by_their_formulas() -> None:
     expected = dict.fromkeys(("first", "second", "mix", "vectorize"), 0.0)
     for module, axis in lines:
         weight = module.weight.data.select(axis, 5)
-        first = weight * sum(one[module].select(axis, 5) for one in grads) / 3
-        second = weight**2 * sum(one[module].select(axis, 5) ** 2 for one in grads) / 3
+        first = weight * sum(item[module].select(axis, 5) for item in grads) / 3
+        second = weight**2 * sum(item[module].select(axis, 5) ** 2 for item in grads) / 3
         expected["first"] += float(first.abs().sum())
         expected["second"] += float(second.abs().sum()) / 2
         expected["mix"] += float((first - second / 2).abs().sum())
         expected["vectorize"] += float(first.sum().abs())
     for importance, value in expected.items():
-        found = scored(LlmPruner(importance), model_map, text)["channels.L1"][5]
-        assert float(found) == pytest.approx(value, rel=1e-5)  # transformers' loss is in float32
+        actual = scored(LlmPruner(importance), model_map, text)["channels.L1"][5]
+        assert float(actual) == pytest.approx(value, rel=1e-5)  # transformers' loss is in float32
 
 
 # --------------------------------------------------------------------------- compensation
@@ -304,7 +308,7 @@ def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("units", ["heads", "channels"])
 @pytest.mark.parametrize("error", ["exact", "diagonal"])
 def test_slimgpt_kept_weights_are_one_least_squares_solve(units: str, error: str) -> None:
-    """Whatever the order in which the greedy loop removed columns; and its summed errors are the residual."""
+    """The order of the greedy removal does not matter, and its errors sum to the residual."""
     x, weight = drawn(60, 12), drawn(5, 12, seed=1)
     second = x.T @ x / len(x)
     members = [tuple(range(h, h + 3)) for h in range(0, 12, 3)] if units == "heads" else [(c,) for c in range(12)]
@@ -319,15 +323,15 @@ def test_slimgpt_kept_weights_are_one_least_squares_solve(units: str, error: str
     kept = [column for column in range(12) if column not in gone]
     solved = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
     torch.testing.assert_close(updated[:, kept], solved, rtol=1e-8, atol=1e-9)
-    found = least_squares_for(weight, second, gone)
-    torch.testing.assert_close(found[:, kept], solved, rtol=1e-8, atol=1e-9)
-    assert not found[:, gone].any()
+    actual = least_squares_for(weight, second, gone)
+    torch.testing.assert_close(actual[:, kept], solved, rtol=1e-8, atol=1e-9)
+    assert not actual[:, gone].any()
     residual = (x @ weight.T - x[:, kept] @ solved.T).square().sum(1).mean()
     assert sum(errors) == pytest.approx(float(residual), rel=1e-9)
 
 
 def test_slimgpt_takes_the_unit_that_costs_least_each_time() -> None:
-    """Against solving for every unit that is left; the first choices alone would be others."""
+    """Compared with solving for every remaining unit; ranking by first errors selects others."""
     differs = 0
     for seed in range(6):
         x, weight = drawn(60, 12, seed), drawn(5, 12, seed=seed + 50)
@@ -347,11 +351,11 @@ def test_slimgpt_takes_the_unit_that_costs_least_each_time() -> None:
 
 
 def test_slimgpt_solves_on_what_layers_before_left() -> None:
-    """The second layer's new weights are those of least squares on inputs behind the pruned and updated first one."""
+    """The second layer's weights solve least squares on inputs after the pruned and updated first layer."""
     model, text = tiny("llama", num_key_value_heads=4), whole(rows=16, length=20)
     model_map = map_model(model)
     plan = plan_by("slimgpt", model_map, text, allocation="uniform", damping=0.0)
-    first = {name: one for name, one in plan.compensation.items() if name.startswith("L0")}
+    first = {name: value for name, value in plan.compensation.items() if name.startswith("L0")}
     before = Plan([x for x in plan.heads if x.startswith("L0")], {"L0": plan.channels["L0"]}, compensation=first)
     with before.applied_to(model):
         x = inputs_of(model_map, text)["L1.o_proj"]
@@ -366,13 +370,13 @@ def test_slimgpt_solves_on_what_layers_before_left() -> None:
 
 @pytest.mark.parametrize("kind", ["least_squares", "bias"])
 def test_wanda_sp_makes_up_for_what_the_down_projection_reads_by_then(kind: str) -> None:
-    """Behind the heads of its layer that have gone, and what made up for them; what goes is chosen before."""
+    """The down projection is compensated with inputs after its layer's heads are removed and compensated."""
     model, text = tiny("llama"), whole(rows=16, length=20)
     model_map = map_model(model)
     plan = plan_by("wanda_sp", model_map, text, compensation=kind, damping=0.0, ratio=0.4)
     plain = plan_by("wanda_sp", model_map, text, ratio=0.4)
     assert plan.channels["L0"] == plain.channels["L0"]
-    own = {name: one for name, one in plan.compensation.items() if name.startswith("L0.o_proj")}
+    own = {name: value for name, value in plan.compensation.items() if name.startswith("L0.o_proj")}
     heads = [name for name in plan.heads if name.startswith("L0")]
     assert heads and own
     with Plan(heads, compensation=own).applied_to(model):
@@ -390,7 +394,7 @@ def test_wanda_sp_makes_up_for_what_the_down_projection_reads_by_then(kind: str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "t5"])
 @pytest.mark.parametrize("name", ["flap", "random"])
 def test_a_bias_keeps_the_mean_of_what_a_module_gives(name: str, family: str) -> None:
-    """On calibration text, of each projection given what it read in the unpruned model; existing biases stay."""
+    """For the inputs of the unpruned model on the calibration text; existing biases stay."""
     model, text = tiny(family), text_of()
     model_map = map_model(model)
     plan = plan_by(name, model_map, text, compensation="bias", allow_empty_layer=family == "t5")
@@ -403,18 +407,18 @@ def test_a_bias_keeps_the_mean_of_what_a_module_gives(name: str, family: str) ->
             names.add((f"{layer.label}.o_proj", layer.o_proj, tuple(columns)))
     for block, numbers in plan.channels_by_layer(model_map):
         names.add((f"{block.label}.down", block.down, tuple(numbers)))
-    assert {f"{one}.bias" for one, *_ in names} == {*plan.compensation} != set()
-    for one, module, columns in names:
-        dense = module(inputs[one]).mean(0)
-        masked = inputs[one].clone()
+    assert {f"{name}.bias" for name, *_ in names} == {*plan.compensation} != set()
+    for projection, module, columns in names:
+        dense = module(inputs[projection]).mean(0)
+        masked = inputs[projection].clone()
         masked[:, columns] = 0
         pruned = module(masked).mean(0)
-        torch.testing.assert_close(pruned + plan.compensation[f"{one}.bias"], dense, rtol=0, atol=1e-11)
+        torch.testing.assert_close(pruned + plan.compensation[f"{projection}.bias"], dense, rtol=0, atol=1e-11)
         assert (pruned - dense).abs().max() > 1e-6
 
 
 def test_any_method_can_be_made_up_for() -> None:
-    """By least squares what comes out is nearer to what it was than by a bias, and that nearer than by nothing."""
+    """Least squares changes the output less than a bias, and a bias less than no compensation."""
     model, text = tiny("llama"), whole(rows=12, length=16)
     model_map, dense, apart = map_model(model), output(model, text.batches[0][0]), {}
     for kind in ("none", "bias", "least_squares"):
@@ -426,31 +430,31 @@ def test_any_method_can_be_made_up_for() -> None:
 
 
 def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_that_is_said() -> None:
-    """Fewer tokens than columns; and what nothing helps is one line."""
+    """With fewer tokens than columns; a hopeless covariance is refused in one line."""
     x = drawn(4, 12)
     second = x.T @ x / 4
-    found, damping = damped(second, 0.0)
-    assert damping > 0 and torch.linalg.cholesky_ex(found)[1] == 0
+    actual, damping = damped(second, 0.0)
+    assert damping > 0 and torch.linalg.cholesky_ex(actual)[1] == 0
     assert damped(second, 0.01)[1] == 0.01
     for broken in (torch.zeros(3, 3).double(), torch.full((3, 3), torch.nan).double()):
-        with pytest.raises(InputError, match="not positive definite, however it is damped"):
+        with pytest.raises(InputError, match="not positive definite with any damping"):
             damped(broken, 0.01)
-    said: list[str] = []
+    messages: list[str] = []
     options = PruneOptions(0.3, damping=0.0)
-    (plan,) = stages(SlimGpt(), map_model(tiny("llama")), options, whole(rows=1, length=8), progress=said.append)
-    assert plan.made["damping"] and any("damping of L0.o_proj raised to" in line for line in said)
+    (plan,) = stages(SlimGpt(), map_model(tiny("llama")), options, whole(rows=1, length=8), progress=messages.append)
+    assert plan.provenance["damping"] and any("damping of L0.o_proj raised to" in line for line in messages)
 
 
 @pytest.mark.parametrize("name", ["slimgpt", "random"])
 def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The plan then rests on damping; it says so, too."""
+    """A warning is logged once, and the plan records it."""
     model_map = map_model(tiny("llama"))
     for rows, length in ((1, 2), (4, 11), (8, 11)):
         short = {"tokens": rows * length, "widest": "L0.down", "columns": 48} if rows * length < 48 else {}
         caplog.clear()
-        made = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).made
-        lines = [one.getMessage() for one in caplog.records]
-        assert made.get("fewer_tokens_than_columns", {}) == short and len(lines) == bool(short)
+        provenance = plan_by(name, model_map, whole(rows, length), compensation="least_squares", ratio=0.5).provenance
+        lines = [value.getMessage() for value in caplog.records]
+        assert provenance.get("fewer_tokens_than_columns", {}) == short and len(lines) == bool(short)
         text = f"has {rows * length} tokens, fewer than the 48 columns of L0.down: the solution"
         assert all(text in line and "\n" not in line for line in lines)
     caplog.clear()
@@ -466,49 +470,49 @@ def compared(scores: Any, removed: Any = None) -> Any:
     return standardised(scores, removed or {}, "standardised")
 
 
-def counts_of(pots: list[Pot], ratio: float, allocation: str, log_start: float = 0.3125) -> list[int]:
-    return allocate(pots, Budget(("heads", "channels"), ratio, allocation, PruneOptions(log_start=log_start)))
+def counts_of(pools: list[UnitPool], ratio: float, allocation: str, log_start: float = 0.3125) -> list[int]:
+    return allocate(pools, Budget(("heads", "channels"), ratio, allocation, PruneOptions(log_start=log_start)))
 
 
 def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
     model_map = map_model(tiny("llama"))
-    for one in compared(scored(Flap(), model_map, text_of())).values():
-        assert float(one.mean()) == pytest.approx(0, abs=1e-12)
-        assert float(one.std(correction=0)) == pytest.approx(1, rel=1e-12)
+    for value in compared(scored(Flap(), model_map, text_of())).values():
+        assert float(value.mean()) == pytest.approx(0, abs=1e-12)
+        assert float(value.std(correction=0)) == pytest.approx(1, rel=1e-12)
     without = compared({"heads.L0": torch.tensor([1.0, 2.0, 3.0, 99.0])}, {"heads.L0": {3}})["heads.L0"][:3]
     assert float(without.mean()) == pytest.approx(0) and float(without.std(correction=0)) == pytest.approx(1)
     assert compared({"heads.L0": torch.ones(3)})["heads.L0"].tolist() == [0, 0, 0]
 
 
-def random_pots(draw: random.Random) -> list[Pot]:
-    """Layers of other sizes each, some without channels."""
-    found = []
+def random_pools(draw: random.Random) -> list[UnitPool]:
+    """Return pools of layers of different sizes, some without channels."""
+    actual = []
     for number in range(draw.randint(3, 12)):
         for kind, most, cost in (("heads", 12, draw.randint(500, 3000)), ("channels", 200, draw.randint(20, 60))):
             if kind == "channels" and draw.random() < 0.2:
                 continue
             size = draw.randint(4, most)
             scores = torch.tensor(sorted(draw.random() for _ in range(size)), dtype=torch.float64)
-            found.append(Pot(f"{kind}.L{number}", [(place,) for place in range(size)], scores, cost))
-    return found
+            actual.append(UnitPool(f"{kind}.L{number}", [(position,) for position in range(size)], scores, cost))
+    return actual
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "global", "standardised", "log"])
 def test_budgets_are_hit_within_one_unit(allocation: str) -> None:
     for seed in range(60):
         draw = random.Random(seed)
-        pots, ratio = random_pots(draw), draw.uniform(0.05, 0.35 if allocation == "log" else 0.6)
-        counts = counts_of(pots, ratio, allocation, 0.3125)
-        wanted = ratio * sum(pot.size * pot.cost for pot in pots)
-        removed = sum(count * pot.cost for pot, count in zip(pots, counts, strict=True))
-        assert abs(removed - wanted) <= max(pot.cost for pot in pots), seed
-        assert all(0 <= count < pot.size for pot, count in zip(pots, counts, strict=True))
+        pools, ratio = random_pools(draw), draw.uniform(0.05, 0.35 if allocation == "log" else 0.6)
+        counts = counts_of(pools, ratio, allocation, 0.3125)
+        expected = ratio * sum(pool.size * pool.cost for pool in pools)
+        removed = sum(count * pool.cost for pool, count in zip(pools, counts, strict=True))
+        assert abs(removed - expected) <= max(pool.cost for pool in pools), seed
+        assert all(0 <= count < pool.size for pool, count in zip(pools, counts, strict=True))
 
 
 def test_uniform_carries_what_rounding_leaves() -> None:
-    """Of three groups a layer, a fifth: each layer alone would round to one, or to none."""
-    pots = [Pot(f"heads.L{n}", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
-    counts = counts_of(pots, 0.2, "uniform")
+    """A fifth of three groups per layer: each layer alone would round to one group, or none."""
+    pools = [UnitPool(f"heads.L{n}", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
+    counts = counts_of(pools, 0.2, "uniform")
     assert sum(counts) == 6 and max(counts) == 1
     running = [sum(counts[: n + 1]) - 0.6 * (n + 1) for n in range(10)]
     assert max(map(abs, running)) <= 0.5 + 1e-9
@@ -516,29 +520,29 @@ def test_uniform_carries_what_rounding_leaves() -> None:
 
 def test_log_takes_more_and_more_and_its_mean_is_the_ratio() -> None:
     """The 20% of the paper: 0.0625 in the first of 32 layers, 0.25 in the last."""
-    pots = [Pot(f"channels.L{n}", [(c,) for c in range(10000)], torch.zeros(10000), 1.0) for n in range(32)]
-    shares = [count / 10000 for count in counts_of(pots, 0.2, "log", 0.3125)]
+    pools = [UnitPool(f"channels.L{n}", [(c,) for c in range(10000)], torch.zeros(10000), 1.0) for n in range(32)]
+    shares = [count / 10000 for count in counts_of(pools, 0.2, "log", 0.3125)]
     expected = [0.0625 + (shares[-1] - 0.0625) * math.log(n + 1) / math.log(32) for n in range(32)]
     assert shares == pytest.approx(expected, abs=2e-4) and shares[-1] == pytest.approx(0.25, abs=1e-3)
     assert sum(shares) / 32 == pytest.approx(0.2, abs=1e-4)
 
 
 def test_global_compares_heads_with_heads_and_standardised_all_with_all() -> None:
-    pots = [
-        Pot("heads.L0", [(0,), (1,)], torch.tensor([0.1, 0.9]).double(), 10.0),
-        Pot("channels.L0", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 0.2, 1.0),
-        Pot("heads.L1", [(1,), (0,)], torch.tensor([0.5, 0.6]).double(), 10.0),
-        Pot("channels.L1", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 2, 1.0),
+    pools = [
+        UnitPool("heads.L0", [(0,), (1,)], torch.tensor([0.1, 0.9]).double(), 10.0),
+        UnitPool("channels.L0", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 0.2, 1.0),
+        UnitPool("heads.L1", [(1,), (0,)], torch.tensor([0.5, 0.6]).double(), 10.0),
+        UnitPool("channels.L1", [(c,) for c in range(10)], torch.arange(10).double() / 10 + 2, 1.0),
     ]
-    assert counts_of(pots, 0.25, "global") == [1, 5, 0, 0]
-    assert counts_of(pots, 0.25, "standardised") == [1, 4, 0, 0]  # 0.1, then 0.2 to 0.5; then the head of 0.5
-    assert removed_by(pots, [1, 4, 0, 0], {}) == {"heads.L0": {0}, "channels.L0": {0, 1, 2, 3}}
+    assert counts_of(pools, 0.25, "global") == [1, 5, 0, 0]
+    assert counts_of(pools, 0.25, "standardised") == [1, 4, 0, 0]  # 0.1, then 0.2 to 0.5; then the head of 0.5
+    assert removed_by(pools, [1, 4, 0, 0], {}) == {"heads.L0": {0}, "channels.L0": {0, 1, 2, 3}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("unit", ["head", "group"])
 def test_costs_are_the_parameters_that_surgery_removes(family: str, unit: str) -> None:
-    """Of live shapes: biases, fused and transposed projections."""
+    """With biases, fused and transposed projections."""
     model = tiny(family)
     model_map = map_model(model)
     layer = model_map.attention[0]
@@ -557,18 +561,18 @@ def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
     model_map = map_model(model)
     plan = plan_by("magnitude", model_map, None, ratio=0.5)
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
-    assert plan.heads and fewer == plan.made["parameters"]["removed"]
+    assert plan.heads and fewer == plan.provenance["parameters"]["removed"]
 
 
 @pytest.mark.parametrize("unit", ["group", "balanced"])
 def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
-    """Several steps, too; single heads have no share of the parameters, since keys and values go with the last."""
+    """Also over several steps; keys and values are removed with the last head of a group."""
     model = tiny("llama", num_hidden_layers=4)
     model_map = map_model(model)
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=2, parts="heads")
     *_, plan = stages(make_pruner("random", {}), model_map, options)
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in cut(model, plan).model.parameters())
-    assert fewer == plan.made["parameters"]["removed"] > 0
+    assert fewer == plan.provenance["parameters"]["removed"] > 0
 
 
 def test_heads_are_named_in_the_order_of_layers_whatever_step_they_went_in() -> None:
@@ -583,15 +587,18 @@ def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     empty = {"heads.L1": {0, 1, 2, 3}}
     scores = {f"heads.{layer.label}": torch.arange(4.0) for layer in model_map.attention}
-    pots = pots_of(model_map, Budget(("heads",), 0.6, "global", PruneOptions(0.6, unit=unit)), scores, empty)
-    assert [pot.size for pot in pots] == [2, 2, 2, 2]
+    pools = unit_pools(model_map, Budget(("heads",), 0.6, "global", PruneOptions(0.6, unit=unit)), scores, empty)
+    assert [pool.size for pool in pools] == [2, 2, 2, 2]
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=3, parts="heads", allow_empty_layer=True)
     *_, plan = stages(make_pruner("random", {"seed": 3}), model_map, options)
-    assert len(plan.heads) == 8 and plan.made["parameters"]["removed"] * 2 == plan.made["parameters"]["removable"]
+    assert (
+        len(plan.heads) == 8
+        and plan.provenance["parameters"]["removed"] * 2 == plan.provenance["parameters"]["removable"]
+    )
 
 
 def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
-    """`--method flap --budget heads`: by how far they are from their layer's mean; what was compared is in the plan."""
+    """`--method flap --budget heads` ranks by distance from the layer's mean; the plan records the allocation."""
     model, text = tiny("llama", num_hidden_layers=4), text_of()
     with torch.no_grad():
         for layer, block in zip((m := map_model(model)).attention, m.feed_forward, strict=True):
@@ -599,7 +606,7 @@ def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
             block.down.weight *= 1 + 5 * layer.index
     model_map = map_model(model)
     plan = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3)
-    assert plan.made["head_allocation"] == plan.made["ffn_allocation"] == "standardised"
+    assert plan.provenance["head_allocation"] == plan.provenance["ffn_allocation"] == "standardised"
     scores = {key: values for key, values in scored(Flap(), model_map, text).items() if key.startswith("channels.")}
     every = [
         (float(x), (key.removeprefix("channels."), number))
@@ -610,16 +617,16 @@ def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
     assert lowest == {(label, number) for label in plan.channels for number in plan.channel_numbers(label)}
     assert len({name[:2] for name in plan.heads}) > 2
     raw = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3, allocation="global")
-    assert raw.heads != plan.heads and raw.made["head_allocation"] == "global"
+    assert raw.heads != plan.heads and raw.provenance["head_allocation"] == "global"
 
 
 def test_layers_that_are_spared_do_not_count() -> None:
     model_map, text = map_model(tiny("llama", num_hidden_layers=5)), text_of()
-    every = plan_by("flap", model_map, text).made["parameters"]["removable"]
+    every = plan_by("flap", model_map, text).provenance["parameters"]["removable"]
     for name in ("flap", "wanda_sp", "llm_pruner"):
         plan = plan_by(name, model_map, text, skip_first=1, skip_last=2)
         assert {x[:2] for x in plan.heads} | {*plan.channels} <= {"L1", "L2"}
-        counted = plan.made["parameters"]
+        counted = plan.provenance["parameters"]
         assert counted["removable"] == every * 2 / 5
         assert abs(counted["removed"] - 0.3 * counted["removable"]) <= Part(model_map.attention[0]).cost("group")
 
@@ -630,7 +637,7 @@ def test_layers_that_are_spared_do_not_count() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [*BASELINES, CONFIDENT])
 def test_every_plan_is_its_surgery(name: Any, family: str) -> None:
-    """Tried out and cut it computes the same; what it says of parameters is what is gone."""
+    """Hooks and cut model compute the same; the recorded parameter count is the number removed."""
     method, parts = (name, "both") if isinstance(name, str) else name
     model, text = tiny(family), text_of()
     model_map = map_model(model)
@@ -647,11 +654,13 @@ def test_every_plan_is_its_surgery(name: Any, family: str) -> None:
     torch.testing.assert_close(output(smaller, tokens()), expected, rtol=0, atol=1e-9)
     assert (expected - output(model, tokens())).abs().max() > 1e-6
     added = sum(
-        one.numel() for key, one in plan.compensation.items() if key.endswith("bias") and _lacks_bias(model_map, key)
+        value.numel()
+        for key, value in plan.compensation.items()
+        if key.endswith("bias") and _lacks_bias(model_map, key)
     )
     fewer = sum(x.numel() for x in model.parameters()) - sum(x.numel() for x in smaller.parameters())
-    assert fewer + added == plan.made["parameters"]["removed"]
-    assert plan.made["calibration"]["sha256"] and plan.made["options"]["budget"] == "parameters"
+    assert fewer + added == plan.provenance["parameters"]["removed"]
+    assert plan.provenance["calibration"]["sha256"] and plan.provenance["options"]["budget"] == "parameters"
 
 
 def _lacks_bias(model_map: ModelMap, name: str) -> bool:
@@ -666,16 +675,16 @@ def test_stages_spend_more_and_more(name: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     options = PruneOptions(0.5, budget="parameters", steps=3)
     plans = list(stages(make_pruner(name, {}), model_map, options, whole()))
-    spent = [plan.made["parameters"]["removed"] / plan.made["parameters"]["removable"] for plan in plans]
+    spent = [plan.provenance["parameters"]["removed"] / plan.provenance["parameters"]["removable"] for plan in plans]
     assert spent == pytest.approx([1 / 6, 1 / 3, 1 / 2], abs=0.05)
-    for one, other in pairwise(plans):
-        assert {*one.heads} <= {*other.heads}
-        assert all({*one.channel_numbers(x)} <= {*other.channel_numbers(x)} for x in one.channels)
+    for earlier, later in pairwise(plans):
+        assert {*earlier.heads} <= {*later.heads}
+        assert all({*earlier.channel_numbers(x)} <= {*later.channel_numbers(x)} for x in earlier.channels)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gptj", "bert", "gpt_neo"])
 def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
-    """Behind stubs of the layers before it, in padded text and with masks of several kinds; nothing stays."""
+    """Earlier layers are stubs; with padding and several kinds of masks. No stub remains afterwards."""
     model, text = (
         tiny(family, num_layers=4, attention_types=[[["global", "local"], 2]], window_size=4)
         if (family == "gpt_neo")
@@ -684,36 +693,36 @@ def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
     )
     model_map = map_model(model)
     dense, expected = output(model, tokens()), inputs_of(model_map, text)
-    replay = Replay(model_map, text)
+    replay = LayerReplay(model_map, text)
     for number, layer in enumerate(model_map.attention):
-        moments = Moments(32 if layer.o_proj is None else expected[f"{layer.label}.o_proj"].shape[-1], pairs=True)
-        replay.through(number, {layer.o_proj: moments})
+        moments = Moments(32 if layer.o_proj is None else expected[f"{layer.label}.o_proj"].shape[-1], products=True)
+        replay.run_layer(number, {layer.o_proj: moments})
         x = expected[f"{layer.label}.o_proj"]
         torch.testing.assert_close(moments.second, x.T @ x / len(x), rtol=1e-9, atol=1e-12)
-        replay.through(number, {}, keep=True)
+        replay.run_layer(number, {}, keep_output=True)
     assert torch.equal(output(model, tokens()), dense)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_hidden_states_of_the_text_are_kept_once() -> None:
     model_map, text = map_model(tiny("llama", num_hidden_layers=3)), whole(batch=2)
-    replay = Replay(model_map, text)
-    replay.through(0, {}, keep=True)
-    kept, first = replay.kept, [*replay.kept]
-    replay.through(1, {}, keep=True)
-    assert replay.kept is kept and len(kept) == 3
-    assert all(one is not other for one, other in zip(kept, first, strict=True))
+    replay = LayerReplay(model_map, text)
+    replay.run_layer(0, {}, keep_output=True)
+    kept, first = replay.outputs, [*replay.outputs]
+    replay.run_layer(1, {}, keep_output=True)
+    assert replay.outputs is kept and len(kept) == 3
+    assert all(value is not other for value, other in zip(kept, first, strict=True))
 
 
 def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
-    assert whole(batch=1).about() == whole(batch=4).about() != whole(batch=4, seed=2).about()
+    assert whole(batch=1).record() == whole(batch=4).record() != whole(batch=4, seed=2).record()
 
 
 # --------------------------------------------------------------------------- killed, and on
 
 
 def _killed(work: Path, count: int) -> None:
-    """Runs in a child: makes a plan, and is killed at the count-th layer that is kept."""
+    """Make a plan in a child process that is killed when the count-th layer is stored."""
     layer_store.write_bytes = killing_after(count)(layer_store.write_bytes)
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     list(stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work))
@@ -730,10 +739,10 @@ def test_a_killed_calibration_goes_on_to_the_same_plan(tmp_path: Path, monkeypat
             os._exit(0)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
         assert len(list(work.glob("L*.safetensors"))) == count
-        said: list[str] = []
-        (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), progress=said.append, work=work)
+        messages: list[str] = []
+        (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), progress=messages.append, work=work)
         assert plan == expected and plan.tensors == expected.tensors
-        assert sum(line.startswith("layer") for line in said) == 4 - count
+        assert sum(line.startswith("layer") for line in messages) == 4 - count
         monkeypatch.setattr(SlimGpt, "select", None)  # all is known
         (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work)
         assert plan == expected
@@ -744,9 +753,9 @@ def test_what_is_kept_of_another_plan_is_not_taken(tmp_path: Path) -> None:
     store = LayerStore(tmp_path / "work", {"ratio": 0.2})
     removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
     store.save("L0", Removal(removed, {"L0.down.weight": torch.eye(2)}, {"L0.down": 0.1}))
-    found = LayerStore(tmp_path / "work", {"ratio": 0.2}).load("L0")
-    assert found is not None and (found.removed, found.damping) == (removed, {"L0.down": 0.1})
-    assert torch.equal(found.compensation["L0.down.weight"], torch.eye(2))
+    actual = LayerStore(tmp_path / "work", {"ratio": 0.2}).load("L0")
+    assert actual is not None and (actual.removed, actual.damping) == (removed, {"L0.down": 0.1})
+    assert torch.equal(actual.compensation["L0.down.weight"], torch.eye(2))
     assert LayerStore(tmp_path / "work", {"ratio": 0.3}).load("L0") is None
     assert not (tmp_path / "work").exists()
 
@@ -761,7 +770,7 @@ def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path
              str(tmp_path / "text.txt"), "--windows", "8", "--tokens", "32", "--output", str(tmp_path / "plan.json")]  # fmt: skip
     assert main(words) == 0
     plan = Plan.load(tmp_path / "plan.json")
-    assert plan.channels and plan.made["method"] == name and (plan.heads or name == "flap")
+    assert plan.channels and plan.provenance["method"] == name and (plan.heads or name == "flap")
     assert bool(plan.compensation) == (name in ("flap", "slimgpt"))
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".txt"}
     assert main([*words[:3], *words[3:-1], str(tmp_path / "none.json"), "--compensation", "none"]) == 0
@@ -771,17 +780,34 @@ def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path
 def test_scores_of_an_artefact_make_the_same_plan(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Of columns, as `flap` standardises them; a method that goes layer by layer refuses them."""
+    """Column scores of `flap` are reused; a method that prunes layer by layer refuses stored scores."""
     (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
-    given = ["--pretrained", str(tiny_folder), "--text", str(tmp_path / "text.txt"), "--windows", "4", "--tokens", "32"]
+    arguments = [
+        "--pretrained",
+        str(tiny_folder),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--windows",
+        "4",
+        "--tokens",
+        "32",
+    ]
     for method in ("flap", "slimgpt"):
-        words = ["importance", *given, "--method", method, "--channels", "--output", str(tmp_path / f"{method}.json")]
+        words = [
+            "importance",
+            *arguments,
+            "--method",
+            method,
+            "--channels",
+            "--output",
+            str(tmp_path / f"{method}.json"),
+        ]
         assert main(words) == 0
-    prune = ["prune", *given, "--ratio", "0.4", "--output"]
+    prune = ["prune", *arguments, "--ratio", "0.4", "--output"]
     assert main([*prune, str(tmp_path / "a.json"), "--method", "flap"]) == 0
     assert main([*prune, str(tmp_path / "b.json"), "--scores", str(tmp_path / "flap.json")]) == 0
-    one, other = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
-    assert one == other and one.tensors
+    computed, from_scores = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
+    assert computed == from_scores and computed.tensors
     assert main([*prune, str(tmp_path / "c.json"), "--scores", str(tmp_path / "slimgpt.json")]) == 2
     assert "leave out --scores" in capsys.readouterr().err
 
@@ -789,7 +815,7 @@ def test_scores_of_an_artefact_make_the_same_plan(
 def test_scores_at_hand_are_not_mixed_with_other_settings(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Another method or text is refused; each text is filed under what it was read for, and means are measured."""
+    """Another method or an unused text is refused; each text is recorded under its purpose; means are measured."""
     for name in ("Ann", "Bob"):
         (tmp_path / f"{name}.txt").write_text("\n\n".join(f"{name} has {n} apples, {n + 1} more." for n in range(60)))
     (tmp_path / "empty.txt").write_text("")
@@ -799,7 +825,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
 
     def made(*words: str) -> dict[str, Any]:
         assert main(["prune", *model, *words, "--output", str(tmp_path / "plan.json")]) == 0
-        return dict(Plan.load(tmp_path / "plan.json").made)
+        return dict(Plan.load(tmp_path / "plan.json").provenance)
 
     flap, drawn_by_chance = str(tmp_path / "flap.json"), str(tmp_path / "random.json")
     assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
@@ -830,12 +856,12 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
 def test_what_falls_short_is_said(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fewer channels than asked for, fewer windows; and the option of the command that takes a plan of another model."""
+    """Fewer channels than requested, fewer windows; and the option that accepts a plan of another model."""
     (tmp_path / "text.txt").write_text("Ann has apples. " * 30)
     plan = str(tmp_path / "plan.json")
     words = ["prune", "--pretrained", str(tiny_folder), "--method", "flap", "--budget", "heads", "--ffn_ratio", "0.3"]
-    given = ["--text", str(tmp_path / "text.txt"), "--tokens", "32", "--output", plan]
-    assert main([*words, "--ffn_multiple", "16", *given]) == 0
+    arguments = ["--text", str(tmp_path / "text.txt"), "--tokens", "32", "--output", plan]
+    assert main([*words, "--ffn_multiple", "16", *arguments]) == 0
     assert "% of the channels: less than --ffn_ratio 0.3, as only whole units" in capsys.readouterr().out
     assert "gives 15 of 64 windows of 32 tokens" in caplog.text
     tiny("llama", seed=1).save_pretrained(tmp_path / "other")
@@ -845,7 +871,7 @@ def test_what_falls_short_is_said(
 
 
 class _Quantised:
-    """A model map whose model says that it is quantised."""
+    """A model map of a model marked as quantised."""
 
     def __new__(cls) -> Any:
         model: Any = tiny("llama")
@@ -854,7 +880,7 @@ class _Quantised:
 
 
 def masked() -> Any:
-    """A tiny masked language model: it has logits, of tokens that see those after them."""
+    """Return a tiny masked language model: it has logits, but attention is not causal."""
     bare = tiny("bert")
     return AutoModelForMaskedLM.from_config(bare.config).double().eval()
 
@@ -862,7 +888,7 @@ def masked() -> Any:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (lambda m: plan_by("flap", m, None), "flap is measured on a text; give --task"),
+        (lambda m: plan_by("flap", m, None), "flap needs a calibration text; give --task"),
         (lambda m: plan_by("random", m, None, compensation="bias"), "compensation=bias needs a text"),
         (lambda m: plan_by("flap", m, text_of(), ratio=0.97), "would take all heads or channels of a layer"),
         (lambda m: plan_by("wanda_sp", m, text_of(), ratio=0.8), "would take all heads of a layer"),
@@ -900,7 +926,10 @@ def masked() -> Any:
         ),
         (lambda m: plan_by("llm_pruner", map_model(tiny("bert")), text_of()), "causal language model; this bert"),
         (lambda m: plan_by("flap", map_model(tiny("mixtral")), text_of(), parts="channels"), "no dense feed-forward"),
-        (lambda m: plan_by("llm_pruner", m, CalibrationText.of("t", tokens(2, 1))), "no token with one before it"),
+        (
+            lambda m: plan_by("llm_pruner", m, CalibrationText.from_windows("t", tokens(2, 1))),
+            "no token that follows another one",
+        ),
         (lambda m: list(stages(SlimGpt(), m, PruneOptions(0.2), text_of(), RandomScores())), "leave out ffn_method"),
         (lambda m: Flap("wif"), "metric='wif' must be wifv, ifv or wifn"),
         (lambda m: SlimGpt("none"), "error='none' must be exact or diagonal"),
@@ -946,19 +975,19 @@ def test_units_are_groups_where_they_can_be_cut() -> None:
         ("gpt_bigcode", "parameters", "head"),
         ("olmo2", "parameters", "head"),
     ):
-        options = settled(PruneOptions(0.2, budget=budget), RandomScores(), map_model(tiny(family)))
+        options = resolve_options(PruneOptions(0.2, budget=budget), RandomScores(), map_model(tiny(family)))
         assert options.unit == unit
-    pots = pots_of(map_model(tiny("llama")), Budget(("heads",), 0.2, "global", PruneOptions(0.2, unit="balanced")))
-    assert [(pot.cost, pot.size) for pot in pots] == [(2 * 2 * 8 * 32, 2)] * 2
+    pools = unit_pools(map_model(tiny("llama")), Budget(("heads",), 0.2, "global", PruneOptions(0.2, unit="balanced")))
+    assert [(pool.cost, pool.size) for pool in pools] == [(2 * 2 * 8 * 32, 2)] * 2
 
 
 def test_a_sequential_score_is_that_of_the_dense_model() -> None:
-    """What `importance` shows: nothing has gone yet."""
+    """As `importance` shows them: nothing is removed yet."""
     model_map, text = map_model(tiny("llama")), whole()
     x = inputs_of(model_map, text)["L1.down"]
     weight = weight_of(model_map.feed_forward[1].down)
-    found = scored(WandaSp(), model_map, text)["channels.L1"]
-    torch.testing.assert_close(found, weight.abs().mean(0) * x.square().mean(0).sqrt())
+    actual = scored(WandaSp(), model_map, text)["channels.L1"]
+    torch.testing.assert_close(actual, weight.abs().mean(0) * x.square().mean(0).sqrt())
 
 
 @pytest.mark.parametrize(
@@ -969,7 +998,7 @@ def test_a_sequential_score_is_that_of_the_dense_model() -> None:
             "prune_tinny",
             "there is no task prune_tinny .*; did you mean 'prune_tiny'",
         ),
-        ("latin.txt", None, "is no text in UTF-8 .* convert it"),
+        ("latin.txt", None, "is not UTF-8 .* convert it"),
         ("none.txt", None, "no such file"),
     ],
 )
@@ -1000,7 +1029,7 @@ def test_a_calibration_text_that_cannot_be_had(
 def test_what_shapes_forbid_is_said_before_a_text_is_read(
     words: str, message: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Nor are weights loaded."""
+    """No weights are loaded either."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError
@@ -1025,29 +1054,29 @@ def test_what_shapes_forbid_is_said_before_a_text_is_read(
                                      for parts in ("both", "heads") for allocation in ("global", "standardised")]
                                     + [{"budget": "heads", **more} for more in ({"unit": "group"}, {"unit": "balanced"}, {"ffn_multiple": 16})])  # fmt: skip
 def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[str, Any]) -> None:
-    """Whatever random scores remove, shapes allow."""
+    """If some random scores remove a unit, the check of shapes passes."""
     model_map, reached = map_model(tiny("llama", num_hidden_layers=3, num_attention_heads=8)), 0
     for ratio in (0.0005, 0.002, 0.01, 0.05, 0.2, 0.4, 0.6, 0.9):
-        wanted = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
-        settled_options = settled(PruneOptions(**wanted, **options), RandomScores(seed), model_map)
+        settings = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
+        resolved = resolve_options(PruneOptions(**settings, **options), RandomScores(seed), model_map)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lmeval_prune.pruners.schedule._reaches_a_unit", lambda *_: True)
+            patch.setattr("lmeval_prune.pruners.schedule._removes_a_unit", lambda *_: True)
             try:
-                list(stages(RandomScores(seed), model_map, settled_options))
+                list(stages(RandomScores(seed), model_map, resolved))
             except InputError:
                 continue
         reached += 1
-        assert list(stages(RandomScores(seed), model_map, settled_options))
+        assert list(stages(RandomScores(seed), model_map, resolved))
     assert reached > 1
 
 
 def test_what_to_do_where_nothing_would_go() -> None:
-    """Advice is given only to who can follow it, and helps."""
+    """Only advice that helps is printed."""
     model = map_model(tiny("llama"))  # 8 heads in two layers
 
-    def advice(name: str, text: CalibrationText | None = None, **wanted: Any) -> str:
+    def advice(name: str, text: CalibrationText | None = None, **settings: Any) -> str:
         with pytest.raises(InputError, match="nothing would be removed") as refusal:
-            plan_by(name, model, text, **wanted)
+            plan_by(name, model, text, **settings)
         return str(refusal.value).partition("give ")[2]
 
     even: dict[str, Any] = {"budget": "heads", "allocation": "uniform"}
@@ -1068,9 +1097,9 @@ def test_what_to_do_where_nothing_would_go() -> None:
 
 
 def test_a_budget_that_is_missed_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """By FLAP's released costs a unit of heads may be worth far less than it is."""
+    """FLAP's released costs may count a unit of heads as much less than its parameters."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
-    counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).made["parameters"]
+    counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).provenance["parameters"]
     assert counted["removed"] - 0.05 * counted["removable"] > Part(model_map.attention[0]).cost("group")
     (line,) = (each.getMessage() for each in caplog.records)
     share = f"{100 * counted['removed'] / counted['removable']:.1f}%"

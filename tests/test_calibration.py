@@ -28,7 +28,7 @@ AROUND = {"bos": "<s> $A", "encoder": "<s> $A </s>", "two": "<s> </s> $A", "none
 
 
 def tokenizer_with(tiny_folder: Path, around: str) -> Any:
-    """A byte-level tokenizer that puts special tokens around a text."""
+    """Return a byte-level tokenizer that adds special tokens to a text."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=ids)
@@ -42,8 +42,8 @@ def text(tmp_path: Path) -> str:
 
 
 def windows_of(tokenizer: Any, text: str | None, task: str | None = None, **settings: Any) -> list[list[int]]:
-    found = read_calibration(tokenizer, text, task, **{"windows": 8, "tokens": 40, **settings})
-    return [row for ids, _ in found.batches for row in ids.tolist()]
+    actual = read_calibration(tokenizer, text, task, **{"windows": 8, "tokens": 40, **settings})
+    return [row for ids, _ in actual.batches for row in ids.tolist()]
 
 
 def stream_of(tokenizer: Any, windows: list[list[int]], before: int, after: int) -> str:
@@ -54,7 +54,7 @@ def stream_of(tokenizer: Any, windows: list[list[int]], before: int, after: int)
 def test_each_window_has_the_special_tokens_of_a_prompt(
     tiny_folder: Path, text: str, around: str, before: list[int], after: list[int]
 ) -> None:
-    """And between them the same stretch of text goes on from window to window."""
+    """Between the special tokens, the text continues from window to window."""
     tokenizer = tokenizer_with(tiny_folder, AROUND[around])
     windows = windows_of(tokenizer, text)
     assert [len(row) for row in windows] == [40] * 8
@@ -68,7 +68,7 @@ def test_each_window_has_the_special_tokens_of_a_prompt(
 def test_a_window_begins_as_lm_eval_reads_its_text(
     tiny_folder: Path, tmp_path: Path, around: str, add_bos_token: bool | None
 ) -> None:
-    """Of a text that is one paragraph: windows of a stream are cut where lm-eval would read on."""
+    """The text is one paragraph, and its first window begins like lm-eval's prompt."""
     (tmp_path / "text.txt").write_text(" ".join(PARAGRAPHS))
     tokenizer = tokenizer_with(tiny_folder, AROUND[around])
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
@@ -81,14 +81,14 @@ def test_a_window_begins_as_lm_eval_reads_its_text(
 
 
 def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, text: str) -> None:
-    """The hash that plans of such models have had all along."""
-    found = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).about()
-    assert found["sha256"] == "86b6f6fd7c5ea7b6" and found["tokens"] == 320
-    assert found["special_tokens"] == {"before": [], "after": []} and found["apply_chat_template"] is False
+    """The hash in plans of earlier versions stays the same."""
+    actual = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).record()
+    assert actual["sha256"] == "86b6f6fd7c5ea7b6" and actual["tokens"] == 320
+    assert actual["special_tokens"] == {"before": [], "after": []} and actual["apply_chat_template"] is False
 
 
 def task_of(folder: Path) -> str:
-    """A task of lm-eval's with a training split, as a path to its YAML."""
+    """Return the path to the YAML of an lm-eval task with a training split."""
     rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}."} for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     path = folder / "sums.yaml"
@@ -134,10 +134,10 @@ def test_problems_are_turns_of_a_conversation(tiny_folder: Path, sums: str, arou
     added = [1] if around == "bos" else []
     assert all(row[: len(added)] == added and row[1] != 1 for row in windows)
     assert added or not re.search(r"<s>(?!user: |assistant: )", stream_of(tokenizer, windows, 0, 0))
-    about = read_calibration(tokenizer, None, sums, 8, 150, apply_chat_template=True).about()
+    about = read_calibration(tokenizer, None, sums, 8, 150, apply_chat_template=True).record()
     assert about["apply_chat_template"] is True
     assert about["special_tokens"] == {"before": ["<s>"] * len(added), "after": []}
-    assert about["sha256"] != read_calibration(tokenizer, None, sums, 8, 150).about()["sha256"]
+    assert about["sha256"] != read_calibration(tokenizer, None, sums, 8, 150).record()["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -167,41 +167,41 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tiny_folder: Path, sums:
 
 
 def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, text: str) -> None:
-    """And `--add_bos_token` is given on."""
+    """Also with `--add_bos_token`."""
     folder = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder)
     tokenizer_with(tiny_folder, AROUND["bos"]).save_pretrained(folder)
-    found = []
+    actual = []
     for more in ([], ["--add_bos_token", "false"]):
         words = ["prune", "--pretrained", str(folder), "--ratio", "0.25", "--text", text, "--windows", "4",
                  "--tokens", "32", "--output", str(tmp_path / "plan.json"), *more]  # fmt: skip
         assert main(words) == 0
-        found.append(Plan.load(tmp_path / "plan.json").made["calibration"])
-    assert [one["special_tokens"]["before"] for one in found] == [["<s>"], []]
-    assert found[0]["sha256"] != found[1]["sha256"]
+        actual.append(Plan.load(tmp_path / "plan.json").provenance["calibration"])
+    assert [value["special_tokens"]["before"] for value in actual] == [["<s>"], []]
+    assert actual[0]["sha256"] != actual[1]["sha256"]
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "mt5", "mbart"])
 def test_a_decoder_begins_as_lm_eval_has_it(family: str) -> None:
-    """Which gives an encoder-decoder labels; the model puts its start token before them."""
+    """lm-eval passes labels to an encoder-decoder, and the model shifts them."""
     model: Any = tiny(family)
-    text, seen = text_of(), list[torch.Tensor]()
+    text, recorded = text_of(), list[torch.Tensor]()
     embedding = model.get_decoder().get_input_embeddings()
-    embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    embedding.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
     list(text.run(model))
-    asked, seen[:] = list(seen), []
+    requested, recorded[:] = list(recorded), []
     with torch.no_grad():
         for ids, real in text.batches:
             model(input_ids=ids, attention_mask=real, labels=ids)
-    assert len(asked) == len(seen) and all(torch.equal(x, y) for x, y in zip(asked, seen, strict=True))
-    assert family == "mbart" or all((one[:, 0] == 0).all() for one in seen[1::2])
+    assert len(requested) == len(recorded) and all(torch.equal(x, y) for x, y in zip(requested, recorded, strict=True))
+    assert family == "mbart" or all((value[:, 0] == 0).all() for value in recorded[1::2])
 
 
 # --------------------------------------------------------------------------- what of the model is run
 
 
 class Called(Exception):
-    """The output head has been run."""
+    """The output head ran."""
 
 
 def refuse(*_: Any) -> None:
@@ -214,7 +214,7 @@ READING = [name for name in PRUNERS if name != "llm_pruner" and make_pruner(name
 @pytest.mark.parametrize("name", READING)  # llm_pruner reads the loss
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon", "bloom", "bart", "t5"])
 def test_calibration_does_not_run_the_output_head(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads its logits; scores are the same to the bit."""
+    """No score needs its logits; the scores are bit-identical with and without it."""
     model_map, text, pruner = map_model(tiny(family)), text_of(), make_pruner(name, {})
     parts = parts_of(model_map, [HEADS] if pruner.heads_only else KINDS)
     try:
@@ -226,14 +226,14 @@ def test_calibration_does_not_run_the_output_head(name: str, family: str, monkey
         return [*scores.values.values(), *(scores.means or {}).values()]
 
     handle = model_map.model.get_output_embeddings().register_forward_pre_hook(refuse)
-    found = flat(pruner.scores(model_map, text, parts, {}))
+    actual = flat(pruner.scores(model_map, text, parts, {}))
     with pytest.raises(Called), torch.no_grad():
         model_map.model(**next(text.inputs(model_map.model))[2])
     handle.remove()
     for module in (calibration, attention_statistics):
-        monkeypatch.setattr(module, "stopping_at", lambda *_, **__: nullcontext())
+        monkeypatch.setattr(module, "stop_forward_at", lambda *_, **__: nullcontext())
     whole = flat(pruner.scores(model_map, text, parts, {}))
-    assert len(found) == len(whole) > 0 and all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
+    assert len(actual) == len(whole) > 0 and all(torch.equal(x, y) for x, y in zip(actual, whole, strict=True))
 
 
 def test_calibration_does_not_run_the_output_head_of_a_wrapped_model() -> None:

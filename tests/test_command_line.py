@@ -24,7 +24,7 @@ from lmeval_prune.models.athena import AthenaLM
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.plugin import registration
-from lmeval_prune.settings import device_named
+from lmeval_prune.settings import resolve_device
 from tests.conftest import ROOT
 
 
@@ -126,7 +126,7 @@ def test_processes_that_accelerate_does_not_know_of_are_refused(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
-    with pytest.raises(InputError, match=r"^WORLD_SIZE=2 .*ACCELERATE_USE_CPU=true"):
+    with pytest.raises(InputError, match=r"^WORLD_SIZE=2, .*ACCELERATE_USE_CPU=true"):
         PrunedHFLM(str(tiny_folder), device="cpu", responses=str(tmp_path / "s"))
     assert not (tmp_path / "s").exists()
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -226,7 +226,7 @@ def test_slips_are_refused_before_torch_is_imported(tiny_folder: Path, tmp_path:
         "no attention in layer 7": ["sweep", "--model_args", swept, "--tasks", "x", "--heads", "L7H0", *out],
         "no such file: /nowhere.json": ["cut", *model, "--plan", "/nowhere.json", *out],
         "no such file: /nothing.json": ["prune", *model, "--scores", "/nothing.json", *out],
-        "device=gpu is not for this": ["prune", *model, *out, "--device", "gpu"],
+        "device=gpu cannot be used here": ["prune", *model, *out, "--device", "gpu"],
     }
     script = (
         "import json, sys\nfrom lmeval_prune.cli import main\n"
@@ -275,15 +275,15 @@ def test_heads_that_only_the_model_knows_are_left_to_it(tiny_folder: Path, tmp_p
 
 def test_devices_that_are_not_there_are_one_line(tiny_folder: Path, tmp_path: Path, capsys) -> None:
     for device in ("cuda:99", "cuda:-1", "gpu", "xla"):
-        with pytest.raises(InputError, match=f"device={device} is not there"):
+        with pytest.raises(InputError, match=f"device={device} does not exist"):
             PrunedHFLM(str(tiny_folder), device=device)
     for command in ("importance", "prune"):
         words = ["--pretrained", str(tiny_folder), "--output", str(tmp_path / "x.json"), "--device", "cuda:99"]
         assert main([command, *words]) == 2
-        assert re.fullmatch(r"lmeval-prune: error: device=cuda:99 is not there .*\n", capsys.readouterr().err)
+        assert re.fullmatch(r"lmeval-prune: error: --device=cuda:99 does not exist .*\n", capsys.readouterr().err)
     if not torch.cuda.is_available():
-        assert str(device_named("cuda:0", strictly=False)) == "cpu"  # lm-eval's own default
-        with pytest.raises(InputError, match="device=cuda is not there"):
+        assert str(resolve_device("cuda:0", strictly=False)) == "cpu"  # lm-eval's own default
+        with pytest.raises(InputError, match="device=cuda does not exist"):
             PrunedHFLM(str(tiny_folder), device="cuda")
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.artefacts import lock_of
+from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints.pruned import read_manifest
@@ -39,7 +39,7 @@ from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training import curves
-from lmeval_prune.training.questions import SeenQuestions, question_key
+from lmeval_prune.training.questions import TrainingQuestions, question_key
 from lmeval_prune.training.trainer import BatchesByLength
 from tests.athena_hosts import data_folder, encoder_folder, quick_training, without_mask_token
 from tests.conftest import ROOT
@@ -67,14 +67,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_pictures() -> Iterator[None]:
-    """One test draws them."""
+    """Skip drawing the figures, except in a single test."""
     with quick_training():
         yield
 
 
 @pytest.fixture
 def athena(dense: TrainOptions, tmp_path: Path) -> DistillOptions:
-    """Two stages of two epochs; two of eight heads go in each."""
+    """Two stages of two epochs; each removes two of eight heads."""
     return DistillOptions(
         pretrained=dense.output,
         output=str(tmp_path / "student"),
@@ -89,7 +89,7 @@ def athena(dense: TrainOptions, tmp_path: Path) -> DistillOptions:
 
 @pytest.fixture
 def language(dense: TrainOptions, tiny_folder: Path, tmp_path: Path) -> DistillOptions:
-    """The same of a language model with grouped queries, and without validation."""
+    """The same for a language model with grouped queries and without validation."""
     return DistillOptions(
         pretrained=str(tiny_folder),
         output=str(tmp_path / "student"),
@@ -121,22 +121,22 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_pretrained(folder).state_dict()
 
 
-def assert_same(one: str, other: str, tolerance: float = 1e-6) -> None:
-    for stage, again in zip(losses(one), losses(other), strict=True):
+def assert_same(item: str, other: str, tolerance: float = 1e-6) -> None:
+    for stage, again in zip(losses(item), losses(other), strict=True):
         assert [name for name, _ in stage] == [name for name, _ in again]
         assert [value for _, value in stage] == pytest.approx([value for _, value in again], abs=tolerance)
-    expected, got = weights(one), weights(other)
+    expected, got = weights(item), weights(other)
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
 
 
 class Killed(BaseException):
-    """Ends the work where it stands, as a kill would."""
+    """Ends the process at once, as a kill would."""
 
 
 def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
-    """Let a function end everything when it is called for the n-th time."""
+    """Patch a function to raise `Killed` at its n-th call."""
     original, calls = getattr(owner, name), iter(range(1, 1000))
 
     def stop(*args: Any, **named: Any) -> Any:
@@ -155,9 +155,9 @@ def test_two_stages_of_athena(
 ) -> None:
     monkeypatch.setattr(recursion, "draw", curves.draw)
     note = distill(athena)
-    said = capsys.readouterr().out
-    assert "stage 2 of 2, epoch 2.00 of 2" in said
-    assert "at most about" in said
+    message = capsys.readouterr().out
+    assert "stage 2 of 2, epoch 2.00 of 2" in message
+    assert "at most about" in message
     first, second = note["stages"]
     assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
     left = {label: len(heads) for label, heads in second["heads"].items()}
@@ -183,7 +183,7 @@ def test_two_stages_of_athena(
     assert not Path(f"{athena.output}.distilling").exists()
 
 
-def test_a_distilled_host_is_asked_by_lm_eval(athena: DistillOptions) -> None:
+def test_lm_eval_runs_a_distilled_host(athena: DistillOptions) -> None:
     from lmeval_prune.models.athena import AthenaLM
 
     distill(replace(athena, epochs=0))
@@ -207,7 +207,7 @@ def test_a_language_model(language: DistillOptions) -> None:
     assert logged == {"loss", "task", "response", "feature", "eval_loss", "eval_task"}
 
 
-def test_answers_are_learned_and_nothing_else(language: DistillOptions) -> None:
+def test_only_answer_tokens_have_labels(language: DistillOptions) -> None:
     host = host_of(language)
     material = host.examples()
     assert (len(material.train), len(material.validation)) == (6, 2)
@@ -218,11 +218,11 @@ def test_answers_are_learned_and_nothing_else(language: DistillOptions) -> None:
     assert answer.startswith(" \\boxed{")
     assert answer.endswith("}</s>")
     inputs = host.collate(material.train[:3])
-    counted = sum(len(one.ids) - one.start for one in material.train[:3])
+    counted = sum(len(item.ids) - item.start for item in material.train[:3])
     assert host.items(inputs) == counted
     in_chat = host_of(replace(language, chat=True))
-    asked = in_chat.examples().train[0]
-    prompt = in_chat.tokenizer.decode(asked.ids[: asked.start])  # type: ignore[attr-defined]
+    selected = in_chat.examples().train[0]
+    prompt = in_chat.tokenizer.decode(selected.ids[: selected.start])  # type: ignore[attr-defined]
     assert prompt.startswith("u: ")
     assert prompt.endswith("a:")
 
@@ -237,9 +237,7 @@ def trainer_of(options: DistillOptions, folder: Path, kept: list[list[int]] | No
 
 
 @pytest.mark.parametrize("kind", ["athena", "language"])
-def test_nothing_removed_is_no_distillation_loss_and_no_gradient(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_identical_student_has_no_distillation_loss(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     options = replace(request.getfixturevalue(kind), task_weight=0.0, distill_weight=1.0)
     trainer = trainer_of(options, tmp_path / "work")
     trainer.model.train()
@@ -264,7 +262,7 @@ def test_nothing_removed_is_no_distillation_loss_and_no_gradient(
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "gpt_bigcode", "gptj", "llama", "opt", "bloom", "phi"])
 def test_maps_are_compared_before_dropout(family: str) -> None:
-    """Families give them out after it; other dropout of attention modules stays."""
+    """Models return their maps after dropout; other dropout of attention modules stays."""
     drops = {name: 0.5 for name in tiny(family).config.to_dict() if "att" in name and "drop" in name}
     model = tiny(family, **drops)
     ids = torch.arange(3, 17).reshape(2, 7)
@@ -288,8 +286,8 @@ def test_maps_are_compared_before_dropout(family: str) -> None:
     assert others() == before
 
 
-def test_dropout_is_no_distance(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
-    """Of a student that is its teacher, with the dropout of attention alone."""
+def test_dropout_adds_no_feature_loss(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+    """For a student equal to its teacher, with attention dropout only."""
     model = checkpoint.read(dense.output)
     model.encoder.config.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5})
     checkpoint.write(model, tmp_path / "dropping")
@@ -319,13 +317,13 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
         ]
     task = response = items = 0.0
     for row in range(3):
-        for place in range(1, inputs["labels"].shape[1]):
-            label = int(inputs["labels"][row, place])
+        for index in range(1, inputs["labels"].shape[1]):
+            label = int(inputs["labels"][row, index])
             if label < 0:
                 continue
-            p, q = ((x.logits[row, place - 1] / 3.0).softmax(-1) for x in outputs)
+            p, q = ((x.logits[row, index - 1] / 3.0).softmax(-1) for x in outputs)
             response += float((p * (p / q).log()).sum())
-            task -= float(outputs[1].logits[row, place - 1].softmax(-1)[label].log())
+            task -= float(outputs[1].logits[row, index - 1].softmax(-1)[label].log())
             items += 1
     feature = 0.0
     lengths = inputs["attention_mask"].sum(1).tolist()
@@ -339,20 +337,23 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
         assert float(trainer.compute_loss(trainer.model, dict(inputs))) == pytest.approx(loss, rel=1e-9)
 
 
-def test_heads_are_compared_with_those_that_they_were(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start of each stage: the query weights of each student's head are those of its teacher's."""
-    seen: list[int] = []
+def test_student_heads_are_compared_with_their_teacher_heads(
+    athena: DistillOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start of each stage, query weights of student heads equal those of their teacher heads."""
+    collected: list[int] = []
 
     def compared(self: DistillTrainer) -> Any:
         maps = [map_model(self.host.backbone(model)).attention for model in (self.student, self.teacher)]
         for (student_layer, teacher_layer), kept in zip(zip(*maps, strict=True), self.heads, strict=True):
             assert len(kept) == student_layer.heads
-            for place, head in enumerate(kept):
-                own, theirs = student_layer.rows("q", place), teacher_layer.rows("q", head)
+            for index, head in enumerate(kept):
+                student_rows, teacher_rows = student_layer.rows("q", index), teacher_layer.rows("q", head)
                 assert torch.equal(
-                    own.module.weight[own.start : own.stop], theirs.module.weight[theirs.start : theirs.stop]
+                    student_rows.module.weight[student_rows.start : student_rows.stop],
+                    teacher_rows.module.weight[teacher_rows.start : teacher_rows.stop],
                 )
-                seen.append(head)
+                collected.append(head)
         with torch.no_grad():  # as if it had been trained, so that stages differ
             for parameter in self.student.parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape))
@@ -360,22 +361,25 @@ def test_heads_are_compared_with_those_that_they_were(athena: DistillOptions, mo
 
     monkeypatch.setattr(DistillTrainer, "run", compared)
     note = distill(athena)
-    assert len(seen) == 6 + 4
+    assert len(collected) == 6 + 4
     base = map_model(checkpoint.read(athena.pretrained).encoder).attention
     last = map_model(checkpoint.read(athena.output).encoder).attention
     for layer, original in zip(last, base, strict=True):
-        for place, head in enumerate(note["stages"][1]["heads"][layer.label]):  # by the numbers of the unpruned model
-            own, theirs = layer.rows("q", place), original.rows("q", head)
-            far = own.module.weight[own.start : own.stop] - theirs.module.weight[theirs.start : theirs.stop]
+        for index, head in enumerate(note["stages"][1]["heads"][layer.label]):  # by the numbers of the unpruned model
+            student_rows, teacher_rows = layer.rows("q", index), original.rows("q", head)
+            far = (
+                student_rows.module.weight[student_rows.start : student_rows.stop]
+                - teacher_rows.module.weight[teacher_rows.start : teacher_rows.stop]
+            )
             assert float(far.abs().max()) < 0.1
 
 
-def test_the_stages_remove_what_the_schedule_says() -> None:
+def test_stages_follow_the_schedule() -> None:
     base = map_model(tiny("bert", num_attention_heads=8, num_hidden_layers=3))
-    wanted = PruneOptions(0.5, steps=3)
+    target = PruneOptions(0.5, steps=3)
     for allocation, left, expected in (("global", 24, 4), ("global", 20, 4), ("uniform", 24, 3)):
         assert pruning_of_stage(
-            wanted, 1 if left == 24 else 2, base, _left(base, left), allocation
+            target, 1 if left == 24 else 2, base, _left(base, left), allocation
         ).ratio * left == pytest.approx(expected)
 
 
@@ -418,7 +422,7 @@ def whole(dense: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> Dist
         (recursion, "write_artefact", 2),
     ],
 )
-def test_what_was_killed_goes_on_and_ends_the_same(
+def test_interrupted_distillation_ends_the_same(
     whole: DistillOptions, tmp_path: Path, owner: Any, name: str, call: int
 ) -> None:
     again = replace(whole, output=str(tmp_path / "student"))
@@ -455,10 +459,10 @@ def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, 
         for call in range(1, calls + 1):
             folder = tmp_path / f"{name}{call}"
             folder.mkdir()
-            test_what_was_killed_goes_on_and_ends_the_same(whole, folder, owner, name, call)
+            test_interrupted_distillation_ends_the_same(whole, folder, owner, name, call)
 
 
-def test_killed_by_the_system_in_the_middle_of_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
+def test_sigkill_within_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
     import multiprocessing
 
     from tests.kills import killing_after
@@ -477,7 +481,7 @@ def test_killed_by_the_system_in_the_middle_of_a_stage(whole: DistillOptions, tm
     assert_same(whole.output, again.output)
 
 
-def test_a_language_model_goes_on_too(language: DistillOptions, tmp_path: Path) -> None:
+def test_interrupted_language_model_ends_the_same(language: DistillOptions, tmp_path: Path) -> None:
     """Also where the output head is the embedding."""
     tied = tmp_path / "tied"
     shutil.copytree(language.pretrained, tied)
@@ -511,7 +515,7 @@ def test_patience_ends_a_stage_and_survives_a_kill(athena: DistillOptions, tmp_p
     assert_same(still.output, again.output)
 
 
-def test_done_is_done_and_other_options_are_refused(whole: DistillOptions) -> None:
+def test_complete_distillation_is_not_repeated_and_other_options_are_refused(whole: DistillOptions) -> None:
     with pytest.MonkeyPatch.context() as patch:
         killed_at(patch, recursion, "check", 1)
         distill(whole)
@@ -519,7 +523,7 @@ def test_done_is_done_and_other_options_are_refused(whole: DistillOptions) -> No
         distill(replace(whole, epochs=3))
 
 
-def test_stages_draw_their_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stage_has_its_own_order_and_dropout(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds, orders = [], []
 
     def seen(self: Any) -> Any:
@@ -534,7 +538,7 @@ def test_stages_draw_their_own_order_and_dropout(athena: DistillOptions, monkeyp
     assert orders[0] != orders[1]
 
 
-def test_what_is_no_model_is_named_and_nothing_stays_of_what_is_refused(
+def test_missing_models_are_refused_without_leftovers(
     athena: DistillOptions, language: DistillOptions, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -544,26 +548,26 @@ def test_what_is_no_model_is_named_and_nothing_stays_of_what_is_refused(
     ):
         with pytest.raises(InputError, match=message):
             distill(replace(athena, pretrained=str(folder)))
-    with pytest.raises(InputError, match="is an ATHENA; ask it by --model athena"):
+    with pytest.raises(InputError, match="is an ATHENA model; use --model athena"):
         PrunedHFLM(athena.pretrained, device="cpu")
-    with pytest.raises(InputError, match="give test"):
+    with pytest.raises(InputError, match="is not a fold"):
         distill(replace(language, test=None))
     assert not Path(f"{athena.output}.distilling").exists() and not Path(f"{language.output}.distilling").exists()
 
 
-def test_a_damaged_beginning_is_one_line(athena: DistillOptions) -> None:
+def test_damaged_options_file_is_refused(athena: DistillOptions) -> None:
     work = Path(f"{athena.output}.distilling")
     for content in ("{", "[]"):
         work.mkdir(exist_ok=True)
         (work / "options.json").write_text(content)
-        with pytest.raises(InputError, match=r"options\.json is (damaged|not valid JSON).*to begin anew"):
+        with pytest.raises(InputError, match=r"options\.json is (damaged|not valid JSON).*to start again"):
             distill(athena)
 
 
-def test_patience_needs_something_to_wait_for(
+def test_patience_needs_validation(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that was trained without validation, and no other is given: said before anything is scored."""
+    """A host without validation and no other validation is refused before scoring."""
     model = checkpoint.read(dense.output)
     model.about["options"] |= {"validation": 0.0}
     checkpoint.write(model, tmp_path / "host")
@@ -572,10 +576,10 @@ def test_patience_needs_something_to_wait_for(
         distill(replace(athena, pretrained=str(tmp_path / "host"), patience=1))
 
 
-def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) -> None:
+def test_concurrent_distillation_is_refused(athena: DistillOptions, tmp_path: Path) -> None:
     work = tmp_path / "student.distilling"
     work.mkdir()
-    with FileLock(lock_of(work.with_suffix(""))), pytest.raises(InputError, match="another run is writing"):
+    with FileLock(lock_path(work.with_suffix(""))), pytest.raises(InputError, match="another run is writing"):
         distill(athena)
 
 
@@ -583,7 +587,7 @@ def test_only_one_process_makes_a_model(athena: DistillOptions, tmp_path: Path) 
 
 
 def plain_descent(patch: pytest.MonkeyPatch) -> None:
-    """Problems in order, and steps that are their gradients: Adam would turn rounding into steps."""
+    """Plain SGD over problems in order: Adam would amplify rounding."""
     patch.setattr(BatchesByLength, "__iter__", lambda self: iter(range(len(self))))
     patch.setattr(DistillTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
 
@@ -595,19 +599,19 @@ def test_accumulated_batches_are_one_large_batch(
     options = replace(request.getfixturevalue(kind), stages=1, epochs=1, rate=0.05, clip=1e9, decay=0.0)
     if kind == "athena":
         options = replace(options, pretrained=still_host(dense, tmp_path), validation=0.0)
-    found = []
+    result = []
     for batch, accumulate in ((2, 3), (6, 1)):
-        one = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
+        item = replace(options, batch=batch, accumulate=accumulate, output=str(tmp_path / str(batch)))
         with pytest.MonkeyPatch.context() as patch:
             plain_descent(patch)
-            distill(one)
-        found.append(one.output)
-    assert_same(found[0], found[1], 1e-6 if kind == "athena" else 1e-9)
+            distill(item)
+        result.append(item.output)
+    assert_same(result[0], result[1], 1e-6 if kind == "athena" else 1e-9)
 
 
 @pytest.mark.parametrize("batch", [3, 4, 5, 7])
-def test_processes_share_an_epoch_and_repeat_nothing(athena: DistillOptions, tmp_path: Path, batch: int) -> None:
-    """Two of them count, in all updates, what one counts; one of them may have nothing to do at the end."""
+def test_processes_share_an_epoch_without_repeats(athena: DistillOptions, tmp_path: Path, batch: int) -> None:
+    """Two processes count the same items as a single process; one may be idle at the end."""
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
 
@@ -619,17 +623,17 @@ def test_processes_share_an_epoch_and_repeat_nothing(athena: DistillOptions, tmp
         list(BatchSamplerShard(BatchSampler(PaddedOrder(order, len(dataset)), batch, False), 2, process))
         for process in (0, 1)
     ]
-    assert sorted(place for shard in shards for one in shard for place in one if place < 20) == list(range(20))
+    assert sorted(index for shard in shards for item in shard for index in item if index < 20) == list(range(20))
     alone = [list(order)[i : i + batch] for i in range(0, 20, batch)]
-    made = [[collate_padded(host, examples[0], [dataset[x] for x in one]) for one in shard] for shard in shards]
-    for update, both in enumerate(zip(*made, strict=True)):
-        expected = [host.collate([examples[x] for x in one]) for one in alone[2 * update : 2 * update + 2]]
-        assert trainer.counts(both).tolist() == trainer.counts(expected).tolist()
-    idle = [one for shard in made for one in shard if "idle" in one]
+    created = [[collate_padded(host, examples[0], [dataset[x] for x in item]) for item in shard] for shard in shards]
+    for update, pair in enumerate(zip(*created, strict=True)):
+        expected = [host.collate([examples[x] for x in item]) for item in alone[2 * update : 2 * update + 2]]
+        assert trainer.counts(pair).tolist() == trainer.counts(expected).tolist()
+    idle = [item for shard in created for item in shard if "idle" in item]
     assert len(idle) == len(alone) % 2
     trainer.model.eval()
-    for one in idle:
-        assert float(trainer.compute_loss(trainer.model, one)) == 0
+    for item in idle:
+        assert float(trainer.compute_loss(trainer.model, item)) == 0
         assert {name: float(over) for name, (_, over) in trainer._validation_sums.items()} == dict.fromkeys(
             ("task", "response"), 0.0
         )
@@ -659,15 +663,15 @@ def test_the_help_names_the_methods_that_cannot_score_all_layers_at_once() -> No
     [
         ({"ratio": 0.5, "stages": 9}, "stage 1 of 9 has nothing left to remove"),
         ({"ratio": 0.9, "stages": 7}, "stage 7 of 7 has nothing left to remove: 6 of 8 heads"),
-        ({"train": ("fold0",), "test": "fold0"}, "the training split fold0 is the test split"),
-        ({"train": ("all",)}, "hold 6 of the 6 questions of the test split fold0"),
+        ({"train": ("fold0",), "test": "fold0"}, "test=fold0 is also a training split"),
+        ({"train": ("all",)}, "have 6 of the 6 questions of the test split fold0"),
         ({"test": "fold1"}, "was trained on 6 of the 6 questions of the test split fold1"),
         ({"task": "prune_gsm8k"}, "task is for language models"),
         ({"unit": "balanced"}, "unit=balanced does not suit this bert model"),
         ({"method": "norm_entropi"}, "did you mean 'norm_entropy'"),
         ({"method": "confidence", "ffn_ratio": 0.5}, "confidence scores heads only"),
-        ({"method": "slimgpt"}, "slimgpt scores each layer when those before are pruned"),
-        ({"method": "wanda_sp"}, "wanda_sp scores each layer when those before are pruned"),
+        ({"method": "slimgpt"}, "slimgpt scores layer by layer"),
+        ({"method": "wanda_sp"}, "wanda_sp scores layer by layer"),
         ({"method": "flap", "options": {"reference": True}}, "allocates by flap_reference, which counts parameters"),
         ({"trainer": {"epochs": 3}}, "has no 'epochs'"),
         ({"trainer": {"seed": 3}}, "seed follows from the other options"),
@@ -738,8 +742,8 @@ def test_a_language_model_needs_a_task(tiny_folder: Path, tmp_path: Path) -> Non
         distill(DistillOptions(str(tiny_folder), str(tmp_path / "student"), unit="balanced", ratio=0.5, stages=1))
 
 
-def test_what_a_language_model_was_tuned_on_is_no_test(language: DistillOptions, tmp_path: Path) -> None:
-    """Fine-tuning is distillation of nothing by nobody."""
+def test_tuning_questions_are_refused_as_test(language: DistillOptions, tmp_path: Path) -> None:
+    """Fine-tuning is distillation without pruning and teacher."""
     tuned = replace(language, ratio=0.0, distill_weight=0.0, task_weight=1.0, output=str(tmp_path / "tuned"))
     (stage,) = distill(tuned)["stages"]
     assert {name for row in stage["log"] for name in row} >= {"loss", "task"}
@@ -750,8 +754,8 @@ def test_what_a_language_model_was_tuned_on_is_no_test(language: DistillOptions,
         distill(replace(language, pretrained=tuned.output, test="fold1", output=str(tmp_path / "other")))
 
 
-def test_what_parents_and_teachers_were_trained_on_is_no_test(language: DistillOptions, tmp_path: Path) -> None:
-    """Also two generations before, of a copy that was cut, and of the teacher."""
+def test_questions_of_ancestors_and_teachers_are_refused_as_test(language: DistillOptions, tmp_path: Path) -> None:
+    """Also of a grandparent, of a cut copy, and of the teacher."""
     from transformers import AutoTokenizer
 
     tuning = replace(
@@ -773,20 +777,22 @@ def test_what_parents_and_teachers_were_trained_on_is_no_test(language: DistillO
     ):
         with pytest.raises(InputError, match=r"was trained on 6 of the 6 questions of the test split fold1"):
             distill(replace(last, **changes))
-    both = read_note(second.output)["material"]["trained_on"]
-    assert len(both) == 12
-    assert (read_manifest(second.output) or {})["trained_on"] == both
+    pair = read_note(second.output)["material"]["trained_on"]
+    assert len(pair) == 12
+    assert (read_manifest(second.output) or {})["trained_on"] == pair
 
 
-def test_what_an_athena_was_trained_on_is_no_test(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
-    """Of a host of fold 1 that was distilled on fold 2; and of its teacher."""
-    own = replace(athena, stages=1, epochs=0, validation=0.0)
+def test_training_questions_of_athena_are_refused_as_test(
+    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
+) -> None:
+    """For a host of fold 1 that was distilled on fold 2, and for its teacher."""
+    untrained = replace(athena, stages=1, epochs=0, validation=0.0)
     about = {"options": {**checkpoint.describe(dense.output)["options"], "train": ["fold1"]}}
     model = checkpoint.read(dense.output)
     fold1 = {question_key(row) for row in load("asdiv_a", "fold1", dense.data_dir)}
     model.about = {**model.about, **about, "trained_on": sorted(fold1), "validated_on": []}
     checkpoint.write(model, tmp_path / "of1")
-    first = replace(own, pretrained=str(tmp_path / "of1"), train=("fold2",))
+    first = replace(untrained, pretrained=str(tmp_path / "of1"), train=("fold2",))
     distill(first)
     described = checkpoint.describe(first.output)
     assert fold1 < set(described["trained_on"])
@@ -795,10 +801,17 @@ def test_what_an_athena_was_trained_on_is_no_test(athena: DistillOptions, dense:
     changes = {"ratio": 0.25, "train": ("fold4",), "output": str(tmp_path / "second")}
     for test in ("fold1", "fold2"):
         with pytest.raises(InputError, match=f"was trained on 6 of the 6 questions of the test split {test}"):
-            distill(replace(own, pretrained=first.output, test=test, **changes))
+            distill(replace(untrained, pretrained=first.output, test=test, **changes))
     with pytest.raises(InputError, match="student was trained on 6 of the 6 questions of the test split fold2"):
         distill(
-            replace(own, pretrained=str(tmp_path / "of1"), teacher=first.output, test="fold2", feature=False, **changes)
+            replace(
+                untrained,
+                pretrained=str(tmp_path / "of1"),
+                teacher=first.output,
+                test="fold2",
+                feature=False,
+                **changes,
+            )
         )
 
 
@@ -808,15 +821,13 @@ def test_an_older_host_draws_its_validation_split_again(
     model = checkpoint.read(dense.output)
     expected = model.about.pop("validated_on")
     checkpoint.write(model, tmp_path / "older")
-    seen = host_of(athena).seen(str(tmp_path / "older"))
-    assert seen.to_artefact()["validated_on"] == expected
+    collected = host_of(athena).questions_of(str(tmp_path / "older"))
+    assert collected.to_artefact()["validated_on"] == expected
     assert len(expected) == 4
-    assert seen == host_of(athena).seen(dense.output)
+    assert collected == host_of(athena).questions_of(dense.output)
 
 
-def test_a_host_with_options_of_another_version_is_one_line(
-    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
-) -> None:
+def test_unknown_training_options_are_refused(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
     model = checkpoint.read(dense.output)
     model.about["options"] |= {"momentum": 0.9}
     checkpoint.write(model, tmp_path / "newer")
@@ -834,7 +845,7 @@ def test_a_host_with_options_of_another_version_is_one_line(
         ({"momentum": 0.9}, "an ATHENA has no setting 'momentum'"),
     ],
 )
-def test_settings_that_cannot_be_used_name_their_file(
+def test_invalid_settings_name_their_file(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     other = tmp_path / "other"
@@ -852,20 +863,25 @@ def test_settings_that_cannot_be_used_name_their_file(
         assert "\n" not in str(raised.value)
 
 
-def test_a_question_that_stands_in_both_splits_is_a_training_question(
+def test_question_in_both_splits_is_a_training_question(
     athena: DistillOptions, dense: TrainOptions, tmp_path: Path
 ) -> None:
     model = checkpoint.read(dense.output)
-    own = SeenQuestions(frozenset("ab"), frozenset("bc"))
-    model.about |= own.to_artefact()
+    questions = TrainingQuestions(frozenset("ab"), frozenset("bc"))
+    model.about |= questions.to_artefact()
     checkpoint.write(model, tmp_path / "host")
     host = host_of(replace(athena, pretrained=str(tmp_path / "host")))
-    assert host.all_seen(own, [], "fold0").to_artefact() == {"trained_on": ["a", "b", "c"], "validated_on": ["c"]}
+    assert host.all_questions(questions, [], "fold0").to_artefact() == {
+        "trained_on": ["a", "b", "c"],
+        "validated_on": ["c"],
+    }
     with pytest.raises(InputError, match="was trained on 1 of the 1 validation problems"):
-        host.all_seen(SeenQuestions(frozenset("c"), frozenset("a")), [], "fold0")
+        host.all_questions(TrainingQuestions(frozenset("c"), frozenset("a")), [], "fold0")
 
 
-def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: DistillOptions, tmp_path: Path) -> None:
+def test_training_questions_are_refused_as_validation(
+    athena: DistillOptions, language: DistillOptions, tmp_path: Path
+) -> None:
     for changes in ({"validation": 0.4}, {"limit": 12}):
         with pytest.raises(InputError, match=r"of the \d+ validation problems"):
             distill(replace(athena, **changes))
@@ -879,8 +895,8 @@ def test_what_was_learned_chooses_no_epoch(athena: DistillOptions, language: Dis
     assert len(material.note["validated_on"]) == len(material.validation) == 6
 
 
-def test_fillers_are_not_trained_again(language: DistillOptions, tmp_path: Path) -> None:
-    """Zeroed heads of groups, the head that stands for an empty layer, the channel that stands for an empty block."""
+def test_models_with_fillers_are_refused(language: DistillOptions, tmp_path: Path) -> None:
+    """Zeroed heads in groups, and fillers of empty layers and blocks."""
     model = load_pretrained(language.pretrained)
     for name, plan in (
         ("head", Plan(("L0H1",))),
@@ -895,16 +911,16 @@ def test_fillers_are_not_trained_again(language: DistillOptions, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["athena", pytest.param("language", marks=pytest.mark.long)])
-def test_transformers_own_switches(
+def test_trainer_arguments_of_transformers(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recomputed activations change nothing; bfloat16 changes little."""
     options = replace(request.getfixturevalue(kind), stages=1, epochs=1, ratio=0.25 if kind == "athena" else 0.5)
     if kind == "language":  # the fixture's is of float64, which autocast leaves alone
-        single = tmp_path / "single"
-        shutil.copytree(options.pretrained, single)
-        load_pretrained(options.pretrained).float().save_pretrained(single)
-        options = replace(options, pretrained=str(single))
+        float32_copy = tmp_path / "float32_copy"
+        shutil.copytree(options.pretrained, float32_copy)
+        load_pretrained(options.pretrained).float().save_pretrained(float32_copy)
+        options = replace(options, pretrained=str(float32_copy))
     recomputed: list[int] = []
     original = GradientCheckpointingLayer.__call__
 
@@ -913,27 +929,27 @@ def test_transformers_own_switches(
         return original(self, *args, **named)
 
     monkeypatch.setattr(GradientCheckpointingLayer, "__call__", called)
-    found = []
+    result = []
     for trainer in ({}, {"gradient_checkpointing": True}, {"bf16": True}):
         recomputed.clear()
-        one = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
-        distill(one)
+        item = replace(options, trainer=trainer, output=f"{options.output}_{'_'.join(trainer)}")
+        distill(item)
         assert any(recomputed) == ("gradient_checkpointing" in trainer)
-        found.append([value for name, value in losses(one.output)[0] if name in ("task", "response", "feature")])
-    assert found[1] == pytest.approx(found[0], abs=1e-6)
-    assert found[2] == pytest.approx(found[0], rel=0.1, abs=0.05)
-    assert found[2] != found[0]
+        result.append([value for name, value in losses(item.output)[0] if name in ("task", "response", "feature")])
+    assert result[1] == pytest.approx(result[0], abs=1e-6)
+    assert result[2] == pytest.approx(result[0], rel=0.1, abs=0.05)
+    assert result[2] != result[0]
 
 
-def test_attention_maps_that_cannot_be_had(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_attention_maps_are_refused(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
     original = LlamaForCausalLM.forward
 
     def without(self: Any, *args: Any, **named: Any) -> Any:
-        found = original(self, *args, **named)
-        found.attentions = None
-        return found
+        result = original(self, *args, **named)
+        result.attentions = None
+        return result
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", without)
     with pytest.raises(InputError, match="feature needs attention maps"):
@@ -941,13 +957,13 @@ def test_attention_maps_that_cannot_be_had(language: DistillOptions, monkeypatch
     distill(replace(language, feature=False))
 
 
-def test_what_stands_at_the_output_is_left(athena: DistillOptions, dense: TrainOptions) -> None:
+def test_existing_files_at_the_output_are_kept(athena: DistillOptions, dense: TrainOptions) -> None:
     Path(athena.output).mkdir()
     (Path(athena.output) / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="is no distilled model"):
+    with pytest.raises(InputError, match="is not a distilled model"):
         distill(athena)
     assert (Path(athena.output) / "notes.txt").read_text() == "mine"
-    with pytest.raises(InputError, match="is no distilled model"):
+    with pytest.raises(InputError, match="is not a distilled model"):
         distill(replace(athena, output=athena.pretrained))
 
 
@@ -965,13 +981,13 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
         f"  stages: 1\n  epochs: 0\n  ratio: 0.25\n  options: {{alpha: 1.0}}\n"
     )
     assert main(["distill", "--config", str(recipe)]) == 0
-    said = capsys.readouterr().out
-    assert "2 heads, 0 channels removed, 2 of 8 heads in all;" in said and "leave less" not in said
+    message = capsys.readouterr().out
+    assert "2 heads, 0 channels removed, 2 of 8 heads in all;" in message and "leave less" not in message
     assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
     assert "was made with other options" in capsys.readouterr().err
     less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
     assert main(["distill", "--config", str(recipe), *less]) == 0
-    assert "25.0% of the heads: less than --ratio 0.4, as only whole units" in capsys.readouterr().out
+    assert "25.0% of the heads: less than --ratio 0.4, because only whole units" in capsys.readouterr().out
 
 
 def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -987,7 +1003,7 @@ def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-def test_two_processes_are_one(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
+def test_two_processes_equal_one(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
     import subprocess
     import sys
     from dataclasses import asdict
@@ -1006,11 +1022,11 @@ def test_two_processes_are_one(athena: DistillOptions, dense: TrainOptions, tmp_
         "distill(DistillOptions(**json.loads(sys.argv[1])))\n"
     )
     for processes, accumulate in ((1, 2), (2, 1)):
-        one = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
-        said = subprocess.run(
+        item = replace(options, accumulate=accumulate, output=str(tmp_path / f"of{processes}"))
+        message = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-             str(script), json.dumps(asdict(one))],
+             str(script), json.dumps(asdict(item))],
             check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, capture_output=True, text=True,
         )  # fmt: skip
-        assert said.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
+        assert message.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
     assert_same(str(tmp_path / "of1"), str(tmp_path / "of2"), 1e-5)

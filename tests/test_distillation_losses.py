@@ -55,24 +55,24 @@ def test_choices_are_among_the_thoughts_of_one_problem() -> None:
     problem = torch.tensor([0, 2, 0, 2, 2, 1, 0, 2])  # not in order, one with a single thought
     expected = 0.0
     for number in range(3):
-        rows = [place for place, own in enumerate(problem.tolist()) if own == number]
+        rows = [index for index, owner in enumerate(problem.tolist()) if owner == number]
         p, q = (softmax([float(x[row]) for row in rows], 2.0) for x in (teacher, student))
         expected += divergence(p, q)
     assert float(choice_divergence(teacher, student, problem, 2.0)) == pytest.approx(expected, abs=1e-12)
 
 
-def test_attention_of_the_heads_that_are_left_over_real_positions() -> None:
+def test_attention_distance_of_remaining_heads_at_real_positions() -> None:
     teacher = [drawn(2, 4, 5, 5, seed=layer).softmax(-1) for layer in range(2)]
     student = [drawn(2, 2, 5, 5, seed=7).softmax(-1), drawn(2, 3, 5, 5, seed=8).softmax(-1)]
     heads = [[1, 3], [0, 1, 3]]
     lengths = [5, 3]
     real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     expected = 0.0
-    for layer, own in enumerate(heads):
+    for layer, layer_heads in enumerate(heads):
         squares = [
-            (float(teacher[layer][text, kept, q, k]) - float(student[layer][text, place, q, k])) ** 2
+            (float(teacher[layer][text, kept, q, k]) - float(student[layer][text, index, q, k])) ** 2
             for text, length in enumerate(lengths)
-            for place, kept in enumerate(own)
+            for index, kept in enumerate(layer_heads)
             for q in range(length)
             for k in range(length)
         ]
@@ -84,13 +84,13 @@ def test_attention_of_the_heads_that_are_left_over_real_positions() -> None:
 def test_equal_outputs_have_no_loss_and_no_gradient() -> None:
     logits, problem = drawn(6, 5), torch.tensor([0, 0, 1, 1, 1, 2])
     maps = [drawn(2, 3, 4, 4).softmax(-1)]
-    for term, given in (
+    for term, arguments in (
         (lambda x: answer_divergence(logits, x, 2.0), logits),
         (lambda x: judgement_divergence(logits[:, 0], x, 2.0), logits[:, 0]),
         (lambda x: choice_divergence(logits[:, 0], x, problem, 2.0), logits[:, 0]),
         (lambda x: attention_distance(maps, [x], [[0, 1, 2]], torch.ones(2, 4)), maps[0]),
     ):
-        student = given.clone().requires_grad_()
+        student = arguments.clone().requires_grad_()
         loss = term(student)
         loss.backward()
         assert float(loss.detach()) == 0

@@ -52,13 +52,13 @@ def content() -> dict[str, Any]:
     levels = [["low", "low", "low", "medium", "medium", "medium"], ["low", "low", "medium", "medium"]]
     return {
         "questions": {
-            f"fold{number}": [{"id": f"{number}-{i}", "complexity": level} for i, level in enumerate(own)]
-            for number, own in enumerate(levels)
+            f"fold{number}": [{"id": f"{number}-{i}", "complexity": level} for i, level in enumerate(fold_levels)]
+            for number, fold_levels in enumerate(levels)
         },
         "rows": {
             f"{kind} {ratio} {split}": row(kind, ratio, split, right)
-            for (kind, ratio), both in RIGHT.items()
-            for split, right in enumerate(both)
+            for (kind, ratio), pair in RIGHT.items()
+            for split, right in enumerate(pair)
         },
     }
 
@@ -69,11 +69,11 @@ def cell(table: pd.DataFrame | None, first: str, column: str) -> str:
 
 
 def test_accuracies_differences_and_costs(content: dict[str, Any]) -> None:
-    found = Results(content)
-    table = table_1(found, HOST)
-    dense, ours = 100 * np.mean([5 / 6, 3 / 4]), 100 * np.mean([4 / 6, 3 / 4])
+    result = Results(content)
+    table = table_1(result, HOST)
+    dense, measured = 100 * np.mean([5 / 6, 3 / 4]), 100 * np.mean([4 / 6, 3 / 4])
     assert cell(table, "0", "accuracy") == f"{dense:.1f}"
-    assert cell(table, "25", "accuracy") == f"{ours:.1f} (−{dense - ours:.1f})"
+    assert cell(table, "25", "accuracy") == f"{measured:.1f} (−{dense - measured:.1f})"
     assert cell(table, "25", "parameters↓") == "5.0"
     assert cell(table, "25", "FLOPs↓") == "2.5"
     assert cell(table, "25", "speed↑") == f"{100 * (2 / 1.75 - 1):.1f}"
@@ -84,15 +84,15 @@ def test_accuracies_differences_and_costs(content: dict[str, Any]) -> None:
 
 
 def test_tests_are_paired_and_exact(content: dict[str, Any]) -> None:
-    found = Results(content)
-    variant = found.variant(HOST, "ours", 0.3)
+    result = Results(content)
+    variant = result.variant(HOST, "ours", 0.3)
     assert variant is not None
     # of ten questions three and one are lost, none is won: all of 2⁴ signs, two as extreme
     assert np.concatenate(variant.differences()).sum() == -4
     over_questions, over_splits = variant.test()
     assert over_questions == pytest.approx(2 / 16, abs=0.01)
     assert over_splits == pytest.approx(0.5)
-    table = table_1(found, HOST)
+    table = table_1(result, HOST)
     assert float(cell(table, "30", "Holm")) == pytest.approx(min(1, 2 * over_questions), abs=0.01)
 
 
@@ -122,13 +122,13 @@ def test_a_table_compares_on_the_same_splits(content: dict[str, Any]) -> None:
     content["questions"]["fold2"] = [{"id": f"2-{i}", "complexity": "low"} for i in range(4)]
     content["rows"]["dense more"] = row("dense", 0.0, 2, "1111")
     content["rows"]["ours more"] = row("ours", 0.25, 2, "1111")
-    found = Results(content)
-    for table in (table_1(found, HOST), table_3a(found, HOST), table_4(found, HOST)):
+    result = Results(content)
+    for table in (table_1(result, HOST), table_3a(result, HOST), table_4(result, HOST)):
         assert table is not None
         assert table.attrs["units"] == {("fold0", 0), ("fold1", 0)}
-        ours = table.loc[table[table.columns[0]].isin(["25", "0.5", "ours"]), "accuracy"].iloc[0]
-        assert ours == f"{100 * np.mean([4 / 6, 3 / 4]):.1f} (−8.3)"
-    levels = table_3b(found, HOST)  # the same splits as Table 1
+        measured = table.loc[table[table.columns[0]].isin(["25", "0.5", "ours"]), "accuracy"].iloc[0]
+        assert measured == f"{100 * np.mean([4 / 6, 3 / 4]):.1f} (−8.3)"
+    levels = table_3b(result, HOST)  # the same splits as Table 1
     assert levels is not None and levels.attrs["units"] == {("fold0", 0), ("fold1", 0)}
 
 
@@ -138,10 +138,10 @@ def test_what_was_removed_is_said(content: dict[str, Any]) -> None:
 
 def test_small_p_is_no_zero() -> None:
     rows = {"a": row("dense", 0.0, 0, "1" * 60), "b": row("ours", 0.25, 0, "0" * 60)}
-    found = Results({"rows": rows, "questions": {"fold0": [{"complexity": "low"}] * 60}})
-    assert cell(table_1(found, HOST), "25", "p questions") == "<0.001"
-    assert cell(table_3b(found, HOST), "low", "p questions") == "<0.001"
-    assert cell(table_2(found), HOST, "p questions") == "<0.001"
+    result = Results({"rows": rows, "questions": {"fold0": [{"complexity": "low"}] * 60}})
+    assert cell(table_1(result, HOST), "25", "p questions") == "<0.001"
+    assert cell(table_3b(result, HOST), "low", "p questions") == "<0.001"
+    assert cell(table_2(result), HOST, "p questions") == "<0.001"
 
 
 @pytest.mark.parametrize("name", ["host", "kind", "split", "seed", "task", "removed_by", "right"])
@@ -153,21 +153,21 @@ def test_rows_that_lack_something_are_refused(content: dict[str, Any], tmp_path:
 
 
 def test_the_other_tables(content: dict[str, Any]) -> None:
-    found = Results(content)
-    alphas = table_3a(found, HOST)
+    result = Results(content)
+    alphas = table_3a(result, HOST)
     assert alphas is not None
     assert alphas["α"].tolist() == ["0.0", "0.5", "1.0"]
     assert cell(alphas, "1.0", "paper, Math23k") == "71.2"
-    levels = table_3b(found, HOST)
+    levels = table_3b(result, HOST)
     assert cell(levels, "low", "dense") == cell(levels, "low", "25% removed") == f"{100 * 4 / 5:.1f}"
     assert cell(levels, "medium", "difference") == "−20.0"
     assert cell(levels, "high", "problems") == "0" and cell(levels, "low", "p other than low") == ""
-    ablations = table_4(found, HOST)
+    ablations = table_4(result, HOST)
     assert ablations is not None
     assert cell(ablations, "without entropy", "accuracy").startswith("12.5")
     assert ablations["strategy"].tolist() == ["dense", "without entropy", "without norm", "random", "distillation only", "ours"]  # fmt: skip
     assert cell(ablations, "distillation only", "paper, Math23k") == str(TABLE_4["distillation only"])
-    sizes = table_2(found)
+    sizes = table_2(result)
     assert sizes is not None
     assert len(sizes) == 5
 
@@ -177,10 +177,10 @@ def test_ablations_are_tested_against_ours(content: dict[str, Any]) -> None:
     table = table_4(Results(content), HOST)
     names = {"dense": ("dense", 0.0), "without entropy": ("alpha 1.0", 0.25), "without norm": ("alpha 0.0", 0.25)}
     names |= {"random": ("random", 0.25), "distillation only": ("distillation only", 0.0)}
-    ours = np.array([int(mark) for mark in "".join(RIGHT["ours", 0.25])])
+    measured = np.array([int(mark) for mark in "".join(RIGHT["ours", 0.25])])
     points, chances = {}, {}
     for name, key in names.items():
-        difference = np.array([int(mark) for mark in "".join(RIGHT[key])]) - ours
+        difference = np.array([int(mark) for mark in "".join(RIGHT[key])]) - measured
         flipped = [abs(np.dot(signs, difference)) for signs in product((1, -1), repeat=len(difference))]
         chances[name] = np.mean(np.array(flipped) >= abs(difference.sum()))
         points[name] = 50 * (difference[:6].mean() + difference[6:].mean())  # the mean over splits
@@ -189,14 +189,14 @@ def test_ablations_are_tested_against_ours(content: dict[str, Any]) -> None:
         assert float(cell(table, name, "p to ours")) == pytest.approx(chance, abs=6e-4)
         assert float(cell(table, name, "to ours").replace("−", "-")) == pytest.approx(points[name], abs=0.06)
     trained = [name for name in names if name not in ("dense", "distillation only")]  # and as much is pruned
-    for rank, name in enumerate(sorted(trained, key=lambda one: chances[one])):
+    for rank, name in enumerate(sorted(trained, key=lambda item: chances[item])):
         below = min(1.0, max(below, (len(trained) - rank) * chances[name]))
         assert float(cell(table, name, "Holm to ours")) == pytest.approx(below, abs=6e-4)
     assert cell(table, "dense", "Holm to ours") == ""
     assert (
         cell(table, "ours", "to ours") == cell(table, "ours", "p to ours") == cell(table, "ours", "Holm to ours") == ""
     )
-    content["rows"] = {key: one for key, one in content["rows"].items() if one["kind"] != "ours"}
+    content["rows"] = {key: item for key, item in content["rows"].items() if item["kind"] != "ours"}
     without = table_4(Results(content), HOST)
     assert without is not None and "to ours" not in without
 
@@ -227,7 +227,7 @@ def test_rows_without_a_dense_host_do_not_count(content: dict[str, Any]) -> None
     del content["rows"]["dense 0.0 1"]
     variant = Results(content).variant(HOST, "ours", 0.25)
     assert variant is not None
-    assert [one["split"] for one in variant.rows] == ["fold0"]
+    assert [item["split"] for item in variant.rows] == ["fold0"]
     assert np.isnan(variant.test()[1])
 
 

@@ -22,7 +22,7 @@ from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import Arguments, argument_names
 from lmeval_prune.pruners import base
 from lmeval_prune.tasks import data
-from lmeval_prune.tasks.named import load_tasks
+from lmeval_prune.tasks.loading import load_tasks
 from tests import methods
 from tests.conftest import ROOT, task_manager
 from tests.tiny_models import output, tiny, tokens
@@ -163,7 +163,7 @@ def test_the_pruner_of_the_example_works_as_it_stands(
     words[words.index("--task")] = "--text"
     assert main([*words, "--windows", "2", "--tokens", "16", "--ratio", "0.3"]) == 0
     plan = lmeval_prune.Plan.load(tmp_path / "plan.json")
-    assert plan.made["method"] == name == "largest_inputs" and plan.made["power"] == 1.0
+    assert plan.provenance["method"] == name == "largest_inputs" and plan.provenance["power"] == 1.0
     assert plan.heads and plan.channels
 
 

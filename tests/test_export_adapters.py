@@ -25,7 +25,7 @@ from lmeval_prune.cli import main
 from lmeval_prune.export import adapters
 from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapters
-from lmeval_prune.export.servers import largest_rank
+from lmeval_prune.export.servers import max_lora_rank, slot_memory
 from lmeval_prune.interventions.plan import Plan
 from tests.kills import killing_after
 from tests.tiny_models import ALL, SEQ2SEQ, output, tiny, tokens
@@ -251,10 +251,10 @@ def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder
     manifest.write_text(known)
     file = tmp_path / "out" / "L0H0" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(InputError, match="not as it was written"):
+    with pytest.raises(InputError, match="has changed since the export"):
         run()
     (tmp_path / "out" / "L0H0" / "lmeval_prune.json").unlink()
-    with pytest.raises(InputError, match="no adapter of lmeval-prune's"):
+    with pytest.raises(InputError, match="not an adapter of lmeval-prune"):
         run()
 
 
@@ -355,7 +355,7 @@ def test_the_file_that_llama_cpp_serves_is_looked_at(
     assert "of shape [32, 32]: it is another model" in said(gguf_base(tmp_path / "wide.gguf", kinds.F16, width=64))
     assert "there is no file" in said(tmp_path / "none.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
-    assert "no whole GGUF file" in said(tmp_path / "broken.gguf")
+    assert "not a complete GGUF file" in said(tmp_path / "broken.gguf")
     assert not (tmp_path / "out").exists()
     base = str(gguf_base(tmp_path / "f16.gguf", kinds.F16))
     (line,) = lines_of(capsys, *given, str(tmp_path / "out"), "--served", base)
@@ -432,7 +432,7 @@ def test_a_projection_that_is_no_plain_one_is_refused(tiny_folder: Path) -> None
 
     model = tiny("llama")
     map_model(model).attention[0].module.o_proj = Scaled(32, 32)
-    with pytest.raises(InputError, match="is a Scaled, no plain projection"):
+    with pytest.raises(InputError, match="is a Scaled, not a plain linear layer"):
         adapters.check_adaptable(map_model(model), "NAME")
 
 
@@ -449,7 +449,7 @@ def test_an_adapter_that_leaves_something_is_refused() -> None:
 
 
 def test_ranks_are_those_of_vllm() -> None:
-    assert [largest_rank(rank) for rank in (1, 2, 64, 96, 257, 512)] == [1, 8, 64, 128, 320, 512]
+    assert [max_lora_rank(rank) for rank in (1, 2, 64, 96, 257, 512)] == [1, 8, 64, 128, 320, 512]
 
 
 def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,19 +457,22 @@ def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, caps
     assert main([*given, "--output", str(tmp_path / "peft"), "--heads", "L0H0+L1H2", "--each", "L1H0-1"]) == 0
     pool, names = tmp_path / "peft", ["L1H0", "L1H1", "L0H0+L1H2"]
     (pool / "notes").mkdir()
-    assert capsys.readouterr().out.splitlines() == [
-        *(str(pool / name) for name in (names[2], *names[:2])),
-        f"{pool}: 3 adapters written, 0 kept; rank 8, float32; merged, all are exact",
-        "their slots take 0.0164 MB in vLLM; with a smaller --max-loras some requests wait",  # 4 · 8 · 2 · 2 · 32 · 4
-        "",
-        "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
-        f"VLLM_LORA_RESOLVER_CACHE_DIR={pool} vllm serve {tiny_folder} --dtype float32 --enable-lora "
-        "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj",
-        "",
-        f"python -m sglang.launch_server --model-path {tiny_folder} --dtype float32 --enable-lora "
-        f"--lora-paths {' '.join(f'{name}={pool / name}' for name in names)} "
-        "--max-loras-per-batch 4 --max-lora-rank 8 --lora-target-modules o_proj",
-    ]
+    assert (
+        capsys.readouterr().out.splitlines()
+        == [
+            *(str(pool / name) for name in (names[2], *names[:2])),
+            f"{pool}: 3 adapters written, 0 kept; rank 8, float32; merged, all are exact",
+            "",
+            "# adapter slots take 0.0164 MB in vLLM; with a smaller --max-loras some requests wait",  # 4 · 8 · 2 · 2 · 32 · 4
+            "VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+            f"VLLM_LORA_RESOLVER_CACHE_DIR={pool} vllm serve {tiny_folder} --dtype float32 --enable-lora "
+            "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj",
+            "",
+            f"python -m sglang.launch_server --model-path {tiny_folder} --dtype float32 --enable-lora "
+            f"--lora-paths {' '.join(f'{name}={pool / name}' for name in names)} "
+            "--max-loras-per-batch 4 --max-lora-rank 8 --lora-target-modules o_proj",
+        ]
+    )
     pool = tmp_path / "a pool"
     assert main([*given, "--output", str(pool), "--layers", "1", "--format", "gguf"]) == 0
     files = " ".join(f"--lora '{pool}/L1H{head}/adapter.gguf'" for head in range(4))
@@ -485,7 +488,7 @@ def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """The lines that say how to serve."""
     assert main(["export", "adapter", *words]) == 0
     shown = capsys.readouterr().out.partition("merged, all are exact\n")[2]
-    return [line for line in shown.splitlines() if line and not line.startswith("their slots")]
+    return [line for line in shown.splitlines() if line and not line.startswith("# adapter slots")]
 
 
 def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -495,7 +498,7 @@ def test_lines_are_those_that_an_engine_takes(tmp_path: Path, capsys: pytest.Cap
         head = "decoder.L0H0" if family == "t5" else "L0H0"
         given = ("--pretrained", str(tmp_path / family), "--output", str(tmp_path / f"{family}-out"))
         (line,) = lines_of(capsys, *given, "--heads", head)
-        assert line.startswith("for PEFT") and f"{family} models with adapters are served by none" in line
+        assert line.startswith("for PEFT") and f"no server supports adapters of {family} models" in line
     saved("llama", tmp_path / "wide")
     given = ("--heads", "L0H0", "--pretrained", str(tmp_path / "wide"), "--output", str(tmp_path / "wide-out"))
     (line,) = lines_of(capsys, *given)
@@ -527,7 +530,7 @@ def test_slots_are_as_large_as_vllm_makes_them(tmp_path: Path) -> None:
     saved("llama", tmp_path / "model", dtype=torch.float32, hidden_size=384, num_key_value_heads=4)
     export = AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0")], str(tmp_path / "out"))
     width = in_features(export.model_map.attention[0].o_proj)
-    assert export.memory(3, 96) == 3 * 2 * 128 * (width + 384) * 4
+    assert slot_memory(export, 3, 96) == 3 * 2 * 128 * (width + 384) * 4
 
 
 def test_lines_are_of_adapters_that_belong_together(

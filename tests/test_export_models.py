@@ -417,7 +417,7 @@ def test_ways_to_split_text_are_recognised() -> None:
         checked(split(LLAMA_BPE), bytes_())
     with pytest.raises(InputError, match=r"ignore_merges true, and llama.cpp's gpt-2 the opposite"):
         checked(bytes_(True), whole=True)
-    with pytest.raises(InputError, match=r"--splitting qwen is no rule of llama.cpp's; did you mean 'qwen2'"):
+    with pytest.raises(InputError, match=r"--splitting qwen is not a pre-tokenizer of llama.cpp; did you mean 'qwen2'"):
         checked(split(r"\w+"), bytes_(), splitting="qwen")
     with pytest.raises(InputError, match="--splitting"):
         name(split(LLAMA_BPE, behavior="removed"), bytes_())
@@ -442,9 +442,9 @@ def test_tokenizers_that_llama_cpp_would_read_otherwise_are_refused() -> None:
         if change is None:
             check_tokenizer(tokenizer)
             continue
-        with pytest.raises(InputError, match=f"tokenizer has {what}, which llama.cpp does not do"):
+        with pytest.raises(InputError, match=f"tokenizer has {what}, which llama.cpp does not support"):
             check_tokenizer(tokenizer, "gpt-2")
-    with pytest.raises(InputError, match=r"has add_prefix_space, which llama.cpp does not do"):
+    with pytest.raises(InputError, match=r"has add_prefix_space, which llama.cpp does not support"):
         check_tokenizer(trained(pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)))
 
 
@@ -536,7 +536,7 @@ def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> No
     from lmeval_prune.checkpoints import embedded
 
     try:
-        source = embedded.packaged("smollm2-135m")
+        source = embedded.packaged_file("smollm2-135m")
     except InputError:
         pytest.skip("no real model")
     assert (
@@ -578,7 +578,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     saved("llama", tmp_path / "gelu", hidden_act="gelu", **small)
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
     saved("llama", tmp_path / "yarn", rope_parameters=yarn, **small)
-    assert "name what is to be removed" in refused("llama", "out")
+    assert "name what to remove" in refused("llama", "out")
     assert "give plan or heads, not both" in refused("llama", "out", "--heads", "L0H1", "--plan", "plan.json")
     assert "are for --format gguf" in refused("llama", "out", "--heads", "L0H1", "--dtype", "float32")
     assert "--format must be" in refused("llama", "out", "--heads", "L0H1", "--format", "onnx")
@@ -615,7 +615,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert not list(tmp_path.glob(".out*"))
     assert export(tmp_path / "large", tmp_path / "large.gguf", *to, "--dtype", "bfloat16") == 0
     trained(bytes_(True)).save_pretrained(tmp_path / "llama")
-    assert "it is another model's" in refused("llama", "out.gguf", *to)
+    assert "it belongs to another model" in refused("llama", "out.gguf", *to)
     unigram = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0), ("b", -1.0)], 0)))
     unigram.save_pretrained(tmp_path / "llama")
-    assert "no byte-level BPE" in refused("llama", "out.gguf", *to)
+    assert "not byte-level BPE" in refused("llama", "out.gguf", *to)

@@ -22,7 +22,7 @@ from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.scheduler import Statistics
 from lmeval_prune.interventions import Intervention, interventions_on
-from lmeval_prune.interventions.attention_call import Attend, AttentionCall, put_in_front
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, intercept_attention
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.token_filter import ops
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -138,10 +138,10 @@ class Counted:
     def move(self, source: int, target: int) -> None:
         self.seen[target] = self.seen[source]
 
-    def take(self, slot: int) -> int:
+    def snapshot(self, slot: int) -> int:
         return self.seen[slot]
 
-    def put(self, slot: int, taken: int) -> None:
+    def restore(self, slot: int, taken: int) -> None:
         self.seen[slot] = taken
 
 
@@ -167,7 +167,7 @@ class Halved(Intervention):
                     at += count
             return out * torch.where(place % 3 == 2, 0.5, 1.0).to(out.dtype)[None, :, None, None], weights
 
-        put_in_front(model_map, handler, stack)
+        intercept_attention(model_map, handler, stack)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool
         {"stored_mask": stored_mask, "query_mask": stored_mask & query_mask},
     ):
         with ExitStack() as stack:
-            put_in_front(model_map, behind, stack)
+            intercept_attention(model_map, behind, stack)
             stack.enter_context(filtered.applied_to(model))
-            put_in_front(model_map, lambda call, attend, before=before: attend(replace(call, **before)), stack)
-            runner = stack.enter_context(ModelRunner.on(model_map, KVCache(1, 20), [None]))
+            intercept_attention(model_map, lambda call, attend, before=before: attend(replace(call, **before)), stack)
+            runner = stack.enter_context(ModelRunner.attached(model_map, KVCache(1, 20), [None]))
             passed.clear()
             with torch.inference_mode():
                 runner.forward([Chunk(0, 0, 0, range(3, 23))])
@@ -249,7 +249,7 @@ def test_decisions_where_the_tensors_are_are_the_same(prompts: int, monkeypatch:
 def test_slots_are_moved_and_prompts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other tests compare did run on every path."""
     model, seen = model_of("llama"), Counter[str]()
-    for name in ("move", "take", "put"):
+    for name in ("move", "snapshot", "restore"):
         inner = getattr(KVCache, name)
 
         def watched(self: KVCache, *args: Any, name: str = name, inner: Any = inner) -> Any:
@@ -260,7 +260,7 @@ def test_slots_are_moved_and_prompts_are_shared(monkeypatch: pytest.MonkeyPatch)
     with TokenFilter(**QUICK).applied_to(model):
         engine = Engine(model, Letters(), max_rows=4)
         answers(engine, some_requests(model, seed=3, prompts=6))
-    assert min(seen["move"], seen["take"], seen["put"], engine.statistics.follow_tokens) > 0
+    assert min(seen["move"], seen["snapshot"], seen["restore"], engine.statistics.follow_tokens) > 0
     assert engine.statistics.drafted == engine.statistics.followed == 0
 
 
@@ -366,7 +366,7 @@ def test_which_tokens_skip_while_results_are_compared(changes: dict[str, Any]) -
     inputs = torch.tensor([[7 * i % 64 for i in range(12)], [5 * i % 64 for i in range(12)]])
     with filtered, torch.inference_mode():
         (one,) = interventions_on(model)
-        with one.compared():
+        with one.self_check():
             model(inputs, use_cache=False)
         assert len(one.skipped) == 2
         for skipped in one.skipped.values():
@@ -399,7 +399,7 @@ def test_the_budget_of_drafts_is_not_timed_without_drafts(monkeypatch: pytest.Mo
 def test_one_threshold_for_a_run_is_left_to_generate() -> None:
     model = model_of("llama")
     with TokenFilter(**QUICK, state="run").applied_to(model):
-        assert "depend on those before them" in str(Engine(model).unsupported)
+        assert "depend on earlier answers" in str(Engine(model).unsupported)
 
 
 @pytest.mark.parametrize(("times", "numbers"), [(3, (3, 16)), pytest.param(5, (1, 4, 16), marks=pytest.mark.long)])

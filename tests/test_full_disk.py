@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import HeadMask, InputError, artefacts
+from lmeval_prune import HeadMask, InputError
+from lmeval_prune.artefacts import new_file
 from lmeval_prune.cli import main
-from lmeval_prune.errors import DiskError, disk_error, writing
+from lmeval_prune.errors import DiskError, disk_error, report_write_errors
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
@@ -32,7 +33,7 @@ NO_SPACE = r"cannot be written: no space left on device; free some space and run
 
 def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) -> None:
     """Let every file but the first `after` ones meet a full disk: what is appended, too."""
-    left, fsync, append_to = [after], os.fsync, answer_store.append_to
+    left, fsync, open_append = [after], os.fsync, answer_store.open_append
 
     def full(handle: int) -> None:
         if left[0] == 0:
@@ -44,10 +45,10 @@ def fill(patch: pytest.MonkeyPatch, number: int = errno.ENOSPC, after: int = 0) 
         if left[0] == 0:
             return Path("/dev/full").open("a")
         left[0] -= 1
-        return append_to(path)
+        return open_append(path)
 
-    patch.setattr(artefacts.os, "fsync", full)
-    patch.setattr(answer_store, "append_to", append_full)
+    patch.setattr(os, "fsync", full)
+    patch.setattr(answer_store, "open_append", append_full)
 
 
 def answered(folder: Path, compact: bool = False) -> None:
@@ -72,7 +73,7 @@ WRITERS: dict[str, tuple[str, int, Callable[[Path], Any]]] = {
         lambda path: Router(torch.ones(1, 2), torch.ones(1, 1), ["dense"], "none").save(path / "r"),
     ),
     "new_file": ("large.gguf", 0, lambda path: write_large(path / "large.gguf")),
-    "failure": ("x.json", 0, lambda path: GridFolder(path).fail("x", "why", "")),
+    "failure": ("x.json", 0, lambda path: GridFolder(path).record_failure("x", "why", "")),
 }
 
 
@@ -83,7 +84,7 @@ def map_of() -> Any:
 
 
 def write_large(path: Path) -> None:
-    with artefacts.new_file(path) as half:
+    with new_file(path) as half:
         half.write_bytes(b"x")
 
 
@@ -101,12 +102,15 @@ def test_a_full_disk_is_one_line_that_names_the_file(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
 def test_every_reason_that_lies_with_the_disk_has_its_remedy(number: int) -> None:
-    with pytest.raises(DiskError, match=r"^out\.json cannot be written: [^\n]+; ") as raised, writing("out.json"):
+    with (
+        pytest.raises(DiskError, match=r"^out\.json cannot be written: [^\n]+; ") as raised,
+        report_write_errors("out.json"),
+    ):
         raise OSError(number, os.strerror(number))
     assert "Errno" not in str(raised.value)
     with (
         pytest.raises(InputError, match=r"^out\.json cannot be written: Not a directory$") as raised,
-        writing("out.json"),
+        report_write_errors("out.json"),
     ):
         raise OSError(errno.ENOTDIR, "Not a directory")
     assert not isinstance(raised.value, DiskError)
@@ -142,8 +146,8 @@ def test_a_sweep_goes_on_when_there_is_room(tiny_folder: Path, tmp_path: Path) -
             fill(patch, after=after)
             with pytest.raises(DiskError, match=NO_SPACE):
                 sweep(tiny_folder, tmp_path / "s", **options)
-    assert sweep(tiny_folder, tmp_path / "s", **options).known.all()
-    assert OutcomeStore(tmp_path / "s").read().known.all()
+    assert sweep(tiny_folder, tmp_path / "s", **options).observed.all()
+    assert OutcomeStore(tmp_path / "s").read().observed.all()
 
 
 def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -163,7 +167,7 @@ def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path,
         assert line.startswith("lmeval-prune: error: ") and line.endswith("run the same command again")
         assert not list((tmp_path / "g").glob("failed/*"))
     assert main(command) == 0
-    assert f"2 of {whole.cells} cells are there" in capsys.readouterr().out
+    assert f"2 of {whole.cells} cells are done" in capsys.readouterr().out
     assert outcomes(tmp_path / "g") == outcomes(tmp_path / "whole")
 
 
@@ -172,7 +176,7 @@ def test_a_library_that_finds_the_disk_full_fails_no_cell(
 ) -> None:
     from safetensors import SafetensorError
 
-    from lmeval_prune.grid.work import VariantLM
+    from lmeval_prune.grid.worker import VariantLM
 
     given = described(tiny_folder, variants={"dense": {}}, tasks=["prune_tiny_choice"])
     for error in (OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O error (os error 28)")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -23,15 +24,15 @@ from lmeval_prune.artefacts import content_digest, new_folder
 from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
-from lmeval_prune.grid import work as work_module
+from lmeval_prune.grid import worker as worker_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, measuring
+from lmeval_prune.grid.folder import GridFolder, costs_failure
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.runners import OnRay
-from lmeval_prune.grid.work import Job, LoadedModel, Worker
+from lmeval_prune.grid.runners import RayRunner
+from lmeval_prune.grid.worker import Job, LoadedModel, Worker
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import checkpoint
 from lmeval_prune.models import identity as identity_module
@@ -210,7 +211,7 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
         tried.append(len(requests))
         raise RuntimeError("no room\nleft")
 
-    from lmeval_prune.grid.work import VariantLM
+    from lmeval_prune.grid.worker import VariantLM
 
     command = ["grid", "run", str(path), "--output", str(tmp_path / "g")]
     with monkeypatch.context() as patch:
@@ -218,9 +219,9 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
         assert main(command) == 1
         assert main(command) == 1 and len(tried) == 2  # not tried again
     out = capsys.readouterr().out
-    assert "failed: head on prune_tiny_choice: RuntimeError: no room\n" in out and "0 of 2 cells are there" in out
+    assert "failed: head on prune_tiny_choice: RuntimeError: no room\n" in out and "0 of 2 cells are done" in out
     assert main([*command, "--retry-failed"]) == 0
-    assert "2 of 2 cells are there, 2 of them new" in capsys.readouterr().out
+    assert "2 of 2 cells are done, 2 of them new" in capsys.readouterr().out
     assert not list((tmp_path / "g" / "failed").iterdir())
 
 
@@ -250,16 +251,16 @@ def test_a_preparation_that_is_there_is_not_lost(tiny_folder: Path, tmp_path: Pa
     given = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
     (cell,) = cells_of(Grid.of(given))
     folder = GridFolder(tmp_path / "g")
-    folder.begin("", None, [])
+    folder.create("", None, [])
     job, died = Job(str(folder.path), (cell,), prepares=True), RuntimeError("the node died")
     assert [one.state for one in Worker(job, LoadedModel()).run()] == ["done"]
-    assert list(OnRay()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
-    folder.fail(cell.prepared, "once", "")
-    folder.fail(cell.key, "its preparation failed: once", "")
+    assert list(RayRunner()._lost(job, died)) == [] and folder.failure(cell.prepared) is None
+    folder.record_failure(cell.prepared, "once", "")
+    folder.record_failure(cell.key, "its preparation failed: once", "")
     assert run(Grid.of(given), str(folder.path)).new == 1
     assert not list((folder.path / "failed").iterdir())
     other = replace(cell, prepared="1" * 16)
-    (lost,) = OnRay()._lost(replace(job, cells=(other,)), died)
+    (lost,) = RayRunner()._lost(replace(job, cells=(other,)), died)
     assert lost.key == other.prepared and "the node died" in lost.reason == folder.failure(other.prepared)
 
 
@@ -306,14 +307,25 @@ def test_a_cell_depends_on_the_versions_of_what_computes_it(
 SMALL: dict[str, Any] = {"variants": {"dense": {}, "head": {"heads": "L0H1"}}, "tasks": ["prune_tiny_choice"]}
 
 
+def test_the_environment_is_collected_once(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds; afterwards torch's own function is in its place again."""
+    calls: list[int] = []
+    monkeypatch.setattr(worker_module, "_environment", functools.cache(lambda: calls.append(1) or "environment"))
+    collect = torch.utils.collect_env.get_pretty_env_info
+    assert run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path)).new == 2
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("cells/*/results.json")]
+    assert [result["pretty_env_info"] for result in results] == ["environment"] * 2 and len(calls) == 1
+    assert torch.utils.collect_env.get_pretty_env_info is collect
+
+
 def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while it measures, or asked for only when all cells are there."""
+    """Killed while it measures, or asked for only when all cells are done."""
     given = Grid.of(described(tiny_folder, **SMALL, measure=True))
-    monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
+    monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     child = os.fork()
     if child == 0:
         try:
-            work_module.measure = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            worker_module.measure = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             run(given, str(tmp_path / "killed"))
         finally:
             os._exit(0)
@@ -323,23 +335,23 @@ def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkey
     assert run(given, str(tmp_path / "later")).new == 0
     for name in ("killed", "later"):
         folder = GridFolder(tmp_path / name)
-        assert all(folder.measure(cell["costs"]) for cell in folder.read()["cells"])
+        assert all(folder.costs(cell["costs"]) for cell in folder.read()["cells"])
 
 
 def test_costs_that_cannot_be_measured_are_tried_once(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    monkeypatch.setattr(work_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
+    monkeypatch.setattr(worker_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
     given = Grid.of(described(tiny_folder, **SMALL, measure=True))
     assert run(given, str(tmp_path)).failed == [] and run(given, str(tmp_path)).new == 0
     assert len(tried) == 2
     folder = GridFolder(tmp_path)
     costs = [cell["costs"] for cell in folder.read()["cells"]]
-    assert {folder.failure(measuring(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
-    monkeypatch.setattr(work_module, "measure", lambda _: {"parameters": 1})
+    assert {folder.failure(costs_failure(one)) for one in costs} == {"ZeroDivisionError: division by zero"}
+    monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
     run(given, str(tmp_path), retry_failed=True)
-    assert all(folder.measure(one) for one in costs) and not list((tmp_path / "failed").iterdir())
+    assert all(folder.costs(one) for one in costs) and not list((tmp_path / "failed").iterdir())
 
 
 def test_it_says_for_whom_it_waits(
@@ -347,7 +359,7 @@ def test_it_says_for_whom_it_waits(
 ) -> None:
     given = Grid.of(described(tiny_folder, **SMALL))
     (_, cell), caught = cells_of(given), ExitStack()
-    GridFolder(tmp_path).begin("", None, [])
+    GridFolder(tmp_path).create("", None, [])
     assert caught.enter_context(GridFolder(tmp_path).lock(cell.key))
     slept = []
 
@@ -360,7 +372,7 @@ def test_it_says_for_whom_it_waits(
     with caplog.at_level("INFO", logger="lmeval_prune"):
         assert run(given, str(tmp_path)).new == 2
     said = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
-    assert said == ["waiting for another run that has 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
+    assert said == ["waiting for another run that holds 1 of them, e.g. head on prune_tiny_choice"] and len(slept) == 3
 
 
 def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
@@ -706,12 +718,12 @@ def test_content_counts_not_the_place(tmp_path: Path) -> None:
 
 def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None:
     lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
-    lm.again(dtype="float64", device="cpu", heads="L1H2", engine="batched")
+    lm.reconfigure(dtype="float64", device="cpu", heads="L1H2", engine="batched")
     assert lm.pruning_info()["heads"] == ["L1H2"] and lm.engine is not None
     with pytest.raises(InputError, match="load it again"):
-        lm.again(dtype="float32", device="cpu")
+        lm.reconfigure(dtype="float32", device="cpu")
     assert lm.pruning_info()["heads"] == ["L1H2"]
-    lm.again(dtype="float64", device="cpu")
+    lm.reconfigure(dtype="float64", device="cpu")
     assert lm.pruning_info()["heads"] == [] and lm.engine is None
 
 
@@ -719,12 +731,12 @@ def test_a_store_stays_open_from_variant_to_variant(tiny_folder: Path, tmp_path:
     given = {"dtype": "float64", "device": "cpu"}
     lm = PrunedHFLM(str(tiny_folder), **given, responses=str(tmp_path / "a"))
     store = lm.answering.store
-    lm.again(**given, heads="L0H1", responses=str(tmp_path / "a"))
+    lm.reconfigure(**given, heads="L0H1", responses=str(tmp_path / "a"))
     assert store is lm.answering.store
-    lm.again(**given, responses=str(tmp_path / "b"))
+    lm.reconfigure(**given, responses=str(tmp_path / "b"))
     AnswerStore(tmp_path / "a").close()  # free again
     assert lm.answering.store and lm.answering.store.folder == tmp_path / "b"
-    lm.again(**given)
+    lm.reconfigure(**given)
     assert lm.answering.store is None
     AnswerStore(tmp_path / "b").close()
 

@@ -21,8 +21,9 @@ from scipy import stats
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
 from lmeval_prune.cli import main
-from lmeval_prune.grid.comparison import POOLED, Row, _fronts, _merged, compare
+from lmeval_prune.grid.comparison import POOLED, _mean_by_text, compare
 from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.costs import pareto_fronts
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, samples_file
 from lmeval_prune.grid.outcomes import write_tables
 from lmeval_prune.grid.report import write, write_lm_eval
@@ -285,13 +286,13 @@ def question(task: str, number: int, value: float, text: str = "", metric: str =
 def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = None, **entries: Any) -> Path:
     """A grid's folder with these outcomes, by variant and task."""
     folder, cells = GridFolder(path), []
-    folder.begin("By hand", baseline, [])
+    folder.create("By hand", baseline, [])
     for variant, tasks in values.items():
         for task, own in tasks.items():
             key = f"{variant}-{task}".replace(" ", "_")
             rows = own if isinstance(own, list) and own and isinstance(own[0], dict) else None
             rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
-            with folder.making(key) as cell:
+            with folder.new_cell(key) as cell:
                 write_tables(cell, {task: rows}, {})
                 higher = {task: {"perplexity": False, "exact_match": True}}
                 results = {"results": {task: {"alias": task}}, "configs": {task: {}}, "higher_is_better": higher}
@@ -315,8 +316,8 @@ def made(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = N
             }
             cells.append({**entry, **entries.get(variant, {})})
         cost = {"parameters": 100, "flops_per_token": float(200 - len(variant)), "device": "cpu", "threads": 1}
-        folder.write_measure(variant, cost)
-    folder.begin("By hand", baseline, cells)
+        folder.write_costs(variant, cost)
+    folder.create("By hand", baseline, cells)
     return path
 
 
@@ -395,7 +396,7 @@ def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
     row, means = found.rows["x", POOLED], (greedy + again) / 2
     assert (row.questions, row.test) == (100, "sign flips") and row.mean == pytest.approx(means[1].mean())
     assert row.p == sign_flip_test((means[1] - means[0])[:, None], draws=10_000)[0]
-    assert found.notes == ["all tasks: 200 outcomes of 100 questions; one asked by several tasks counts once"]
+    assert found.notes == ["all tasks: 200 outcomes of 100 questions; a question of several tasks counts once"]
 
 
 def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
@@ -404,7 +405,7 @@ def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
     first, second = rng.random((2, n, 1500)) < 0.5
     again = [np.where(rng.random((n, 1500)) < 0.8, one, ~one) for one in (first, second)]
     differences = np.concatenate([first.astype(float) - second, again[0].astype(float) - again[1]])
-    texts, once = _merged([(f"{i}", 0) for i in (*range(n), *range(n))], differences)
+    texts, once = _mean_by_text([(f"{i}", 0) for i in (*range(n), *range(n))], differences)
     assert len(texts) == len(once) == n
     assert (sign_flip_test(once, draws=999) < 0.05).mean() == pytest.approx(0.05, abs=0.015)
     naive = mcnemar_test((differences > 0).sum(0), (differences < 0).sum(0))
@@ -460,7 +461,7 @@ def test_no_grid_and_no_cells_are_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "note: missing cells: 1: x on t (not run yet)\n" in capsys.readouterr().out
     assert "- missing cells: 1: x on t (not run yet)\n" in (path / "compare" / "report.md").read_text()
     shutil.rmtree(path / "cells" / "dense-t")
-    with pytest.raises(InputError, match="no cell of the baseline 'dense' is there"):
+    with pytest.raises(InputError, match="no cell of the baseline 'dense' is done"):
         compare(path)
     bad = made(tmp_path / "b", {"dense": {"t": [question("t", 0, 1.0)]}}, dense={"metric": "acc"})
     with pytest.raises(InputError, match="t has exact_match,none, and not acc"):
@@ -502,7 +503,7 @@ def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypa
     found = compare(path)
     assert found.rows["x", "t"].chosen_on == 1 and found.notes == []
     router.rename(router.with_name("moved"))
-    assert compare(path).notes == ["x: router=out/router is not there as it was used; its questions are unknown"]
+    assert compare(path).notes == ["x: router=out/router is missing or has changed; its questions are unknown"]
 
 
 def test_what_a_preparation_made_is_looked_at(tmp_path: Path) -> None:
@@ -540,12 +541,12 @@ def test_mistakes_in_a_grid_are_one_line(change: dict[str, Any], names: str) -> 
 def test_a_variant_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     grid = tmp_path / "grid.yaml"
     grid.write_text("model: {pretrained: m}\nvariants:\n  a: {heads: L0H0}\n  a: {heads: L0H1}\ntasks: [t]\n")
-    with pytest.raises(InputError, match=r"grid.yaml: 'a' stands twice in one place \(line 3\)"):
+    with pytest.raises(InputError, match=r"grid.yaml: .*'a' is repeated \(line 3\)"):
         Grid.read(str(grid))
     grid.write_text("model: &m {pretrained: m}\nvariants:\n  a: {<<: *m, pretrained: n}\ntasks: [t]\n")
     assert Grid.read(str(grid)).variants[0].model_args == {"pretrained": "n"}  # a merge is no second time
     assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o"), "--gpus", "1", "--memory", "2e9"]) == 2
-    assert "--gpus, --memory: only Ray heeds it; add --runner ray" in capsys.readouterr().err
+    assert "--gpus, --memory: for Ray only; add --runner ray" in capsys.readouterr().err
 
 
 def test_a_mistyped_task_in_selected_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -555,8 +556,8 @@ def test_a_mistyped_task_in_selected_on_is_refused(tmp_path: Path, capsys: pytes
     grid.write_text(text)
     assert main(["grid", "run", str(grid), "--output", str(tmp_path / "o")]) == 2
     said = capsys.readouterr()
-    assert "variant 'a': `selected_on:` names no task: 'gsm8kk'; did you mean 'gsm8k'?" in said.err
-    assert "note: a was selected on gsm8k, which this grid does not ask" in said.out
+    assert "variant 'a': `selected_on:` has no task 'gsm8kk'; did you mean 'gsm8k'?" in said.err
+    assert "note: a was selected on gsm8k, which is not in this grid" in said.out
 
 
 def test_a_fault_in_yaml_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -574,13 +575,9 @@ def test_too_few_questions_detect_no_difference(tmp_path: Path) -> None:
     assert "none |" in (path / "compare" / "report.md").read_text()
 
 
-def rows_and_costs(means: dict[str, float], costs: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    return _fronts({(name, "t"): Row(name, "t", 4, mean, 0.0, 1.0) for name, mean in means.items()}, costs, "t")
-
-
 def test_a_cost_that_is_the_same_for_all_has_no_front() -> None:
     costs = {"a": {"parameters": 5, "flops_per_token": 1}, "b": {"parameters": 5, "flops_per_token": 2}}
-    assert rows_and_costs({"a": 0.5, "b": 0.75}, costs) == {"flops_per_token": ["a", "b"]}
+    assert pareto_fronts(costs, {"a": 0.5, "b": 0.75}) == {"flops_per_token": ["a", "b"]}
 
 
 def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
@@ -590,14 +587,14 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
         speed = "decode_tokens_per_second"
         return {name: {speed: sum(ends) / 2, "ranges": {speed: ends}} for name, ends in ranges.items()}
 
-    alike = rows_and_costs(means, speeds(a=[2, 3], b=[2.9, 9], c=[2, 9]))
+    alike = pareto_fronts(speeds(a=[2, 3], b=[2.9, 9], c=[2, 9]), means)
     assert alike == {"decode_tokens_per_second": ["a", "b", "c"]}
-    assert rows_and_costs(means, speeds(a=[2, 3], b=[2, 4], c=[8, 9])) == {"decode_tokens_per_second": ["c"]}
-    found = rows_and_costs({**means, "a": 0.75}, speeds(a=[2, 3], b=[2, 4], c=[8, 9]))
+    assert pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), means) == {"decode_tokens_per_second": ["c"]}
+    found = pareto_fronts(speeds(a=[2, 3], b=[2, 4], c=[8, 9]), {**means, "a": 0.75})
     assert found == {"decode_tokens_per_second": ["a", "c"]}
     once = speeds(a=[2, 3], b=[2, 4], c=[8, 9])
     del once["b"]["ranges"]  # measured once, by an earlier version
-    assert rows_and_costs(means, once) == {}
+    assert pareto_fronts(once, means) == {}
 
 
 @pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])
@@ -641,9 +638,9 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
     checkpoint, router = tmp_path / "checkpoint", tmp_path / "router"
     write_text(checkpoint / "vocab.json", json.dumps({"seen": 5}))
     write_artefact(router / "router.json", "lmeval-prune/router", 1, {"seen": [digest("t question 7?")]})
-    folder.begin("Large", None, [])
+    folder.create("Large", None, [])
     for kind in range(10):
-        with folder.making(f"k{kind}") as cell:
+        with folder.new_cell(f"k{kind}") as cell:
             values = RNG.random(1000) < 0.5
             rows = [question("t", i, float(value)) for i, value in enumerate(values)]
             write_tables(cell, {"t": rows}, {})
@@ -654,10 +651,10 @@ def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
         entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
         entry["model_args"] = {"pretrained": str(checkpoint), "router": str(router)}
         cells.append({**entry, "prepare": {}, "costs": "", "command": ""})
-    folder.begin("Large", None, cells)
+    folder.create("Large", None, cells)
     program = (
-        "import sys\nfrom lmeval_prune.grid.report import write\nfrom lmeval_prune.profiling.speed import highest_memory\n"
-        "print(write(sys.argv[1])[-1][-1])\nprint(highest_memory())"
+        "import sys\nfrom lmeval_prune.grid.report import write\nfrom lmeval_prune.profiling.speed import peak_memory_of_process\n"
+        "print(write(sys.argv[1])[-1][-1])\nprint(peak_memory_of_process())"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "g")]
     *_, written, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -708,18 +705,18 @@ def test_names_and_texts_of_others_are_only_shown(browser: Any, tmp_path: Path, 
         for name, value in ((base, 0.0), (HOSTILE, 1.0), (link, 1.0), ("\x1b[31mred", 0.0))
     }
     path, folder = tmp_path / "g", GridFolder(tmp_path / "g")
-    folder.begin(HOSTILE, base, [])
+    folder.create(HOSTILE, base, [])
     cells = []
     for number, (name, own) in enumerate(rows.items()):
-        with folder.making(f"c{number}") as cell:
+        with folder.new_cell(f"c{number}") as cell:
             write_tables(cell, {task: own}, {})
             write_text(cell / "results.json", "{}")
         entry = {"key": f"c{number}", "variant": name, "task": task, "metric": None, "selected_on": [HOSTILE]}
         entry |= {"model_args": {"heads": "L0H0"}, "prepare": {}, "costs": f"m{number}", "command": HOSTILE}
         cells.append(entry)
         cost = {"parameters": 100, "flops_per_token": 9.0 - number, "device": HOSTILE, "threads": 1}
-        folder.write_measure(f"m{number}", cost)
-    folder.begin(HOSTILE, base, cells)
+        folder.write_costs(f"m{number}", cost)
+    folder.create(HOSTILE, base, cells)
     assert main(["grid", "compare", str(path)]) == 0
     assert "\x1b" not in capsys.readouterr().out
     table = (path / "compare" / "table.csv").read_text()
@@ -817,7 +814,7 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
     page.keyboard.press("Enter")
     assert page.input_value("#second") == "worse"
     page.select_option("#cost", "flops_per_token")
-    assert "FLOPs a token" in page.inner_html("#plot")
+    assert "FLOPs per token" in page.inner_html("#plot")
     assert errors == [] and all(url.startswith("file:") for url in asked), (errors, asked)
     page.close()
 
@@ -854,7 +851,7 @@ def test_a_page_without_the_texts_of_a_task(browser: Any, tmp_path: Path) -> Non
     assert "u question 3?" in everything and "dense of u 3" in everything
     assert "t question 3?" not in everything and "dense of t 3" not in everything
     shown = page.inner_text("#questions")
-    assert "question 3" in shown and "not shown: this page is without the texts of this task" in shown
+    assert "question 3" in shown and "not shown: the texts of this task are left out" in shown
     assert "only A right: 6" in page.inner_text("#counts")
     page.close()
     with pytest.raises(InputError, match="the grid has no task 'tt'"):
@@ -909,7 +906,7 @@ def test_the_plot_can_be_read(browser: Any, tmp_path: Path, width: int) -> None:
     speed = "decode_tokens_per_second"
     for i, name in enumerate(names):
         cost = {"parameters": 100, "flops_per_token": 1e6 * (200 + i), speed: 10.0 - i, "device": "cpu", "threads": 1}
-        GridFolder(path).write_measure(name, {**cost, "ranges": {speed: [9.7 - i, 10.2 - i]}})
+        GridFolder(path).write_costs(name, {**cost, "ranges": {speed: [9.7 - i, 10.2 - i]}})
     assert main(["grid", "compare", str(path)]) == 0
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto((path / "compare" / "page.html").as_uri())

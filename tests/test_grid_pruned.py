@@ -14,7 +14,7 @@ from lmeval_prune.cli import main
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.preparations import preparation
+from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.grid.run import run
 from tests.test_grid import described
 from tests.tiny_models import tiny
@@ -41,13 +41,13 @@ def test_methods_are_prepared_evaluated_and_compared(
     summary = run(grid, str(folder))
     assert summary.failed == [] and summary.cells == summary.new == 3
     plans = {path.parent.name: Plan.load(path) for path in folder.glob("prepared/*/plan.json")}
-    assert sorted(plan.made["method"] for plan in plans.values()) == ["slimgpt", "slimgpt"]
+    assert sorted(plan.provenance["method"] for plan in plans.values()) == ["slimgpt", "slimgpt"]
     assert not [path for path in (folder / "prepared").iterdir() if path.name.startswith(".")]
     answers, parameters = {}, {}
     for entry in GridFolder(folder).read()["cells"]:
         (samples,) = (folder / "cells" / entry["key"]).glob("samples_*.jsonl")
         answers[entry["variant"]] = [json.loads(line)["filtered_resps"] for line in samples.read_text().splitlines()]
-        costs = GridFolder(folder).measure(entry["costs"])
+        costs = GridFolder(folder).costs(entry["costs"])
         assert costs is not None
         parameters[entry["variant"]] = costs["parameters"]
         for speed in ("prefill_tokens_per_second", "decode_tokens_per_second"):
@@ -102,13 +102,13 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
 )
 def test_mistakes_are_said_before_anything_is_made(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        preparation("prune", given)
+        make_preparation("prune", given)
 
 
 def test_a_plan_that_removes_nothing_is_no_variant(tmp_path: Path) -> None:
     lm = SimpleNamespace(model_map=map_model(tiny("llama")), tokenizer=None)
     with pytest.raises(InputError, match="nothing would be removed"):
-        preparation("prune", {"method": "magnitude", "ratio": 0.001}).make(lm, tmp_path)
+        make_preparation("prune", {"method": "magnitude", "ratio": 0.001}).make(lm, tmp_path)
     assert not (tmp_path / "plan.json").exists()
 
 
@@ -116,5 +116,5 @@ def test_another_text_of_the_same_name_is_another_plan(tmp_path: Path) -> None:
     text, found = tmp_path / "text.txt", []
     for content in ("one", "two"):
         text.write_text(content)
-        found.append(preparation("prune", {"method": "flap", "ratio": 0.2, "text": str(text)}).settings())
+        found.append(make_preparation("prune", {"method": "flap", "ratio": 0.2, "text": str(text)}).settings())
     assert found[0] != found[1]

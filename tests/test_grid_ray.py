@@ -14,7 +14,7 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.runners import OnRay
+from lmeval_prune.grid.runners import RayRunner
 from tests.conftest import ROOT
 from tests.test_grid import described, outcomes
 
@@ -49,7 +49,7 @@ def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_node_that_dies_changes_nothing(tiny_folder: Path, alone: Path, tmp_path: Path, cluster: Any) -> None:
     """Killed when it has begun to answer; its job is done again by the other one."""
     with pytest.raises(InputError, match="a job asks for 3 GPU, and no node of the Ray cluster has more than 0"):
-        list(OnRay(gpus=3).do([]))
+        list(RayRunner(gpus=3).run([]))
     output, killed = tmp_path / "g", []
 
     def kill() -> None:
@@ -60,7 +60,7 @@ def test_a_node_that_dies_changes_nothing(tiny_folder: Path, alone: Path, tmp_pa
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    summary = run(Grid.of(described(tiny_folder, together=2)), str(output), OnRay())
+    summary = run(Grid.of(described(tiny_folder, together=2)), str(output), RayRunner())
     killer.join(60)
     assert killed and killed[0] < 12
     assert summary.failed == [] and summary.new == 12

@@ -302,7 +302,7 @@ def test_malformed_heads_are_refused_in_one_line(text) -> None:
         ("L2H0", r"L2H0.*no attention in layer 2 \(layers 0 to 1"),
         ("L0H4", "L0H4: layer 0 has 4 heads, 0 to 3"),
         ("L1H*", "all 4 heads of layer L1 would be pruned; give allow_empty_layer=true"),
-        ("encoder.L0H0", "write it without a stack"),
+        ("encoder.L0H0", "without a stack"),
     ],
 )
 def test_heads_that_do_not_exist_are_refused(text: str, message: str) -> None:

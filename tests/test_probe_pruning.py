@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from lmeval_prune import InputError, Plan, TokenFilter, map_model
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.probe_pruning import ProbePruning, extreme, shares
+from lmeval_prune.interventions.probe_pruning import ProbePruning, counts_by_layer, top_positions
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
@@ -33,7 +33,7 @@ def lowest(scores: torch.Tensor, weight: torch.Tensor, width: int, ratio: float)
 
 def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
     """The plan that the plain criterion gives for a text: Σ_t of what each projection reads, layer after layer."""
-    model_map, text = map_model(model), CalibrationText.of("text", ids)
+    model_map, text = map_model(model), CalibrationText.from_windows("text", ids)
     plan = Plan()
     for layer, block in zip(model_map.attention, model_map.feed_forward, strict=True):
         for part, module, width in (("o_proj", layer.o_proj, layer.head_dim), ("down", block.down, 1)):
@@ -42,7 +42,7 @@ def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
             gone = lowest(x.square().sum(0), weight_of(module), width, ratio)
             heads = [f"{layer.label}H{head}" for head in gone] if part == "o_proj" else []
             found = Plan(heads, {layer.label: gone} if part == "down" else {})
-            plan = plan.joined(found) or found
+            plan = plan.merged_with(found) or found
     return plan
 
 
@@ -101,7 +101,10 @@ def test_a_run_fuses_what_earlier_batches_read() -> None:
     model, first, second = tiny("llama"), tokens(3, 8), tokens(3, 8, seed=5)
     model_map = map_model(model)
     layer = model_map.attention[0]
-    x = [inputs_of(model_map, CalibrationText.of("t", ids))["L0.o_proj"].view(3, 8, -1) for ids in (first, second)]
+    x = [
+        inputs_of(model_map, CalibrationText.from_windows("t", ids))["L0.o_proj"].view(3, 8, -1)
+        for ids in (first, second)
+    ]
     h, p = (one.square().mean(0) for one in x)
     with ProbePruning(0.5, positions=1.0, samples=1.0, state="run", skip_first=0).applied_to(model):
         (applied,) = interventions_on(model)
@@ -122,7 +125,7 @@ def test_a_run_fuses_what_earlier_batches_read() -> None:
             kept[layer.columns(head)] = False
         after = applied.chooser.history["L0.o_proj"]
         torch.testing.assert_close(after[:, kept], 0.99 * h[:, kept] + 0.01 * p[:, kept])
-        with applied.uncounted():
+        with applied.preserve_state():
             output(model, first)
         torch.testing.assert_close(applied.chooser.history["L0.o_proj"], after, equal_nan=True)
         report = applied.report(model_map)
@@ -156,7 +159,7 @@ def test_a_history_is_by_a_texts_own_places() -> None:
 @pytest.mark.parametrize("kind", ["none", "least_squares"])
 def test_over_a_plan_it_is_what_it_is_on_the_cut_model(kind: str) -> None:
     """What is gone is not counted, and new weights are what scores are of; what goes is said."""
-    model, text = tiny("llama", num_hidden_layers=4), CalibrationText.of("t", tokens(16, 20, seed=1))
+    model, text = tiny("llama", num_hidden_layers=4), CalibrationText.from_windows("t", tokens(16, 20, seed=1))
     options = PruneOptions(0.4, budget="parameters", compensation=kind)
     (plan,) = stages(make_pruner("random", {}), map_model(model), options, text)
     assert plan.heads and plan.channels
@@ -230,8 +233,8 @@ def test_what_rounding_leaves_goes_to_the_next_layer(ratio: float, heads: list[i
 
 
 def test_what_the_last_layers_cannot_give_is_taken_from_those_before() -> None:
-    assert shares([10, 1, 1, 1, 1], 0.6) == [8, 0, 0, 0, 0]
-    assert shares([1, 10, 0, 1], 0.5) == [0, 6, 0, 0] and shares([], 0.5) == []
+    assert counts_by_layer([10, 1, 1, 1, 1], 0.6) == [8, 0, 0, 0, 0]
+    assert counts_by_layer([1, 10, 0, 1], 0.5) == [0, 6, 0, 0] and counts_by_layer([], 0.5) == []
 
 
 def rows_of(texts: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +270,7 @@ def test_equal_tokens_are_told_apart_by_their_place(kind: torch.dtype, side: str
 def test_values_within_rounding_are_equal() -> None:
     values = torch.tensor([1.0, 3.0, 1.0 + 1e-9, 0.5, 1.0 - 1e-9, 2.0, 1.0])
     for count, expected in ((1, [1]), (2, [1, 5]), (3, [0, 1, 5]), (4, [0, 1, 2, 5]), (5, [0, 1, 2, 4, 5]), (0, [])):
-        assert extreme(values.double(), count, True, 1e-6).tolist() == expected
+        assert top_positions(values.double(), count, True, 1e-6).tolist() == expected
     for count, expected in ((1, [3]), (2, [0, 3]), (3, [0, 2, 3]), (6, [0, 2, 3, 4, 5, 6])):
-        assert extreme(values.double(), count, False, 1e-6).tolist() == expected
-    assert extreme(torch.zeros(4), 2, False, 1e-6).tolist() == [0, 1]
+        assert top_positions(values.double(), count, False, 1e-6).tolist() == expected
+    assert top_positions(torch.zeros(4), 2, False, 1e-6).tolist() == [0, 1]

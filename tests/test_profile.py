@@ -86,7 +86,7 @@ def killed(folder: str, work: Workload, threads: int) -> float:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the processor's memory")
 def test_a_killed_measurement_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmeval_prune.profiling.speed._peak", killed)
+    monkeypatch.setattr("lmeval_prune.profiling.speed._peak_memory", killed)
     with pytest.raises(
         InputError, match="the memory of somewhere was killed, probably for lack of memory; give smaller"
     ):
@@ -192,7 +192,7 @@ def test_what_cannot_be_profiled_is_one_line(
         (("--ratio", "0.2", "--text", "nowhere.txt"), "no such file"),
         (("--ratio", "0.2", "--text", "EMPTY", "--task", "prune_gsm8k"), "not both"),
         (("--ratio", "0.2", "--method", "flop"), "flop"),
-        (("--ratio", "0.2", "--method", "random", "--cut", "MINE"), "has files that are no checkpoint"),
+        (("--ratio", "0.2", "--method", "random", "--cut", "MINE"), "do not belong to a checkpoint"),
         (("--ratio", "0.2", "--method", "random", "--output", "plan"), "must end in .json"),
         (("--ratio", "0.4", "--parts", "heads", "--scores", "OTHER"), "other weights"),
     ],

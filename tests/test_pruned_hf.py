@@ -145,8 +145,8 @@ def test_what_is_applied_is_said(tiny_folder: Path, tmp_path: Path, caplog: pyte
     with caplog.at_level("INFO", logger="lmeval_prune"):
         lm = model(tiny_folder, heads="L0H1+L1H2")
         others = {"dtype": "float64", "device": "cpu", "batch_size": 3}
-        lm.again(**others, plan=str(tmp_path / "plan.json"))
-        lm.again(**others, token_filter=0.25)
+        lm.reconfigure(**others, plan=str(tmp_path / "plan.json"))
+        lm.reconfigure(**others, token_filter=0.25)
     heads, plan, token_filter = [one.getMessage() for one in caplog.records if one.getMessage().startswith("applied")]
     assert heads == "applied: 2 of 8 heads masked: L0H1, L1H2"
     assert plan.startswith("applied: a plan removes 1 of 8 heads and 4 of ")
@@ -264,8 +264,8 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"mask": "nowhere.json"}, "no such file: nowhere.json"),
         ({"mask": "/"}, "is a folder; name a file in it"),
         ({"heads": ""}, "heads= is empty"),
-        ({"dtype": "floaty"}, "dtype=floaty is not a type"),
-        ({"heads": "encoder.L0H1"}, "this model has one stack; write it without a stack"),
+        ({"dtype": "floaty"}, "dtype=floaty is not a torch dtype"),
+        ({"heads": "encoder.L0H1"}, "this model has one stack; write the head without a stack"),
         ({"heads": "L0H1", "attention_path": "model.layers.{i}.self_attn"}, "all three of"),
         ({"heads": "L0H1", "tp_plan": "auto"}, "tp_plan"),
         ({"heads": "L0H*", "allow_empty_layer": "perhaps"}, "allow_empty_layer='perhaps' must be"),
@@ -293,7 +293,7 @@ def test_peft_adapters_work(tiny_folder: Path, tmp_path: Path) -> None:
         ({"engine": "batched", "engine_rows": "many"}, "engine_rows='many' must be"),
         ({"batch_size": "abc"}, "batch_size=abc is neither"),
         ({"batch_size": 0}, "batch_size=0 is neither"),
-        ({"dtype": 5}, "dtype=5 is not a type"),
+        ({"dtype": 5}, "dtype=5 is not a torch dtype"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_weights_are_loaded(tiny_folder, monkeypatch, arguments, message) -> None:
@@ -344,7 +344,7 @@ def test_parsed_arguments_are_taken_as_they_are(tiny_folder: Path) -> None:
     parsed = Arguments.of({"pretrained": str(tiny_folder), "heads": HEADS, "dtype": "float64", "device": "cpu"})
     lm = PrunedHFLM(parsed)
     assert lm.arguments is parsed and lm.pruning_info()["heads"] == ["L0H1", "L1H2", "L1H3"]
-    lm.again(replace(parsed, interventions=()))
+    lm.reconfigure(replace(parsed, interventions=()))
     assert lm.pruning_info()["heads"] == []
 
 
@@ -357,12 +357,12 @@ def test_a_checkpoint_is_compared_with_the_model_that_is_loaded(tiny_folder: Pat
     identity = ModelIdentity.of_checkpoint(Checkpoint(Arguments.of(arguments).loading))
     assert ModelIdentity(**identity.to_json()) == identity
     identity.check_loaded(PrunedHFLM(**arguments))
-    with pytest.raises(InputError, match="another dtype than"):
+    with pytest.raises(InputError, match=r"the dtype of the loaded model .* changed"):
         identity.check_loaded(PrunedHFLM(**{**arguments, "dtype": "float64"}))
     settings.write_text(json.dumps({**content, "bos_token": "</s>"}))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-    with pytest.raises(InputError, match="another config and tokenizer than") as error:
+    with pytest.raises(InputError, match=r"the config and tokenizer of the loaded model .* changed") as error:
         identity.check_loaded(PrunedHFLM(**arguments))
     assert "\n" not in str(error.value)
 
@@ -490,7 +490,7 @@ def test_missing_demo_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     from lmeval_prune.checkpoints import embedded
 
     monkeypatch.setenv("LMEVAL_PRUNE_CACHE", str(tmp_path))
-    gone = embedded.Embedded("no_such_package_here", "no-such-package==1", "x.gguf", "")
+    gone = embedded.EmbeddedModel("no_such_package_here", "no-such-package==1", "x.gguf", "")
     monkeypatch.setitem(embedded.MODELS, "smollm2-135m", gone)
     with pytest.raises(
         InputError, match="no-such-package, which is not installed: run `lmeval-prune models --get smollm2-135m`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +24,14 @@ from lm_eval.models.api_models import JsonChatStr
 
 from lmeval_prune import InputError
 from lmeval_prune.errors import first_few
-from lmeval_prune.models import http_client
+from lmeval_prune.models import dispatch, http_client
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.dispatch import Dispatcher
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM
-from lmeval_prune.models.served import DENSE, KINDS, Served
-from lmeval_prune.models.server_jobs import seed_of
-from lmeval_prune.models.server_probe import Probe, tokens_of
+from lmeval_prune.models.server_client import sampling_seed
+from lmeval_prune.models.server_kinds import DENSE, KINDS, Listing, ServedVariant
+from lmeval_prune.models.server_probe import Probe, server_tokens
 from tests.conftest import task_manager
 from tests.kills import killing_after
 from tests.stub_server import MISBEHAVIOURS, Stub
@@ -126,6 +128,32 @@ def test_slow_answers_are_asked_for_again(tiny_folder: Path) -> None:
     assert texts == PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu").generate_until(asked)
 
 
+def test_requests_finish_in_any_order_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the requests and listings fail, so servers fail, recover and answer while others are in flight."""
+    random = Random(0)
+
+    async def request(self: Any, server: dispatch.Server, job: dispatch.Job) -> int:
+        await asyncio.sleep(0.005 * random.random())
+        if random.random() < 0.5:
+            raise http_client.RetryableError("fault", random.choice(list(http_client.Cause)))
+        return job.index
+
+    async def list_models(*_: Any, **__: Any) -> Listing:
+        if random.random() < 0.5:
+            raise http_client.RetryableError("fault", http_client.Cause.SERVER)
+        return Listing()
+
+    monkeypatch.setattr(dispatch._Run, "_request", request)
+    monkeypatch.setattr(dispatch, "list_models", list_models)
+    monkeypatch.setattr(dispatch, "MAX_WAIT", 0.01)
+    for number in range(60):
+        servers = [dispatch.Server(f"http://server{i}") for i in range(1 + number % 2)]
+        limits = (1 + number % 5, 1000)
+        dispatcher = Dispatcher(KINDS["vllm"], "tiny", servers, http_client.Connection({}), *limits)
+        jobs = [dispatch.Job("/", dict, ServedVariant(f"L{i % 3}H0"), int, index=i) for i in range(1 + number % 20)]
+        assert dispatcher.run(jobs) == list(range(len(jobs)))
+
+
 def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: Path, tmp_path: Path) -> None:
     asked = [request("generate_until", (f"text {n}", {"max_gen_toks": 3}), n) for n in range(6)]
     for fault, times in (("500", 5), ("400", 1)):
@@ -135,12 +163,10 @@ def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: P
             stub.fault = lambda number, payload, fault=fault, poison=poison: (
                 fault if payload["prompt"] == poison else None
             )
-            with pytest.raises(
-                InputError, match=r"^1 of 6 requests are not answered, the first [^\n]*document 2"
-            ) as error:
+            with pytest.raises(InputError, match=r"^1 of 6 requests failed, the first [^\n]*document 2") as error:
                 lm.generate_until(asked)
             assert ("stumbled" if fault == "500" else "too long") in str(error.value)
-            assert len(lm.answering.store.known) == 5
+            assert len(lm.answering.store.responses) == 5
             assert sum(payload["prompt"] == poison for payload in stub.asked) == times
             lm.close()
 
@@ -182,15 +208,15 @@ def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: lis
 def test_all_servers_die_for_good_and_another_run_goes_on(
     tiny_folder: Path, routed: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr("lmeval_prune.models.dispatch.SAID_FROM", 0.0)
+    monkeypatch.setattr("lmeval_prune.models.dispatch.MIN_LOGGED_WAIT", 0.0)
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=1)
         first = len(stub.asked)
         stub.fault = lambda number, payload: "die" if number == first + 5 else None
-        with pytest.raises(InputError, match=r"^no server answers any more \([^\n]*\); 5 of 12 requests[^\n]*$"):
+        with pytest.raises(InputError, match=r"^all servers have failed \([^\n]*\); 5 of 12 requests[^\n]*$"):
             evaluate(lm)
-        retries = lm.dispatcher.retries
-        left = [record.args[-1] for record in caplog.records if "no server answers:" in record.getMessage()]
+        retries = lm.dispatcher.max_retries
+        left = [record.args[-1] for record in caplog.records if "no server is available:" in record.getMessage()]
         assert left == list(range(retries, 0, -1))
         lm.close()
     with Stub(tiny_folder, HEADS) as stub:
@@ -225,7 +251,7 @@ def test_every_sampled_try_has_a_seed_of_its_own(tiny_folder: Path, tmp_path: Pa
     with Stub(tiny_folder) as stub:
         texts = served(tiny_folder, stub, probe=False).generate_until(tries)
         assert len(set(texts)) == 4
-        seeds = {seed: {seed_of(seed, repeat) for repeat in range(4)} for seed in (1234, 1235)}
+        seeds = {seed: {sampling_seed(seed, repeat) for repeat in range(4)} for seed in (1234, 1235)}
         assert {payload["seed"] for payload in stub.asked} == seeds[1234]
         assert len(seeds[1234] | seeds[1235]) == 8  # runs of neighbouring seeds share no try
         stored = served(tiny_folder, stub, probe=False, responses=str(tmp_path / "r"))
@@ -308,7 +334,7 @@ def test_chats(tiny_folder: Path) -> None:
         assert "messages" in stub.asked[-1]
         with pytest.raises(InputError, match="add --apply_chat_template"):
             evaluate(chat, "prune_tiny_words")
-        with pytest.raises(InputError, match="a chat does not tell"):
+        with pytest.raises(InputError, match="a chat does not return"):
             chat.loglikelihood(requests("loglikelihood"))
         plain.tokenizer.chat_template = None
         with pytest.raises(InputError, match=r"^the tokenizer has no chat template[^\n]*$"):
@@ -329,31 +355,31 @@ def good(tiny_folder: Path) -> Iterator[Stub]:
     [
         (
             {"base_url": "http://127.0.0.1:9"},
-            r"no server answers at http://127.0.0.1:9/v1/models .the connection is refused",
+            r"http://127.0.0.1:9/v1/models lists no models .the connection is refused",
         ),
         ({"base_url": "localhost:8000"}, "write http://HOST:PORT"),
         ({"base_url": None}, "name a server"),
-        ({"heads": "L1H1"}, "404: it has no adapter L1H1"),
+        ({"heads": "L1H1"}, "has no adapter L1H1, or no /v1/completions .status 404"),
         ({"heads": "L9H1"}, "no attention in layer 9"),
         ({"model": "llama"}, "serves tiny, not llama; another base model"),
         ({"server": "vlm"}, "server='vlm' must be vllm, sglang or llamacpp; did you mean 'vllm'"),
-        ({"server": "llamacpp"}, r"answers 404; is it the server that `server=` says"),
+        ({"server": "llamacpp"}, r"/lora-adapters lists no models .status 404[^\n]*give another base_url or server="),
         ({"token_filter": 0.2}, "TokenFilter cannot be served"),
-        ({"engine": "batched"}, "engine= is for pruned-hf"),
+        ({"engine": "batched"}, "engine= is an option of pruned-hf"),
         ({"basel_url": "x"}, "unknown model_arg 'basel_url'; did you mean 'base_url'"),
         ({"num_concurrent": 0}, "num_concurrent=0 must be"),
         ({"pretrained": "nobody/nothing"}, "cannot read the model nobody/nothing here"),
-        ({"responses": "{tmp}", "dtype": None}, "name the type in which the servers compute"),
+        ({"responses": "{tmp}", "dtype": None}, "give dtype="),
         ({"adapters": "{tmp}/none"}, "there is no folder"),
         ({"max_length": "abc"}, "max_length='abc' must be"),
         ({"max_length": -5}, "max_length=-5 must be"),
         ({"max_gen_toks": "abc"}, "max_gen_toks='abc' must be"),
-        ({"header": "abc"}, "header='abc' is no dictionary"),
+        ({"header": "abc"}, "header='abc' is not a dictionary"),
         ({"verify_certificate": "maybe"}, "verify_certificate='maybe' must be"),
         ({"ca_cert_path": "/nowhere/ca.pem"}, "there is no such file"),
         ({"think_end_token": 5}, "think_end_token=5 is |think_end_token"),
-        ({"think_end_token": "5"}, "is a number; give its text"),
-        ({"tokenized_requests": False}, "sent as tokens"),
+        ({"think_end_token": "5"}, "is a number; give the token's text"),
+        ({"tokenized_requests": False}, "always sent as tokens"),
         ({"dtype": "bfloat"}, "dtype=bfloat is not a type"),
         ({"dtype": ""}, "dtype= is empty"),
         ({"adapters": ""}, "adapters= is empty"),
@@ -372,7 +398,7 @@ def test_mistakes_are_one_line(tiny_folder: Path, tmp_path: Path, good: Stub, ar
 def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None:
     with (
         Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub,
-        pytest.raises(InputError, match="under L0H2 as the unpruned"),
+        pytest.raises(InputError, match="under L0H2 as under dense"),
     ):
         served(tiny_folder, stub, **ROUTED)
     with (
@@ -387,9 +413,7 @@ def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None
         served(tiny_folder, stub, heads="L1H1")
     with Stub(tiny_folder, HEADS) as stub:
         stub.tokenizer = type("Other", (), {"encode": lambda self, text, **_: list(text.encode())})()
-        with pytest.raises(
-            InputError, match=r"makes \d+ tokens of a text of which this tokenizer makes \d+, other ones"
-        ):
+        with pytest.raises(InputError, match=r"splits a text into \d+ tokens, this tokenizer into \d+ different ones"):
             served(tiny_folder, stub)
 
 
@@ -400,7 +424,7 @@ UNUSABLE = [one for one in MISBEHAVIOURS if one != "type"]
 
 @pytest.fixture
 def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(http_client, "MAX_RESPONSE_BYTES", 2**20)
 
 
 @pytest.mark.parametrize("how", UNUSABLE)
@@ -433,7 +457,7 @@ NUMBERS = [math.nan, math.inf, -math.inf, 10**400, 0.5, None, "-1.5", True, [-1.
 
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 def test_log_probabilities_are_numbers_up_to_zero(value: Any) -> None:
-    with pytest.raises(http_client.Rejection, match="log-probability"):
+    with pytest.raises(http_client.RejectedError, match="log-probability"):
         http_client.log_probability(value)
     assert [http_client.log_probability(each) for each in (0, -9999.0, 1e-6)] == [0.0, -9999.0, 1e-6]
 
@@ -477,7 +501,7 @@ def test_log_probabilities_that_are_none_are_no_answers(
         message = rf"^1 of 2 requests [^\n]*the first [^\n]*(nope'|document 1) under L0H1: {stub.url}: [^\n]*log-probability[^\n]*$"
         with pytest.raises(InputError, match=message):
             getattr(lm, kind)(asked)
-        assert len(stub.asked) == 2 and len(lm.answering.store.known) == 1
+        assert len(stub.asked) == 2 and len(lm.answering.store.responses) == 1
         lm.close()
 
 
@@ -504,7 +528,7 @@ def test_lengths_and_numbers_that_are_none_are_refused(tiny_folder: Path, value:
                 served(tiny_folder, stub)
     with Stub(tiny_folder) as stub:
         stub.tokenizer = type("Odd", (), {"encode": lambda self, *_, **__: [value]})()
-        tokens = tokens_of(http_client.Connection({}, True, 5.0), KINDS["vllm"], stub.url, "tiny", "a")
+        tokens = server_tokens(http_client.Connection({}, True, 5.0), KINDS["vllm"], stub.url, "tiny", "a")
         assert tokens == ([0] if value == 0 else None)
 
 
@@ -598,7 +622,7 @@ def test_adapters_that_are_mixed_up_are_found_out(tiny_folder: Path) -> None:
 def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
     """Answers with noise as of 16 bits: a right server passes, one that answers dense under the last adapter does not."""
     random = np.random.default_rng(0)
-    variants = [Served(f"L{i}H0", (f"L{i}H0",)) for i in range(32)]
+    variants = [ServedVariant(f"L{i}H0", (f"L{i}H0",)) for i in range(32)]
     effect = {one: random.normal(0, 0.15, 63) for one in variants} | {DENSE: np.zeros(63)}
 
     class Noisy(Probe):
@@ -608,10 +632,10 @@ def test_the_probe_bears_rounding_and_finds_what_it_is_for(wrong: bool) -> None:
         def _check_tokenizer(self, server: Any) -> None:
             pass
 
-        def _signatures(self, server: Any, asked: Any, concurrent: int) -> Any:
-            leaks = wrong and concurrent > 1
-            shown = [effect[variants[-1] if leaks and one == DENSE else one] for one in asked]
-            sigma = 0.05 if concurrent > 1 else 0.0
+        def _signatures(self, server: Any, requested: Any, num_concurrent: int) -> Any:
+            leaks = wrong and num_concurrent > 1
+            shown = [effect[variants[-1] if leaks and one == DENSE else one] for one in requested]
+            sigma = 0.05 if num_concurrent > 1 else 0.0
             return [[("t", value) for value in one + random.normal(0, 1, 63) * sigma] for one in shown]
 
     for _ in range(5):
@@ -623,7 +647,7 @@ def test_a_busy_server_is_waited_for(tiny_folder: Path, monkeypatch: pytest.Monk
     with Stub(tiny_folder, fault=lambda number, payload: "429" if number < 12 else None) as stub:
         stub.wait = "0"
         lm = served(tiny_folder, stub, probe=False, max_retries=3)
-        monkeypatch.setattr("lmeval_prune.models.dispatch.LONGEST_WAIT", 0.05)
+        monkeypatch.setattr("lmeval_prune.models.dispatch.MAX_WAIT", 0.05)
         assert len(lm.generate_until([text("a b")])) == 1 and len(stub.asked) == 13
         stub.wait = "3600"  # not for an hour
         stub.fault = lambda number, payload: "429" if number == 13 else None
@@ -636,9 +660,9 @@ def test_a_variant_that_is_broken_does_not_keep_the_others_back(tiny_folder: Pat
         options = {"responses": str(tmp_path / "r"), "probe": False, "num_concurrent": 1}
         lm = served(tiny_folder, stub, **pool, **options)
         stub.fault = lambda number, payload: "500" if payload["model"] == "L0H0" else None
-        with pytest.raises(InputError, match=r"^6 of 24 requests are not answered, [^\n]* under L0H0: [^\n]*stumbled"):
+        with pytest.raises(InputError, match=r"^6 of 24 requests failed, [^\n]* under L0H0: [^\n]*stumbled"):
             evaluate(lm, limit=6)
-        assert len(lm.answering.store.known) == 18
+        assert len(lm.answering.store.responses) == 18
         assert sum(payload["model"] == "L0H0" for payload in stub.asked) <= 6
         lm.close()
 
@@ -741,14 +765,13 @@ def test_the_template_is_told_what_hf_tells_it(tiny_folder: Path) -> None:
 def test_prompts_are_made_when_they_are_sent(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Stub(tiny_folder, HEADS) as stub:
         lm = served(tiny_folder, stub, probe=False)
-        made: list[Any] = []
-        monkeypatch.setattr(lm.dispatcher, "run", lambda jobs, done, show: made.extend(jobs))
+        sent: list[Any] = []
+        monkeypatch.setattr(lm.dispatcher, "run", lambda jobs, on_result, show_progress: sent.extend(jobs) or [])
         encode, count = lm.tokenizer.encode, []
         monkeypatch.setattr(lm.tokenizer, "encode", lambda *a, **k: count.append(1) or encode(*a, **k))
-        with pytest.raises(KeyError):
-            lm.jobs.generate([text("some text")] * 4, range(4), lambda *_: None, False)
-        assert len(made) == 4 and not count
-        assert len({json.dumps(job.payload()["prompt"]) for job in made}) == 1 and len(count) == 1
+        lm.client.generate([text("some text")] * 4, range(4), lambda *_: None, False)
+        assert len(sent) == 4 and not count
+        assert len({json.dumps(job.payload()["prompt"]) for job in sent}) == 1 and len(count) == 1
 
 
 def test_own_certificates_reach_the_client(tiny_folder: Path, tmp_path: Path) -> None:

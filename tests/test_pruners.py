@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.cli import main
-from lmeval_prune.pruners.allocation import Budget, allocate, pots_of, removed_by, share_of
+from lmeval_prune.pruners.allocation import Budget, allocate, removed_by, share_of, unit_pools
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
@@ -26,7 +26,7 @@ from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import KINDS, Part, parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
-from lmeval_prune.pruners.schedule import settled, stages
+from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens
 
@@ -54,12 +54,12 @@ head_scores, channel_scores = (partial(scores_of, kind) for kind in KINDS)
 
 
 def select(
-    kind: str, model_map: ModelMap, scores: Labelled, ratio: float, allocation: str = "global", **wanted: Any
+    kind: str, model_map: ModelMap, scores: Labelled, ratio: float, allocation: str = "global", **settings: Any
 ) -> Labelled:
-    """Return the heads or channels of each layer that go when a share of all goes."""
-    budget = Budget((kind,), ratio, allocation, by_heads(**wanted))
-    pots = pots_of(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
-    removed = removed_by(pots, allocate(pots, budget), {})
+    """Return the heads or channels of each layer that a budget of heads or channels removes."""
+    budget = Budget((kind,), ratio, allocation, by_heads(**settings))
+    pools = unit_pools(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
+    removed = removed_by(pools, allocate(pools, budget), {})
     return {key.partition(".")[2]: members for key, members in removed.items()}
 
 
@@ -67,16 +67,16 @@ select_heads, select_channels = (partial(select, kind) for kind in KINDS)
 
 
 def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationText:
-    """Windows, some of them padded."""
+    """Return windows of token ids, some of them padded."""
     real = torch.ones(rows, length, dtype=torch.long)
     for row, missing in ((1, 3), (3, 5)):
         real[row, length - missing :] = 0
     real = real.flip(1) if side == "left" else real
-    return CalibrationText.of("test", tokens(rows, length), 2, real)
+    return CalibrationText.from_windows("test", tokens(rows, length), 2, real)
 
 
 def eager_attentions(model: Any, ids: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
-    """Attention matrices as the eager implementation gives them out, in the order of the model map."""
+    """Return the attention matrices of the eager implementation, in the order of the model map."""
     inputs = {"input_ids": ids, "attention_mask": real, "output_attentions": True}
     if model.config.is_encoder_decoder:
         inputs |= {"labels": ids, "decoder_attention_mask": real}
@@ -88,7 +88,7 @@ def eager_attentions(model: Any, ids: torch.Tensor, real: torch.Tensor) -> list[
 
 
 def visible_keys(layer: AttentionLayer, model: Any, real: torch.Tensor, row: int, query: int) -> list[int]:
-    """Keys that a query may see, told by the rules."""
+    """Return the keys that a query may attend to, by the rules of the family."""
     causal = not (layer.stack in ("encoder", "cross") or model.config.model_type in ENCODERS)
     keys = [key for key in range(real.shape[1]) if real[row, key] and (not causal or key <= query)]
     window = getattr(layer.module, "sliding_window", None)
@@ -98,14 +98,14 @@ def visible_keys(layer: AttentionLayer, model: Any, real: torch.Tensor, row: int
 
 
 def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.Tensor]:
-    """Eq. 3 (or confidence) written out, one query after another."""
+    """Compute eq. 3 (or confidence) query by query."""
     layers = map_model(model).attention
     sums = {layer.label: torch.zeros(layer.heads, dtype=torch.float64) for layer in layers}
     counts = dict.fromkeys(sums, 0)
     for ids, real in text.batches:
         for layer, weights in zip(layers, eager_attentions(model, ids, real), strict=True):
             for row in range(len(ids)):
-                places = [place for place in range(ids.shape[1]) if real[row, place]]
+                places = [position for position in range(ids.shape[1]) if real[row, position]]
                 for query in places:
                     keys = visible_keys(layer, model, real, row, query)
                     if (measure != "raw" and len(keys) < 2) or (measure == "confidence" and query == places[0]):
@@ -124,23 +124,23 @@ def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_entropies_and_confidences_are_those_of_eager_attention(family: str) -> None:
-    """Of padded batches, with grouped queries, sinks, soft caps and position biases."""
+    """Padded batches, grouped queries, sinks, soft caps and position biases."""
     changes = {"window_size": 4} if family == "gpt_neo" else {}
     model, text = tiny(family, **changes), text_of()
     before = model.config._attn_implementation
-    found = {
+    actual = {
         entropy: attention_statistic(map_model(model), text, NormEntropy(entropy=entropy)._entropies)
         for entropy in ("raw", "normalized")
     }
-    found["confidence"] = attention_statistic(map_model(model), text, confidences)
+    actual["confidence"] = attention_statistic(map_model(model), text, confidences)
     assert model.config._attn_implementation == before
     eager = tiny(family, "eager", **changes)
-    for measure, scores in found.items():
+    for measure, scores in actual.items():
         expected = literal(eager, text, measure)
         assert scores.keys() == expected.keys()
-        for label, one in scores.items():
+        for label, value in scores.items():
             # eager softmax is computed in float32
-            torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6, msg=f"{measure} {label}")
+            torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6, msg=f"{measure} {label}")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3"])
@@ -151,14 +151,14 @@ def test_padding_on_the_left_does_not_count_either(family: str) -> None:
     alone = CalibrationText("alone", tuple(rows))
     for measure in (NormEntropy()._entropies, NormEntropy(entropy="raw")._entropies, confidences):
         expected = attention_statistic(model, alone, measure)
-        for label, one in attention_statistic(model, padded, measure).items():
-            torch.testing.assert_close(one, expected[label], rtol=0, atol=1e-6)
+        for label, value in attention_statistic(model, padded, measure).items():
+            torch.testing.assert_close(value, expected[label], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["bloom", "gpt_neo", "falcon"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torch.dtype) -> None:
-    """Sharp heads of families that give out their weights, most of which are 0; and in a small type."""
+    """Families that return their weights: most weights of a sharp head are 0, more so in bfloat16."""
     changes = {"window_size": 4} if family == "gpt_neo" else {}
     model, text = tiny(family, "eager", **changes), text_of()
     for layer in map_model(model).attention:
@@ -167,35 +167,35 @@ def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torc
             rows.module.weight.data[rows.start : rows.stop] *= 1000
     model = model.to(dtype)
     matrices = eager_attentions(model, *text.batches[0])
-    assert sum(int((one == 0).sum()) for one in matrices) > sum(one.numel() for one in matrices) * 0.6
-    for measure, asked in (("raw", NormEntropy(entropy="raw")), ("normalized", NormEntropy())):
+    assert sum(int((value == 0).sum()) for value in matrices) > sum(value.numel() for value in matrices) * 0.6
+    for measure, pruner in (("raw", NormEntropy(entropy="raw")), ("normalized", NormEntropy())):
         expected = literal(model, text, measure)
-        for label, one in attention_statistic(map_model(model), text, asked._entropies).items():
-            torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
+        for label, value in attention_statistic(map_model(model), text, pruner._entropies).items():
+            torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6)
 
 
 def test_what_goes_wrong_over_the_text_is_said_and_not_tried_another_way() -> None:
-    """Sums of a run that broke off do not count."""
-    model_map, seen = map_model(tiny("llama")), []
+    """An error in the measure ends the run; no other way of reading attention is tried."""
+    model_map, recorded = map_model(tiny("llama")), []
 
     def measure(rows: Any) -> Any:
-        seen.append(rows)
+        recorded.append(rows)
         raise InputError("of the measure")
 
     with pytest.raises(InputError, match="of the measure"):
         attention_statistic(model_map, text_of(), measure)
-    assert len(seen) == 1
+    assert len(recorded) == 1
 
 
 def test_windows_that_slide_are_counted_as_such() -> None:
-    model, text = tiny("mistral", sliding_window=4), CalibrationText.of("whole", tokens(4, 9), 2)
-    found = attention_statistic(map_model(model), text, NormEntropy()._entropies)
+    model, text = tiny("mistral", sliding_window=4), CalibrationText.from_windows("whole", tokens(4, 9), 2)
+    actual = attention_statistic(map_model(model), text, NormEntropy()._entropies)
     expected = literal(tiny("mistral", "eager", sliding_window=4), text, "normalized")
     assert not torch.allclose(
-        found["heads.L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["heads.L1"]
+        actual["heads.L1"], attention_statistic(map_model(tiny("mistral")), text, NormEntropy()._entropies)["heads.L1"]
     )
-    for label, one in found.items():
-        torch.testing.assert_close(one, expected[label], rtol=0, atol=2e-6)
+    for label, value in actual.items():
+        torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6)
 
 
 def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pyte
         "t", tuple((i[r : r + 1], m[r : r + 1]) for i, m in text_of().batches for r in range(len(i)))
     )
     for text in (text_of(), single):
-        for label, one in head_scores(NormEntropy(0), map_model(model), text).items():
-            torch.testing.assert_close(one, whole[label], rtol=0, atol=1e-9)
+        for label, value in head_scores(NormEntropy(0), map_model(model), text).items():
+            torch.testing.assert_close(value, whole[label], rtol=0, atol=1e-9)
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
@@ -243,9 +243,9 @@ def rows_of_head(family: str, module: nn.Module, head: int) -> list[torch.Tensor
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "phi3", "falcon", "bert", "bart", "t5"])
 def test_the_weight_norm_is_eq_1(family: str) -> None:
-    """Where a head's rows are is written out here, family by family."""
+    """The test locates a head's rows itself, family by family."""
     model_map = map_model(tiny(family))
-    found = head_scores(GlobalThreshold(), model_map, None)
+    actual = head_scores(GlobalThreshold(), model_map, None)
     assert {(layer.heads, layer.kv_heads) for layer in model_map.attention} == {
         (4, 2 if family in ("llama", "qwen3", "phi3", "falcon") else 4)
     }
@@ -255,7 +255,7 @@ def test_the_weight_norm_is_eq_1(family: str) -> None:
             for rows in rows_of_head(family, layer.module, head):
                 for row in rows.tolist():
                     total += sum(abs(x) for x in row) / len(rows)
-            assert float(found[layer.label][head]) == pytest.approx(total, rel=1e-12)
+            assert float(actual[layer.label][head]) == pytest.approx(total, rel=1e-12)
 
 
 def test_the_score_is_eq_4_standardised_or_as_printed() -> None:
@@ -276,18 +276,18 @@ def test_channels_have_a_norm_and_the_entropy_of_their_activation() -> None:
     model, text = tiny("llama"), text_of()
     model_map = map_model(model)
     block = model_map.feed_forward[0]
-    seen: list[torch.Tensor] = []
-    handle = block.down.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    recorded: list[torch.Tensor] = []
+    handle = block.down.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
     for ids, real in text.batches:
         with torch.no_grad():
             model(ids, attention_mask=real)
     handle.remove()
     real = torch.cat([mask.flatten() for _, mask in text.batches]).bool()
-    sizes = torch.cat([one.flatten(0, 1) for one in seen])[real].abs()
+    sizes = torch.cat([value.flatten(0, 1) for value in recorded])[real].abs()
     p = sizes / sizes.sum(0)
     expected = -(p * p.log()).sum(0) / math.log(len(sizes))
-    found = channel_scores(NormEntropy(0, "none"), model_map, text)["L0"]
-    torch.testing.assert_close(found, expected)
+    actual = channel_scores(NormEntropy(0, "none"), model_map, text)["L0"]
+    torch.testing.assert_close(actual, expected)
     norm = float(block.module.gate_proj.weight.data[5].abs().sum())
     norm += float(block.module.up_proj.weight.data[5].abs().sum())
     assert float(channel_scores(GlobalThreshold(), model_map, None)["L0"][5]) == pytest.approx(norm)
@@ -310,7 +310,7 @@ def test_eq_5_and_its_floor() -> None:
 def test_the_lowest_heads_go_over_all_layers_or_in_each() -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     scores = scores_for(model_map)
-    flat = sorted((float(x), label, head) for label, one in scores.items() for head, x in enumerate(one))
+    flat = sorted((float(x), label, head) for label, value in scores.items() for head, x in enumerate(value))
     lost = select_heads(model_map, scores, 0.25)
     assert {(label, head) for label, heads in lost.items() for head in heads} == {(x, h) for _, x, h in flat[:4]}
     even = select_heads(model_map, scores, 0.25, allocation="uniform")
@@ -352,12 +352,12 @@ def test_channels_are_rounded_so_that_a_multiple_stays() -> None:
 
 
 def gone(plan: Plan, label: str) -> list[int]:
-    """Heads of a layer that a plan removes."""
+    """Return the heads of a layer that a plan removes."""
     return [int(name.partition("H")[2]) for name in plan.heads if name.startswith(f"{label}H")]
 
 
 def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
-    """Score and select on a model from which the first stage was really cut: the same goes as in the second stage."""
+    """Scoring a model that is cut by the first stage selects the same units as the second stage."""
     text, pruner = text_of(rows=6, length=12), NormEntropy(0.5)
     for seed in range(4):
         model = tiny("llama", seed=seed, num_hidden_layers=6, hidden_size=64, num_attention_heads=8,
@@ -370,11 +370,11 @@ def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
         fewer = select_channels(smaller, channel_scores(pruner, smaller, text), 1 / 3)
         for layer in model_map.attention:
             left = [head for head in range(8) if head not in gone(first, layer.label)]
-            again = [left[place] for place in lost.get(layer.label, ())]
+            again = [left[position] for position in lost.get(layer.label, ())]
             assert sorted([*gone(first, layer.label), *again]) == sorted(gone(second, layer.label))
             label, numbers = layer.label, first.channel_numbers(layer.label)
             left = [channel for channel in range(48) if channel not in numbers]
-            again = [left[place] for place in fewer.get(label, ())]
+            again = [left[position] for position in fewer.get(label, ())]
             assert sorted([*numbers, *again]) == second.channel_numbers(label)
 
 
@@ -384,23 +384,24 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     options = by_heads(0.5, p_min=0.1, steps=3, growth=1.5, ffn_ratio=0.25)
     plans = list(stages(NormEntropy(0.5), model_map, options, text))
     removed = [{*plan.heads} for plan in plans]
-    assert [len(one) for one in removed] == [share_of(0.1 + 0.4 * (t / 3) ** 1.5, 12) for t in (1, 2, 3)]
+    assert [len(value) for value in removed] == [share_of(0.1 + 0.4 * (t / 3) ** 1.5, 12) for t in (1, 2, 3)]
     assert removed[0] <= removed[1] <= removed[2]
     with plans[0].applied_to(model):
         again = head_scores(NormEntropy(0.5), model_map, text, {x: set(gone(plans[0], x)) for x in ("L0", "L1", "L2")})
-    for label, one in again.items():
-        torch.testing.assert_close(plans[1].scores[f"heads.{label}"], one)
+    for label, value in again.items():
+        torch.testing.assert_close(plans[1].scores[f"heads.{label}"], value)
     assert any(not torch.equal(plans[0].scores[key], plans[1].scores[key]) for key in plans[0].scores)
-    made = plans[-1].made
-    assert made["method"] == "norm_entropy" and made["calibration"]["sha256"] and len(made["stages"]) == 3
+    provenance = plans[-1].provenance
+    assert provenance["method"] == "norm_entropy" and provenance["calibration"]["sha256"]
+    assert len(provenance["stages"]) == 3
     assert sum(len(plans[-1].channel_numbers(label)) for label in model_map.channels()) == 36
-    assert [stage["channels"] for stage in made["stages"]] == [
+    assert [stage["channels"] for stage in provenance["stages"]] == [
         share_of((0.05 + 0.2 * (t / 3) ** 1.5), 144) for t in (1, 2, 3)
     ]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shares"),
+    ("settings", "shares"),
     [
         ({"ffn_ratio": 0.5}, [(0, 0.4), (0, 0.425), (0, 0.45), (0, 0.475), (0, 0.5)]),
         ({"ratio": 0.5}, [(0.4, 0), (0.425, 0), (0.45, 0), (0.475, 0), (0.5, 0)]),
@@ -408,19 +409,19 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
         ({"ratio": 0.5, "ffn_ratio": 0.1}, [(0.4, 0.08), (0.425, 0.085), (0.45, 0.09), (0.475, 0.095), (0.5, 0.1)]),
     ],
 )
-def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(wanted: Any, shares: Any) -> None:
-    options = by_heads(**wanted, p_min=0.4, steps=4)
+def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(settings: Any, shares: Any) -> None:
+    options = by_heads(**settings, p_min=0.4, steps=4)
     for step, expected in enumerate(shares):
         assert options.shares(step) == pytest.approx(expected)
     model_map = map_model(tiny("llama"))
-    found = [sum(len(p.channel_numbers(x)) for x in ("L0", "L1"))
+    actual = [sum(len(p.channel_numbers(x)) for x in ("L0", "L1"))
              for p in stages(make_pruner("random", {}), model_map, options)]  # fmt: skip
-    assert found == [share_of(of_channels, 96) for _, of_channels in shares[1:]]
+    assert actual == [share_of(of_channels, 96) for _, of_channels in shares[1:]]
 
 
 @dataclass(frozen=True)
 class Numbered(Pruner):
-    """A method of a user's: scores heads by their numbers, and notes the bias of the first layer's projection."""
+    """A user's method: scores heads by their numbers, and records the bias of the first layer's projection."""
 
     heads_only = True
     biases: list[float] = field(default_factory=list, compare=False)
@@ -444,10 +445,10 @@ def test_what_makes_up_for_a_step_goes_with_the_plan_and_counts_in_the_next_one(
 def test_made_says_how_channels_were_scored() -> None:
     model_map = map_model(tiny("llama"))
     (plan,) = stages(NormEntropy(1.0), model_map, by_heads(0.25, ffn_ratio=0.25), None, RandomScores(3))
-    assert plan.made["method"] == "norm_entropy" and plan.made["alpha"] == 1.0
-    assert plan.made["ffn_method"] == "random" and plan.made["ffn_options"] == {"seed": 3}
-    assert plan.made["stages"] == [{"step": 1, "ratio": 0.25, "ffn_ratio": 0.25, "heads": 2, "channels": 24}]
-    assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).made
+    assert plan.provenance["method"] == "norm_entropy" and plan.provenance["alpha"] == 1.0
+    assert plan.provenance["ffn_method"] == "random" and plan.provenance["ffn_options"] == {"seed": 3}
+    assert plan.provenance["stages"] == [{"step": 1, "ratio": 0.25, "ffn_ratio": 0.25, "heads": 2, "channels": 24}]
+    assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).provenance
 
 
 def test_two_pruners_that_are_equal_score_heads_and_channels() -> None:
@@ -463,16 +464,16 @@ def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
     assert plan.heads == ("L0H0", "L1H0")
     expected = next(stages(RandomScores(3), model_map, by_heads(ffn_ratio=0.25)))
     assert plan.channels == expected.channels
-    with pytest.raises(InputError, match="measured on a text"):  # a second step scores anew
+    with pytest.raises(InputError, match="needs a calibration text"):  # a second step scores anew
         list(stages(NormEntropy(), model_map, by_heads(0.5, steps=2), None, scores=heads))
 
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
-    """Of the same ratio all remove the same share of the parameters in play; a plan says in words which."""
+    """All methods remove the same share of the parameters; the plan describes it in words."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
     pruner = make_pruner(name, {})
-    for parts, said in (("heads", "heads"), ("both", "heads and channels")):
+    for parts, words in (("heads", "heads"), ("both", "heads and channels")):
         options = PruneOptions(0.25, parts=parts)
         if parts == "both" and pruner.heads_only:
             with pytest.raises(InputError, match=r"scores heads only; .*--parts heads"):
@@ -480,18 +481,18 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
             continue
         first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
         assert first == second and first.identity(model_map) == second.identity(model_map)
-        counted, unit = first.made["parameters"], Part(model_map.attention[0]).cost("group")
+        counted, unit = first.provenance["parameters"], Part(model_map.attention[0]).cost("group")
         assert abs(counted["removed"] - 0.25 * counted["removable"]) <= unit
-        assert first.made["removes"] == f"25% of the parameters of {said}"
+        assert first.provenance["removes"] == f"25% of the parameters of {words}"
 
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> None:
-    """OPT's feed-forward blocks read (rows · tokens, columns); the padding that they read, too, does not matter."""
+    """OPT's feed-forward blocks read (rows · tokens, columns); padding does not change the scores."""
     model_map, pruner, text = map_model(tiny("opt")), make_pruner(name, {}), text_of()
     parts = parts_of(model_map, ["heads"] if pruner.heads_only else KINDS)
     ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
-    others = CalibrationText.of("test", torch.where(real.bool(), ids, ids + 1), 2, real)
+    others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
     first, second = (pruner.scores(model_map, each, parts, {}).values for each in (text, others))
     for part in parts:
         assert len(first[part.key]) == part.size
@@ -500,14 +501,14 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
-    """And channels by another method, where one is named for them."""
+    """With a second method for channels, both kinds are removed."""
     model_map, text, pruner = map_model(tiny("llama", num_hidden_layers=4)), text_of(), make_pruner(name, {})
     parts = "heads" if name in ("norm_entropy", "global_threshold", "confidence") else "both"
     (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
     assert plan == next(stages(pruner, model_map, PruneOptions(0.25, parts=parts), text))
-    assert bool(plan.channels) == (parts == "both") and plan.made["options"]["parts"] == parts
-    assert settled(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
-    assert settled(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
+    assert bool(plan.channels) == (parts == "both") and plan.provenance["options"]["parts"] == parts
+    assert resolve_options(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
+    assert resolve_options(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
 
 
 def test_what_a_plan_removes_in_words() -> None:
@@ -520,7 +521,7 @@ def test_what_a_plan_removes_in_words() -> None:
     assert str(by_heads(0.3, ffn_ratio=0.25)) == "30% of the query heads and 25% of the channels"
     assert str(by_heads(ffn_ratio=0.25)) == "25% of the channels"
     (plan,) = stages(RandomScores(), map_model(tiny("mixtral")), PruneOptions(0.5))
-    assert plan.made["removes"] == "50% of the parameters of heads"  # experts are none of the channels
+    assert plan.provenance["removes"] == "50% of the parameters of heads"  # experts are none of the channels
 
 
 @pytest.mark.parametrize("command", ["prune", "importance"])
@@ -538,9 +539,9 @@ def test_seeds_are_different_draws() -> None:
     assert len(set(draws)) > 1
 
 
-def planned(family: str, *ratio: float, **wanted: Any) -> list[Plan]:
-    """Make the plans of random scores."""
-    return list(stages(RandomScores(), map_model(tiny(family)), by_heads(*ratio, **wanted)))
+def planned(family: str, *ratio: float, **settings: Any) -> list[Plan]:
+    """Return the plans of random scores."""
+    return list(stages(RandomScores(), map_model(tiny(family)), by_heads(*ratio, **settings)))
 
 
 @pytest.mark.parametrize(
@@ -561,15 +562,15 @@ def planned(family: str, *ratio: float, **wanted: Any) -> list[Plan]:
         (lambda m: PruneOptions(p_min=0.1), "p_min=0.1 must be at most the ratio, 0.0"),
         (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "give --ratio .of the parameters.*--ffn_ratio"),
         (lambda m: make_pruner("global_threshold", {"alpha": 0.0}), "'alpha'; it has none"),
-        (lambda m: head_scores(NormEntropy(0.0), m, None), "norm_entropy is measured on a text"),
-        (lambda m: channel_scores(NormEntropy(0.0), m, None), "norm_entropy is measured on a text"),
-        (lambda m: head_scores(Confidence(), m, None), "confidence is measured on a text"),
+        (lambda m: head_scores(NormEntropy(0.0), m, None), "norm_entropy needs a calibration text"),
+        (lambda m: channel_scores(NormEntropy(0.0), m, None), "norm_entropy needs a calibration text"),
+        (lambda m: head_scores(Confidence(), m, None), "confidence needs a calibration text"),
         (lambda m: make_pruner("norm_entropy", {"alpha": "much"}), "alpha='much' must be a number"),
         (lambda m: planned("gpt2", 0.2, unit="balanced"), "does not suit this gpt2.*head or group"),
         (lambda m: planned("gpt_bigcode", 0.2, unit="group"), "head or balanced"),
         (lambda m: planned("bloom", 0.2, unit="group"), "position biases.*use head"),
         (lambda m: planned("mixtral", ffn_ratio=0.2), "no dense feed-forward blocks"),
-        (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "measured on a text"),
+        (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "needs a calibration text"),
         (lambda m: list(stages(Confidence(), m, by_heads(0.2, ffn_ratio=0.2), text_of())), "scores heads only"),
     ],
 )
@@ -581,13 +582,13 @@ def test_mistakes_are_one_line(action: Any, message: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "roberta", "bart", "mpt"])
 def test_windows_are_as_long_as_the_model_has_positions_and_no_longer(family: str) -> None:
-    """What is allowed runs, and one token more would not."""
+    """The longest allowed window runs, and one token more fails."""
     model = tiny(family)
     limit = 128 - 2 if family == "roberta" else 128
     if family == "roberta":
         model = tiny(family, pad_token_id=1)
     for length in (limit, limit + 1):
-        text = CalibrationText.of("long", tokens(1, length).clamp(min=3))
+        text = CalibrationText.from_windows("long", tokens(1, length).clamp(min=3))
         if length == limit:
             check_length(model, length)
             list(text.run(model))
@@ -603,5 +604,5 @@ def test_a_plan_with_scores_survives_its_file(tmp_path: Path) -> None:
     plan = list(stages(NormEntropy(), model_map, by_heads(0.25, ffn_ratio=0.1), text_of()))[-1]
     plan.save(tmp_path / "plan.json", model_map)
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded == plan and loaded.made["options"]["ratio"] == 0.25
-    assert all(torch.equal(loaded.scores[key], one) for key, one in plan.scores.items())
+    assert loaded == plan and loaded.provenance["options"]["ratio"] == 0.25
+    assert all(torch.equal(loaded.scores[key], value) for key, value in plan.scores.items())

@@ -86,7 +86,7 @@ def test_gguf_file_is_loaded_dequantised_and_can_be_saved(tmp_path: Path, folder
     from lmeval_prune.models.identity import ModelIdentity
     from lmeval_prune.models.pruned_hf import PrunedHFLM
 
-    source = embedded.packaged("smollm2-135m")
+    source = embedded.packaged_file("smollm2-135m")
     wrapped = PrunedHFLM(str(source.parent), gguf_file=source.name, heads="L5H3", device="cpu", dtype="float32")
     wrapped.model.save_pretrained(tmp_path / "saved")
     converted = PrunedHFLM(folder, device="cpu", dtype="float32")

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipe of a method, pasted as it is printed: linted, and its row of the matrix green."""
+"""CONTRIBUTING's recipe for a method works as printed: it passes the linter and its row of the test matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASTED = ("lmeval_prune/interventions/scale_attention.py", "lmeval_prune/interve
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository with the recipe's file, line and row."""
+    """Copy the repository and add the recipe's file, line and row."""
     folder = tmp_path_factory.mktemp("recipe") / "repository"
     for name in ("lmeval_prune", "tests", "tasks", "kernels", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -27,10 +27,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file, line, row = [text for _, text in BLOCK.findall(recipe)][:3]
     (folder / PASTED[0]).write_text(file, encoding="utf-8")
     for name, opening, text in ((PASTED[1], "METHODS = {\n", line), (PASTED[2], "ROWS = [\n", row)):
-        before, found, after = (folder / name).read_text(encoding="utf-8").partition(opening)
-        assert found
-        indented = "".join(f"    {one}\n" for one in text.splitlines())
-        (folder / name).write_text(before + found + indented + after, encoding="utf-8")
+        before, actual, after = (folder / name).read_text(encoding="utf-8").partition(opening)
+        assert actual
+        indented = "".join(f"    {value}\n" for value in text.splitlines())
+        (folder / name).write_text(before + actual + indented + after, encoding="utf-8")
     return folder
 
 

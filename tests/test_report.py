@@ -88,7 +88,7 @@ def stores(tmp_path: Path) -> tuple[Outcomes, Outcomes]:
     return OutcomeStore(tmp_path / "train").read(), OutcomeStore(tmp_path / "test").read()
 
 
-def test_curves_are_what_they_say(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
+def test_curves(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
     train, test = stores
     ordered = curves.ordered("best", policies.best(train), test, 3)
     order = policies.best(train).pool
@@ -113,7 +113,7 @@ def test_curves_are_what_they_say(stores: tuple[Outcomes, Outcomes], tmp_path: P
     assert (oracle.values == test.z.max(1, keepdims=True)).all()
 
 
-def test_the_band_holds_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) -> None:
+def test_band_contains_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) -> None:
     train, test = stores
     small, large = (curves.at_random("r", POOL, o, 2) for o in (test, train))
     widths = []
@@ -124,7 +124,7 @@ def test_the_band_holds_the_mean_and_shrinks(stores: tuple[Outcomes, Outcomes]) 
     assert (widths[1] < widths[0]).all()
 
 
-def test_names_of_others_are_shown_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_escaped_in_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SUBJECTS", ("<script>x", "=1+2"))
     write(tmp_path / "test", 0, 30)
     write_report(ReportOptions(test=str(tmp_path / "test"), output=str(tmp_path / "out"), n=2))
@@ -148,8 +148,8 @@ def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:
     assert len(table.long()) == 2 * 4
 
 
-def test_luck_alone_gains_too() -> None:
-    """All columns equally good: the best of them seems better, and the shuffled figure says by how much."""
+def test_best_head_gains_by_chance() -> None:
+    """All columns are equally good: the best column seems better, by as much as the shuffled gain."""
     z = (np.random.default_rng(0).random((60, 5)) < 0.4).astype(np.float32)
     rows = [
         {"task": "toy", "split": "s", "doc_id": i, "question": str(i), "prompt": "", "attributes": {}}
@@ -157,12 +157,12 @@ def test_luck_alone_gains_too() -> None:
     ]
     outcomes = Outcomes(z, [DENSE, *(f"L0H{h}" for h in range(4))], rows)
     table = heads.HeadTable.of(outcomes)
-    luck = heads.gains_by_luck(outcomes, table, draws=2000)["L0"]
+    luck = heads.gains_by_chance(outcomes, table, draws=2000)["L0"]
     assert 0.03 < np.mean(luck) < 0.15
     assert abs(heads.gains(table)["L0"][0] - np.mean(luck)) < 3 * np.std(luck)
 
 
-def test_the_whole_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train, test = stores
     fit(train, "all-minilm-l6-v2", FitOptions(epochs=40)).save(tmp_path / "router")
     samples(tmp_path / "s.jsonl", test)
@@ -180,13 +180,13 @@ def test_the_whole_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, cap
     }
     assert names == pictures | {"report.md", "report.json", "accuracy.csv", "pass_at_n.csv"}
     assert all((tmp_path / "out" / name).stat().st_size > 3000 for name in pictures)
-    found = json.loads((tmp_path / "out/report.json").read_text())
+    result = json.loads((tmp_path / "out/report.json").read_text())
     drawn = (tmp_path / "out/head_map.svg").read_text()
     assert "change in accuracy, points" in drawn
-    assert set(found["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best heads of training"}
-    assert len(found["router_minus"]["sampling"]) == 4
+    assert set(result["pass"]) >= {"SPRINT router", "sampling", "oracle (not a method)", "best heads of training"}
+    assert len(result["router_minus"]["sampling"]) == 4
     orders = Router.load(tmp_path / "router").order(test.texts)
-    for k, counts in enumerate(found["choices"]):
+    for k, counts in enumerate(result["choices"]):
         assert counts == {head: sum(order[k] == head for order in orders) for head in counts}
         assert sum(counts.values()) == len(test.texts)
     text = (tmp_path / "out/report.md").read_text()
@@ -197,7 +197,7 @@ def test_the_whole_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, cap
     assert (again / "report.json").read_text() == (tmp_path / "out/report.json").read_text()
 
 
-def test_one_store_serves_for_training_and_test(tmp_path: Path) -> None:
+def test_held_out_questions_are_the_test(tmp_path: Path) -> None:
     write(tmp_path / "s", 0, 60)
     router = fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=3, holdout=0.5))
     router.save(tmp_path / "r")
@@ -213,7 +213,7 @@ def test_one_store_serves_for_training_and_test(tmp_path: Path) -> None:
     assert "Test: 30 questions" in text and "Training: 40 questions" in text
 
 
-def test_the_test_questions_can_be_asked_of_lm_eval(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_questions_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write(tmp_path / "s", 0, 40)
     fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=1, holdout=0.25)).save(
         tmp_path / "r"
@@ -231,7 +231,7 @@ def test_the_test_questions_can_be_asked_of_lm_eval(tmp_path: Path, capsys: pyte
     assert "is a file" in capsys.readouterr().err
 
 
-def test_questions_that_a_router_was_fitted_on_are_no_test(tmp_path: Path) -> None:
+def test_fitted_questions_are_refused_as_test(tmp_path: Path) -> None:
     write(tmp_path / "s", 0, 60)
     write(tmp_path / "elsewhere", 100, 30)
     fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=3)).save(tmp_path / "r")
@@ -240,7 +240,7 @@ def test_questions_that_a_router_was_fitted_on_are_no_test(tmp_path: Path) -> No
             write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), train, str(tmp_path / "r"), n=3))
 
 
-def test_where_heads_do_not_depend_on_questions_the_router_gains_nothing(tmp_path: Path) -> None:
+def test_router_gains_nothing_if_outcomes_do_not_depend_on_questions(tmp_path: Path) -> None:
     """Outcomes shuffled among questions, heads of different accuracy: held out, the router is no better than `best`."""
     write(tmp_path / "s", 0, 400)
     store = OutcomeStore(tmp_path / "s")
@@ -253,12 +253,12 @@ def test_where_heads_do_not_depend_on_questions_the_router_gains_nothing(tmp_pat
     store.add(cells)
     fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")
     write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3))
-    found = json.loads((tmp_path / "out/report.json").read_text())
-    router, best = (found["pass"][name]["values"][0] for name in ("SPRINT router", "best heads of training"))
+    result = json.loads((tmp_path / "out/report.json").read_text())
+    router, best = (result["pass"][name]["values"][0] for name in ("SPRINT router", "best heads of training"))
     assert 0.5 < best < 0.7 and router < best + 0.05
 
 
-def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
+def test_invalid_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
     train, test = stores
     fit(train, "all-minilm-l6-v2", FitOptions(epochs=1)).save(tmp_path / "router")
     write(tmp_path / "other", 0, 30, weights="others")
@@ -268,20 +268,20 @@ def test_senseless_reports_are_refused(stores: tuple[Outcomes, Outcomes], tmp_pa
     (tmp_path / "not.jsonl").write_text('{"doc": 1}\n')
 
     def report(message: str, **options: object) -> None:
-        given = {"test": str(tmp_path / "test"), "output": str(tmp_path / "out"), "n": 2, **options}
+        arguments = {"test": str(tmp_path / "test"), "output": str(tmp_path / "out"), "n": 2, **options}
         with pytest.raises(InputError, match=message):
-            write_report(ReportOptions(**given))
+            write_report(ReportOptions(**arguments))
 
     report("different models", test=str(tmp_path / "other"), router=str(tmp_path / "router"))
-    report("training questions too", train=str(tmp_path / "overlap"))
-    report("which the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
+    report("also training questions", train=str(tmp_path / "overlap"))
+    report("the test store lacks", test=str(tmp_path / "few"), router=str(tmp_path / "router"))
     report("the pool has 5", n=6)
     report("n=0 must be", n=0)
     report("lacks 20 of the test store's 30", samples=[("T", str(tmp_path / "s.jsonl"))])
     report("not.jsonl is damaged or of another kind", samples=[("T", str(tmp_path / "not.jsonl"))])
     for wrong in ({"prompt": "another"}, {"length": 9}):
         samples(tmp_path / "w.jsonl", test, **wrong)
-        report("cannot be compared", samples=[("T", str(tmp_path / "w.jsonl"))])
+        report("other prompts or another max_gen_toks", samples=[("T", str(tmp_path / "w.jsonl"))])
     write(tmp_path / "unlike", 200, 30, tasks={"toy": {**TASKS["toy"], "chat_template": "other"}})
     report("different settings of toy", train=str(tmp_path / "unlike"))
     report("shortlist .* has 1", shortlist=1)

@@ -103,7 +103,7 @@ def test_a_model_that_computes_nan_is_refused_and_its_other_answers_stay(tiny_fo
     lm.close()
     hook.remove()
     again = model(tiny_folder, batch_size=1, responses=str(tmp_path))
-    assert len(again.answering.store.known) == 1
+    assert len(again.answering.store.responses) == 1
     assert [one for one, _ in again.loglikelihood(items)] == pytest.approx([one for one, _ in expected])
     again.close()
 
@@ -169,7 +169,7 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(
     asked = [*requests("generate_until")[:2], *repeats(4)]
     asked += [request("generate_until", (PROMPTS[i], SAMPLED), i, 2, "other") for i in (0, 0, 2, 2)]
     add, detected = AnswerStore.add, 0
-    monkeypatch.setattr(answering, "GROUP", 3)
+    monkeypatch.setattr(answering, "AUTO_GROUP_SIZE", 3)
 
     def detect(*_: Any, **__: Any) -> int:
         nonlocal detected
@@ -295,7 +295,7 @@ def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> 
     first.compact()
     assert not list(tmp_path.glob("rank-*.jsonl"))
     first.close()
-    assert AnswerStore(tmp_path).known == {"a": "x", "b": "y", "c": "z", "d": "w"}
+    assert AnswerStore(tmp_path).responses == {"a": "x", "b": "y", "c": "z", "d": "w"}
 
 
 def test_a_damaged_store_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_damaged_store_is_refused_in_one_line(tmp_path: Path) -> None:
             AnswerStore(tmp_path)
         assert "\n" not in str(error.value)
         parquet.write_table(whole, table)
-    assert AnswerStore(tmp_path).known == {"a": "x"}
+    assert AnswerStore(tmp_path).responses == {"a": "x"}
 
 
 def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_two_files_are_merged_and_foreign_folders_refused(tmp_path: Path) -> Non
     first.add("a", "x", {})
     second.add("b", [1.5, True], {})
     first.close()
-    assert AnswerStore(tmp_path / "s", 0).known == {"a": "x", "b": [1.5, True]}
+    assert AnswerStore(tmp_path / "s", 0).responses == {"a": "x", "b": [1.5, True]}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
     with pytest.raises(InputError, match="not an answer store"):
@@ -432,7 +432,7 @@ def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, 
         expected = lm.generate_until(asked)
         lm.answering.store = AnswerStore(tmp_path / "s")
         count += len(asked)
-        assert lm.generate_until(asked) == expected and len(lm.answering.store.known) == count
+        assert lm.generate_until(asked) == expected and len(lm.answering.store.responses) == count
         lm.close()
     one, other = identities
     assert [name for name in one if one[name] != other[name]] == [part] and one.keys() == other.keys()
@@ -525,10 +525,10 @@ def test_answers_of_code_that_has_changed_since_are_not_used(
             numbers["transformers"] = "5.23.0"
         fresh = answers(patch)
         assert fresh != before
-        (line,) = [record.getMessage() for record in caplog.records if "kept answers" in record.getMessage()]
-        assert line == f"{len(asked)} kept answers {said}; they are not used"
+        (line,) = [record.getMessage() for record in caplog.records if "stored answers" in record.getMessage()]
+        assert line == f"{len(asked)} stored answers {said}; they are not used"
         caplog.clear()
-        assert answers(patch) == fresh and "kept answers" not in caplog.text
+        assert answers(patch) == fresh and "stored answers" not in caplog.text
     identity.code_versions.cache_clear()
 
 

@@ -38,7 +38,7 @@ def store(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def taught(store: Path) -> Outcomes:
-    """The store's questions, with outcomes that teach something (a random model solves nothing)."""
+    """The store's questions with informative outcomes (a random model solves nothing)."""
     outcomes = OutcomeStore(store).read()
     z = np.random.default_rng(0).integers(0, 2, outcomes.z.shape).astype(np.float32)
     return Outcomes(z, outcomes.pool, outcomes.questions, outcomes.model, outcomes.tasks)
@@ -52,17 +52,17 @@ def router(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(folder: Path, task: str = TASK, **arguments: Any) -> tuple[dict, dict]:
-    """Run it through lm-eval: the results, and by document the tries' texts and heads."""
-    given = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **arguments}
-    found = simple_evaluate(
+    """Run lm-eval; return the results and, by document, the texts and heads of the tries."""
+    settings = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **arguments}
+    result = simple_evaluate(
         task_manager=task_manager(),
-        model="pruned-hf", model_args=given, tasks=[task], limit=3, gen_kwargs={"max_gen_toks": 8}, log_samples=True,
+        model="pruned-hf", model_args=settings, tasks=[task], limit=3, gen_kwargs={"max_gen_toks": 8}, log_samples=True,
         random_seed=None, numpy_random_seed=None, torch_random_seed=None,
     )  # fmt: skip
     samples = {
-        s["doc_id"]: (s["doc"], s["resps"][0], s["arguments"][0][1].get("heads")) for s in found["samples"][task]
+        s["doc_id"]: (s["doc"], s["resps"][0], s["arguments"][0][1].get("heads")) for s in result["samples"][task]
     }
-    return found, samples
+    return result, samples
 
 
 def test_each_try_is_the_greedy_answer_under_its_head(tiny_folder: Path, router: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_routed_run_answers_as_the_sweep_did(tiny_folder: Path, store: Path, r
         assert texts == [cells[number, head] for head in heads]
 
 
-def test_with_one_repeat_it_is_the_first_choice(tiny_folder: Path, router: Path) -> None:
+def test_without_repeats_the_first_head_answers(tiny_folder: Path, router: Path) -> None:
     _, single = evaluate(tiny_folder, "prune_tiny_words", router=str(router))
     _, four = evaluate(tiny_folder, router=str(router))
     assert {n: (texts[0], heads) for n, (_, texts, heads) in single.items()} == {
@@ -112,7 +112,7 @@ def test_baselines_order_the_pool(tiny_folder: Path, store: Path, policy: str) -
         assert again == samples != other
 
 
-def test_a_killed_routed_run_goes_on(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
+def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
     whole, samples = evaluate(tiny_folder, router=str(router))
     responses = tmp_path / "responses"
     evaluate(tiny_folder, router=str(router), responses=str(responses))
@@ -133,19 +133,19 @@ def test_a_killed_routed_run_goes_on(tiny_folder: Path, router: Path, tmp_path: 
         ({"router": "nowhere"}, "is not a folder"),
         ({"router": "best"}, "needs router_store"),
         ({"router": "random"}, "or router_pool"),
-        ({"router": "random", "router_pool": "L0H0+L0H1"}, "4 tries, and the pool"),
+        ({"router": "random", "router_pool": "L0H0+L0H1"}, "4 tries"),
         ({"router": "random", "router_pool": "L9H0"}, "no attention in layer 9"),
-        ({"router": "random", "router_pool": "L0H*+dense", "question_field": "problem"}, "no field 'problem'"),
+        ({"router": "random", "router_pool": "L0H*+dense", "question_field": "problem"}, "question field 'problem'"),
         ({"router": "random", "router_pool": "L0H*", "engine": "generate"}, "leave out engine=generate"),
         ({"router_pool": "L0H*"}, "belong to router="),
     ],
 )
-def test_senseless_routing_is_refused(tiny_folder: Path, arguments: dict, message: str) -> None:
+def test_invalid_routing_is_refused(tiny_folder: Path, arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         evaluate(tiny_folder, **arguments)
 
 
-def test_what_cannot_be_routed_is_refused(tiny_folder: Path, router: Path, store: Path, tmp_path: Path) -> None:
+def test_unsuitable_tasks_and_models_are_refused(tiny_folder: Path, router: Path, store: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="generative tasks only"):
         evaluate(tiny_folder, "prune_tiny_choice", router=str(router))
     other = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_what_cannot_be_routed_is_refused(tiny_folder: Path, router: Path, store
         ).arguments.router.policy.order(["never asked"])
 
 
-def test_a_router_fits_its_model_in_a_smaller_type_too(tiny_folder: Path, router: Path, store: Path) -> None:
+def test_router_accepts_its_model_in_a_smaller_dtype(tiny_folder: Path, router: Path, store: Path) -> None:
     for arguments in ({"router": str(router)}, {"router": "best", "router_store": str(store)}):
         for dtype in ("float32", "bfloat16", "float16"):
             PrunedHFLM(str(tiny_folder), dtype=dtype, device="cpu", **arguments)
@@ -185,7 +185,7 @@ def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, t
 
 @pytest.mark.real
 @pytest.mark.long
-def test_on_the_real_model_through_the_real_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_on_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweep and routed run, as a user types them."""
     monkeypatch.chdir(tmp_path)
     arguments = "pretrained=smollm2-135m,dtype=float32"

@@ -42,20 +42,20 @@ def literal_loss(q: list, v: list, z: list, weight: float) -> float:
         return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
 
     terms = []
-    for place, row in zip(q, z, strict=True):
+    for index, row in zip(q, z, strict=True):
         every = positive = 0.0
         for head, outcome in zip(v, row, strict=True):
             if math.isnan(outcome):
                 continue
-            weight_of = math.exp(-distance(place, head))
+            weight_of = math.exp(-distance(index, head))
             every += weight_of
             positive += weight_of if outcome == 1 else 0.0
         if positive:
             terms.append(-math.log(positive / every))
     total = sum(terms) / len(terms)
     for j, k in itertools.combinations(range(len(v)), 2):
-        both = [row for row in z if not math.isnan(row[j]) and not math.isnan(row[k])]
-        s = sum(row[j] == row[k] for row in both) / len(both) if both else 0.0
+        pair = [row for row in z if not math.isnan(row[j]) and not math.isnan(row[k])]
+        s = sum(row[j] == row[k] for row in pair) / len(pair) if pair else 0.0
         total -= weight * s * distance(v[j], v[k])
     return total
 
@@ -84,54 +84,54 @@ def test_the_loss_and_its_gradients_are_eq_1(unknown: bool, weight: float, diver
         q = [[sum(a * b for a, b in zip(t, row, strict=True)) for t in theta.tolist()] for row in x.tolist()]
         return literal_loss(q, [placed(row) for row in raw.tolist()], z.tolist(), weight)
 
-    found = ours(theta, raw)
-    assert float(found) == pytest.approx(literal(), rel=1e-10)
-    found.backward()
+    result = ours(theta, raw)
+    assert float(result) == pytest.approx(literal(), rel=1e-10)
+    result.backward()
     for parameter in (theta, raw):  # the gradient, against the literal's finite differences
-        for place in [(0, 0), (2, 1), (1, 2)]:
+        for index in [(0, 0), (2, 1), (1, 2)]:
             with torch.no_grad():
-                parameter[place] += 1e-6
+                parameter[index] += 1e-6
                 above = literal()
-                parameter[place] -= 2e-6
+                parameter[index] -= 2e-6
                 below = literal()
-                parameter[place] += 1e-6
-            assert float(parameter.grad[place]) == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-7)
+                parameter[index] += 1e-6
+            assert float(parameter.grad[index]) == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-7)
 
 
-def test_a_question_that_no_head_solves_is_left_out_and_one_that_all_solve_adds_nothing() -> None:
+def test_unsolved_questions_are_skipped_and_questions_solved_by_all_add_zero() -> None:
     q, v = torch.randn(3, 2), torch.randn(4, 2)
     z = torch.tensor([[0.0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]])
-    found = losses.ranking_losses(q, v, z)
-    assert len(found) == 2 and float(found[0]) == 0 and float(found[1]) > 0
+    result = losses.ranking_losses(q, v, z)
+    assert len(result) == 2 and float(result[0]) == 0 and float(result[1]) > 0
     none = losses.contrastive_loss(q[:1].requires_grad_(), v, z[:1], losses.agreement(z), 0.0)
     assert float(none) == 0 and none.requires_grad
 
 
-def test_the_printed_loss_has_no_minimum_and_the_default_has() -> None:
+def test_printed_loss_is_unbounded_and_default_is_bounded() -> None:
     z = random_z(torch.Generator().manual_seed(2), 20, 6, False)
     s, q, start = losses.agreement(z), torch.randn(20, 4).double(), torch.randn(6, 4).double()
-    found = {}
+    result = {}
     for diversity in ("ball", "sphere", "unbounded"):
         heads = [losses.constrained(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
-        found[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
-    assert found["unbounded"][3] < -1e5
-    assert all(b < a for a, b in itertools.pairwise(found["unbounded"][1:]))
+        result[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
+    assert result["unbounded"][3] < -1e5
+    assert all(b < a for a, b in itertools.pairwise(result["unbounded"][1:]))
     pairs = 6 * 5 / 2
     for bounded in ("ball", "sphere"):
-        assert min(found[bounded]) >= -0.1 * pairs * 4  # no two points of the unit ball are further apart than 2
+        assert min(result[bounded]) >= -0.1 * pairs * 4  # no two points of the unit ball are further apart than 2
 
 
 def test_large_distances_stay_finite_in_float32() -> None:
     q, v = torch.full((1, 8), 100.0), torch.stack([torch.full((8,), -100.0), torch.full((8,), -99.0)])
-    found = losses.ranking_losses(q, v, torch.tensor([[1.0, 0.0]]))
-    assert torch.isfinite(found).all() and float(found) > 1000
+    result = losses.ranking_losses(q, v, torch.tensor([[1.0, 0.0]]))
+    assert torch.isfinite(result).all() and float(result) > 1000
 
 
 # --------------------------------------------------------------------------- worlds of known structure
 
 
 def world(questions: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three kinds of questions; kind i is solved by heads 2i and 2i+1 nearly always, by others hardly ever."""
+    """Three kinds of questions; kind i is nearly always solved by heads 2i and 2i+1, rarely by others."""
     generator = np.random.default_rng(seed)
     centres = np.random.default_rng(0).normal(size=(3, 24))
     kind = generator.integers(0, 3, questions)
@@ -150,7 +150,7 @@ OPTIONS = FitOptions(sizes=(8,), weights=(1e-3,), epochs=60)
 
 
 @pytest.mark.parametrize("diversity", ["ball", "sphere"])
-def test_the_router_recovers_a_known_structure(diversity: str) -> None:
+def test_router_recovers_known_structure(diversity: str) -> None:
     options = FitOptions(sizes=(8,), weights=(1e-3,), epochs=60, diversity=diversity)
     router = fit_embeddings(*world(400, 1), POOL[:6], "none", options)
     x, z = world(300, 2)
@@ -159,26 +159,26 @@ def test_the_router_recovers_a_known_structure(diversity: str) -> None:
     assert pass_at(router, x, z, 2) > 0.97 * float(z.max(1).values.mean())
 
 
-def test_with_shuffled_outcomes_there_is_nothing_to_learn() -> None:
-    """Whole rows of Z given to other questions; heads differ in accuracy, so `best` is one that can be missed."""
-    found = []
+def test_router_learns_nothing_from_shuffled_outcomes() -> None:
+    """Rows of Z are shuffled among questions; heads differ in accuracy, so `best` is a real baseline."""
+    result = []
     for seed in (1, 2):
         x, z = world(1000, seed)
         z[:, 3] = torch.from_numpy((np.random.default_rng(seed).random(1000) < 0.6).astype(np.float32))
-        found.append((x, z[torch.from_numpy(np.random.default_rng(seed).permutation(1000))]))
-    router = fit_embeddings(*found[0], POOL[:6], "none", OPTIONS)
-    best = float(found[1][1][:, int(found[0][1].mean(0).argmax())].mean())
-    assert best - 0.1 < pass_at(router, *found[1], 1) < best + 0.04
+        result.append((x, z[torch.from_numpy(np.random.default_rng(seed).permutation(1000))]))
+    router = fit_embeddings(*result[0], POOL[:6], "none", OPTIONS)
+    best = float(result[1][1][:, int(result[0][1].mean(0).argmax())].mean())
+    assert best - 0.1 < pass_at(router, *result[1], 1) < best + 0.04
 
 
-def test_rows_of_one_question_are_not_torn_apart() -> None:
+def test_split_keeps_rows_of_a_question_together() -> None:
     texts = [f"question {i // 2}" for i in range(60)]  # two tasks that ask the same
     kept, rest = split(numbered(texts), 0.3, 0)
     assert len(kept) == 18 and sorted(kept + rest) == list(range(60))
     assert not {texts[i] for i in kept} & {texts[i] for i in rest}
 
 
-def test_fitting_repeats_itself_and_chooses_on_validation() -> None:
+def test_fit_is_reproducible_and_validation_chooses() -> None:
     x, z = world(200, 3)
     options = FitOptions(sizes=(1, 8), weights=(0.0, 1e-3), epochs=20)
     first, again = (fit_embeddings(x, z, POOL[:6], "none", options) for _ in range(2))
@@ -215,17 +215,17 @@ def outcomes(z: list, texts: list[str] | None = None, pool: list[str] | None = N
     return Outcomes(array, pool or POOL[: array.shape[1]], rows, {"weights": "w", "name": "toy"}, {"toy": {}})
 
 
-def test_policies_give_every_head_once_and_in_their_order() -> None:
+def test_policies_order_the_pool_without_repeats() -> None:
     known = outcomes([[0, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1], [1, 0, 0, 1]])
     questions = known.texts
     assert policies.best(known).order(questions)[0] == ["L5H2", "L5H0", "dense", "L5H1"]
     oracle = policies.oracle(known)
     assert [row[0] for row in oracle.order(questions)] == ["L5H0", "L5H0", "L5H2", "dense"]
     assert oracle.note
-    one, two = policies.random_order(known.pool, 0), policies.random_order(known.pool, 1)
-    assert one.order(questions) == one.order(questions) != two.order(questions)
-    assert one.order(questions[2:]) == one.order(questions)[2:]  # a question's order is its own
-    for policy in (one, oracle, policies.best(known)):
+    item, two = policies.random_order(known.pool, 0), policies.random_order(known.pool, 1)
+    assert item.order(questions) == item.order(questions) != two.order(questions)
+    assert item.order(questions[2:]) == item.order(questions)[2:]  # a question's order is its own
+    for policy in (item, oracle, policies.best(known)):
         assert all(sorted(row) == sorted(known.pool) for row in policy.order(questions))
 
 
@@ -278,18 +278,18 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
 
 
-def test_a_store_keeps_what_was_answered(tmp_path: Path) -> None:
+def test_store_round_trip(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS[:-1])
-    found = OutcomeStore(tmp_path / "a").read()
-    assert found.pool == ["dense", "L5H1"] and found.texts == ["q0", "q1", "q2"]
+    result = OutcomeStore(tmp_path / "a").read()
+    assert result.pool == ["dense", "L5H1"] and result.texts == ["q0", "q1", "q2"]
     expected = [[1, 0], [0, 1], [1, math.nan]]
-    assert np.array_equal(found.z, np.array(expected, np.float32), equal_nan=True)
+    assert np.array_equal(result.z, np.array(expected, np.float32), equal_nan=True)
     cells = OutcomeStore(tmp_path / "a").cells()
     assert cells[0]["text"] == "yes" and cells[0]["tokens"] == [1, 2, 0]
-    assert found.accuracy().tolist() == pytest.approx([2 / 3, 1 / 2])
+    assert result.accuracy().tolist() == pytest.approx([2 / 3, 1 / 2])
 
 
-def test_a_store_is_the_same_whatever_the_order_and_the_interruptions(tmp_path: Path) -> None:
+def test_store_does_not_depend_on_order_or_interruptions(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS)
     filled(tmp_path / "b", CELLS[4:])  # a run that was stopped, then one that went on
     filled(tmp_path / "b", CELLS[:4])
@@ -321,12 +321,12 @@ def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
         file.write('{"key": "2L5H1", "te')  # cut short
     with pytest.raises(InputError, match="no outcomes yet"):
         OutcomeStore(tmp_path / "killed").read()
-    assert len(AnswerStore(tmp_path / "killed").known) == 5
+    assert len(AnswerStore(tmp_path / "killed").responses) == 5
     filled(tmp_path / "killed", CELLS)
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
-def test_a_store_refuses_what_does_not_belong_to_it(tmp_path: Path) -> None:
+def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS)
     before = content(tmp_path / "a")
 
@@ -365,22 +365,22 @@ def edited(folder: Path, **changes: Any) -> None:
         (lambda f: (filled(f, CELLS), (f / "store.json").write_text("{}")), "not a lmeval-prune/outcomes"),
         (lambda f: (filled(f, CELLS), (f / "questions.parquet").unlink()), "is empty"),
         (lambda f: (filled(f, CELLS), shutil.copy(f / "answers.parquet", f / "cells.parquet")), "damaged"),
-        (lambda f: (filled(f, CELLS), edited(f, pool=["dense"])), "do not fit together"),
+        (lambda f: (filled(f, CELLS), edited(f, pool=["dense"])), "inconsistent"),
         (lambda f: (filled(f, CELLS), edited(f, pool=[["dense"]])), "pool.0"),
         (
             lambda f: (filled(f, CELLS), OutcomeStore(f).add([{**row(7), "head": "dense", "outcome": True}])),
-            "do not fit",
+            "inconsistent",
         ),
     ],
 )
-def test_a_store_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, make, message: str) -> None:
+def test_damaged_stores_are_refused(tmp_path: Path, make, message: str) -> None:
     make(tmp_path / "s")
     with pytest.raises(InputError, match=message):
         OutcomeStore(tmp_path / "s").read()
 
 
-def test_a_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
-    """1,500 questions and 46 columns stay under 200 MB: here a tenth of the questions, every answer its own."""
+def test_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
+    """1,500 questions and 46 columns need less than 200 MB; measured on a tenth with distinct answers."""
     generator = np.random.default_rng(0)
     pool = pool_order([DENSE, *(f"L{layer}H{head}" for layer in (5, 10, 15, 20, 25) for head in range(9))])
     words = np.array(["".join(map(chr, generator.integers(97, 123, 5))) for _ in range(2000)])
@@ -402,14 +402,14 @@ def test_a_store_of_the_papers_size_is_small(tmp_path: Path) -> None:
     assert OutcomeStore(tmp_path).read().z.shape == (150, 46)
 
 
-def test_the_pool_has_one_order() -> None:
+def test_pool_order() -> None:
     assert pool_order(["L10H2", "dense", "L5H10", "L5H9", "dense"]) == ["dense", "L5H9", "L5H10", "L10H2"]
 
 
 # --------------------------------------------------------------------------- fitting and the artefact
 
 
-def test_a_router_survives_its_file(tmp_path: Path) -> None:
+def test_router_round_trip(tmp_path: Path) -> None:
     x, z = world(100, 4)
     router = fit_embeddings(x, z, POOL[:6], "all-minilm-l6-v2", OPTIONS, {"model": MODEL})
     router.save(tmp_path / "r")
@@ -423,14 +423,14 @@ def test_a_router_survives_its_file(tmp_path: Path) -> None:
     other = fit_embeddings(x, z, POOL[:6], "none", FitOptions(sizes=(8,), weights=(0.0,), epochs=2, seed=5))
     other.save(tmp_path / "o")
     (tmp_path / "r/router.safetensors").write_bytes((tmp_path / "o/router.safetensors").read_bytes())
-    with pytest.raises(InputError, match="is not the file that"):
+    with pytest.raises(InputError, match="does not belong"):
         Router.load(tmp_path / "r")
     with pytest.raises(InputError, match="not a router"):
         Router.load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("result", "message"),
     [
         (outcomes([[0, 0], [0, 0], [math.nan, 0]]), "all zero"),
         (outcomes([[1, 1], [1, 1], [1, math.nan]]), "all one"),
@@ -438,12 +438,12 @@ def test_a_router_survives_its_file(tmp_path: Path) -> None:
         (outcomes([[1, 0], [0, 1]], ["same", "same"]), "two different questions"),
     ],
 )
-def test_outcomes_that_teach_nothing_are_refused(found: Outcomes, message: str) -> None:
+def test_uninformative_outcomes_are_refused(result: Outcomes, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fit(found, "all-minilm-l6-v2")
+        fit(result, "all-minilm-l6-v2")
 
 
-def test_a_missing_encoder_is_said_in_one_line() -> None:
+def test_missing_encoder_is_refused() -> None:
     with pytest.raises(InputError, match=r"encoder /nowhere cannot be loaded"):
         fit(outcomes([[0, 1], [1, 0], [1, 0]]), "/nowhere")
 
@@ -459,7 +459,7 @@ def test_a_missing_encoder_is_said_in_one_line() -> None:
         {"epochs": 0},
     ],
 )
-def test_senseless_options_are_refused(options: dict) -> None:
+def test_invalid_options_are_refused(options: dict) -> None:
     (name,) = options
     option = {"sizes": "p", "weights": "lambda"}.get(name, name)
     with pytest.raises(InputError, match=rf"^[^\n]*\b{option}\b[^\n]*$"):
@@ -467,12 +467,12 @@ def test_senseless_options_are_refused(options: dict) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(), (8, 0)])
-def test_a_refused_list_is_told_its_bounds(sizes: tuple[int, ...]) -> None:
+def test_invalid_list_names_its_bounds(sizes: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match=r"must be one or more whole numbers separated by commas, each at least 1$"):
         FitOptions(sizes=sizes)
 
 
-def test_fitting_from_a_store_counts_what_it_leaves_out(tmp_path: Path) -> None:
+def test_fit_counts_skipped_questions(tmp_path: Path) -> None:
     texts = [
         "How many apples?",
         "What is two plus two?",

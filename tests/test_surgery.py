@@ -1,4 +1,4 @@
-"""A plan tried out, the model that is cut by it, and its checkpoint loaded again are the same."""
+"""A plan applied by hooks, the cut model, and its reloaded checkpoint compute the same."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from lmeval_prune import HeadMask, InputError, artefacts, map_model
+from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import uncuttable, units_of
 from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.artefacts import writing
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest
@@ -54,27 +55,27 @@ EXPERTS_ONLY = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss"}
 
 
 def heads_for(model: nn.Module, unit: str, alike: bool) -> list[str]:
-    """Heads of one unit or two: in every layer the same number, or of some layers only."""
-    found = []
-    for place, layer in enumerate(map_model(model).attention):
+    """Return heads of one or two units: the same number in every layer, or in some layers only."""
+    actual = []
+    for position, layer in enumerate(map_model(model).attention):
         share = layer.heads // layer.kv_heads
-        if place and not alike:
+        if position and not alike:
             continue
         if unit == "group":
-            group = place % layer.kv_heads
+            group = position % layer.kv_heads
             lost = range(group * share, (group + 1) * share)
         elif unit == "balanced":
-            lost = range(place % share, layer.heads, share)
+            lost = range(position % share, layer.heads, share)
         else:
-            lost = [1] if place % 2 else [0, 3]
-        found += [f"{layer.label}H{head}" for head in lost]
-    return found
+            lost = [1] if position % 2 else [0, 3]
+        actual += [f"{layer.label}H{head}" for head in lost]
+    return actual
 
 
 def channels_for(model: nn.Module, alike: bool) -> dict[str, str]:
     blocks = map_model(model).feed_forward
     lost = ["0,3-6,11", "1,2,7-10"]
-    return {block.label: lost[place % 2] if alike or not place else "5" for place, block in enumerate(blocks)}
+    return {block.label: lost[position % 2] if alike or not position else "5" for position, block in enumerate(blocks)}
 
 
 def stored(family: str, folder: Path) -> Any:
@@ -91,20 +92,20 @@ def padded() -> dict[str, torch.Tensor]:
 
 
 def implementations(model: Any) -> dict[str, str]:
-    """As the tiny models have them: not every family has sdpa, nor grouped products float64."""
+    """Return options of the tiny models: not every family supports sdpa, or grouped products in float64."""
     return {"attn_implementation": model.config._attn_implementation, "experts_implementation": "eager"}
 
 
-def compare(family: str, one: nn.Module, plan: Plan | None, other: nn.Module, generate: bool = True) -> None:
-    """Logits of a padded batch, and generation with either cache."""
+def compare(family: str, model: nn.Module, plan: Plan | None, other: nn.Module, generate: bool = True) -> None:
+    """Compare logits of a padded batch, and generation with both caches."""
     inputs = tokens()
-    with plan.applied_to(one) if plan else torch.no_grad():
-        expected = output(one, inputs, **padded())
-        texts = generated(family, one) if generate else {}
+    with plan.applied_to(model) if plan else torch.no_grad():
+        expected = output(model, inputs, **padded())
+        texts = generated(family, model) if generate else {}
     got = output(other, inputs, **padded())
     shown = padded()["attention_mask"].bool()
     if family in NO_NUMBERS_BESIDE_PADDING:
-        shown = shown & output(one, inputs, **padded()).isfinite().all(-1)
+        shown = shown & output(model, inputs, **padded()).isfinite().all(-1)
         assert shown[0].all()  # where nothing is padded
     torch.testing.assert_close(got[shown], expected[shown], rtol=0, atol=1e-9)
     assert expected[shown].isfinite().all()
@@ -120,18 +121,18 @@ def generated(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
         return {}
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     caches = ["dynamic"] + (["static"] if family in CAUSAL and type(model)._can_compile_fullgraph else [])
-    found = {}
+    actual = {}
     for cache in caches:
         own = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
-        found[cache] = model.generate(
+        actual[cache] = model.generate(
             tokens(2, 5), attention_mask=padded()["attention_mask"][:2, :5], **settings, **own
         )
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_path: Path) -> None:
-    """In every unit of the family, alike layers and differing ones, with channels; the model itself stays as it is."""
+    """For every unit, for equal and different layers, with channels; the model itself does not change."""
     model = stored(family, tmp_path)
     before = copy.deepcopy(model.state_dict())
     dense = output(model, tokens())
@@ -139,12 +140,12 @@ def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_pat
         for alike in (True, False):
             channels = channels_for(model, alike) if family not in EXPERTS_ONLY else {}
             plan = Plan(heads_for(model, unit, alike), channels)
-            found = cut_to(tmp_path / f"{unit}-{alike}", model, plan)
-            compare(family, model, plan, found.model, generate=False)
+            actual = cut_to(tmp_path / f"{unit}-{alike}", model, plan)
+            compare(family, model, plan, actual.model, generate=False)
             loaded = load_pretrained(tmp_path / f"{unit}-{alike}", **implementations(model))
             assert loaded.dtype == torch.float64
             compare(family, model, plan, loaded)
-            removed = found.manifest["removed"]
+            removed = actual.manifest["removed"]
             fillers = sum(map(len, removed["fillers"].values()))
             assert removed["heads"] + fillers == len(plan.fit_to(map_model(model)).heads)
             own, was = (sum(x.numel() for x in m.parameters()) for m in (loaded, model))
@@ -173,10 +174,10 @@ def test_families_whose_heads_cannot_be_cut_are_refused_and_their_channels_go(fa
 
 
 def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
-    """As plans tried out, as cuts of a cut, and as one cut; the second group goes with the last of its heads."""
+    """By hooks, as cuts of a cut, and as one cut; a group is removed with the last of its heads."""
     model = stored("llama", tmp_path)
     first, second = Plan("L0H0", {"L0": "1-4"}), Plan("L0H1+L1H2", {"L0": "3-8", "L1": "7"})
-    union = first.joined(second)
+    union = first.merged_with(second)
     assert union is not None and len(union.kv_heads_by_layer(map_model(model))) == 1
     with first.applied_to(model), second.applied_to(model):
         expected = output(model, tokens())
@@ -195,7 +196,7 @@ def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
 
 
 def test_a_cut_of_a_cut_remembers_its_own_stages(tmp_path: Path) -> None:
-    """Without being written, whatever lies in a folder of its name; and other weights than its manifest was written for have none."""
+    """Also without saving; a manifest does not apply to other weights in its folder."""
     model = stored("llama", tmp_path)
     cut_to(tmp_path / "parent-pruned", model, Plan((), {"L0": "0-9"}))  # unrelated
     once = cut(model, Plan("L0H0-1"))
@@ -215,9 +216,9 @@ def test_a_cut_of_a_cut_remembers_its_own_stages(tmp_path: Path) -> None:
 def test_a_head_mask_is_cut_as_the_plan_that_it_is_and_nothing_is_drawn() -> None:
     model = tiny("llama")
     draws = torch.get_rng_state()
-    found = cut(model, HeadMask("L0H0-1"))
+    actual = cut(model, HeadMask("L0H0-1"))
     assert torch.equal(torch.get_rng_state(), draws)
-    assert found.manifest["weights"] == cut(model, Plan("L0H0-1")).manifest["weights"]
+    assert actual.manifest["weights"] == cut(model, Plan("L0H0-1")).manifest["weights"]
 
 
 def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
@@ -226,18 +227,18 @@ def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
     HeadMask("L0H1+L1H0").save(tmp_path / "mask.json", model_map)
     Plan("L0H1+L1H0").save(tmp_path / "plan.json", model_map)
     Plan("L0H1", {"L0": "3"}).save(tmp_path / "more.json", model_map)
-    found = []
+    actual = []
     for name in ("heads", "plan", "mask"):
         for file in ("mask.json", "plan.json"):
-            (one,) = Arguments.of({name: str(tmp_path / file)}).interventions
-            assert name == "mask" or method_name(type(one)) == name
-            assert one.origin
-            with one.applied_to(model):
-                found.append(output(model, tokens()))
-            with pytest.raises(InputError, match="other weights"), one.applied_to(tiny("llama", seed=1)):
+            (intervention,) = Arguments.of({name: str(tmp_path / file)}).interventions
+            assert name == "mask" or method_name(type(intervention)) == name
+            assert intervention.origin
+            with intervention.applied_to(model):
+                actual.append(output(model, tokens()))
+            with pytest.raises(InputError, match="other weights"), intervention.applied_to(tiny("llama", seed=1)):
                 pass
-    assert all(torch.equal(one, found[0]) for one in found)
-    with pytest.raises(InputError, match="says more than heads can"):
+    assert all(torch.equal(value, actual[0]) for value in actual)
+    with pytest.raises(InputError, match="more settings than heads has"):
         Arguments.of({"heads": str(tmp_path / "more.json")})
     (both,) = Arguments.of({"heads": "L0H2", "plan": str(tmp_path / "plan.json")}).interventions
     assert both.fit_to(model_map).heads == ("L0H1", "L0H2", "L1H0")
@@ -248,7 +249,7 @@ def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Path) -> None:
-    """The literal model: weights written into it, pruned inputs zeroed."""
+    """The reference model has the plan's weights, and its pruned inputs are zeroed."""
     model = stored(family, tmp_path)
     model_map = map_model(model)
     hidden, width = model.config.hidden_size, model_map.attention[0].heads * model_map.attention[0].head_dim
@@ -281,7 +282,7 @@ def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Pa
     cut_to(tmp_path / "cut", model, loaded)
     torch.testing.assert_close(output(load_pretrained(tmp_path / "cut"), tokens()), expected, rtol=0, atol=1e-9)
     next(tmp_path.glob("plan.*.safetensors")).write_bytes(b"other")
-    with pytest.raises(InputError, match="is not the file that the artefact beside it was written with"):
+    with pytest.raises(InputError, match="does not belong to the artefact beside it"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -292,12 +293,12 @@ def test_a_plan_runs_in_the_engine_under_masks_of_its_own() -> None:
     with plan.applied_to(model):
         engine = Engine(model)
         requests = [Request(p, m, SamplingParams(5)) for p, m in zip(prompts, masks, strict=True)]
-        found = {request.prompt: answer for request, answer in engine.decode(requests)}
+        actual = {request.prompt: answer for request, answer in engine.decode(requests)}
         assert engine.unsupported is None
         for prompt, mask in zip(prompts, masks, strict=True):
             with mask.applied_to(model) if mask else nullcontext():
                 expected = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)
-            assert found[prompt] == expected[0, 6:].tolist()
+            assert actual[prompt] == expected[0, 6:].tolist()
 
 
 def test_an_emptied_layer_keeps_a_head_that_does_nothing(tmp_path: Path) -> None:
@@ -305,10 +306,10 @@ def test_an_emptied_layer_keeps_a_head_that_does_nothing(tmp_path: Path) -> None
     with pytest.raises(InputError, match="allow_empty_layer"):
         cut(model, Plan("L0H*"))
     plan = Plan("L0H*", {"L1": "0-47"}, allow_empty_layer=True)
-    found = cut_to(tmp_path / "cut", model, plan)
+    actual = cut_to(tmp_path / "cut", model, plan)
     compare("llama", model, plan, load_pretrained(tmp_path / "cut"))
-    assert found.manifest["removed"]["fillers"] == {"L0": [0]}
-    assert [layer.heads for layer in map_model(found.model).attention] == [1, 4]
+    assert actual.manifest["removed"]["fillers"] == {"L0": [0]}
+    assert [layer.heads for layer in map_model(actual.model).attention] == [1, 4]
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -336,37 +337,37 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
             assert config["per_layer_config"]["0"] == {"num_attention_heads": 2, "num_key_value_heads": 1}
             with pytest.raises(OSError, match=r"no file named model\.safetensors"):
                 AutoModelForCausalLM.from_pretrained(tmp_path / name)
-            found = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
+            actual = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
             base = AutoModel.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
-            assert type(found).__module__.startswith("transformers_modules")
-            torch.testing.assert_close(base(tokens()).last_hidden_state, found.model(tokens()).last_hidden_state)
-            assert [layer.heads for layer in map_model(cut(found, Plan("L1H0-1")).model).attention] == [2, 2]
+            assert type(actual).__module__.startswith("transformers_modules")
+            torch.testing.assert_close(base(tokens()).last_hidden_state, actual.model(tokens()).last_hidden_state)
+            assert [layer.heads for layer in map_model(cut(actual, Plan("L1H0-1")).model).attention] == [2, 2]
         else:
-            found = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
-        torch.testing.assert_close(output(found.eval(), tokens()), expected, rtol=0, atol=1e-9)
+            actual = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
+        torch.testing.assert_close(output(actual.eval(), tokens()), expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("family", "said"), [("qwen2", True), ("qwen3", False), ("llama", False)])
-def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, said: bool, tmp_path: Path) -> None:
-    """Qwen2 has no `head_dim`; others divide. Where nothing but channels went, there is nothing to say."""
+@pytest.mark.parametrize(("family", "is_noted"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, is_noted: bool, tmp_path: Path) -> None:
+    """Qwen2 has no `head_dim`, so other engines divide; without removed heads there is no note."""
     model = stored(family, tmp_path)
-    found = cut_to(tmp_path / "cut", model, Plan("L*H0-1"))
-    assert "Pruned" not in found.manifest["class"]
-    assert any("--model-impl transformers" in note for note in found.manifest["notes"]) == said
+    actual = cut_to(tmp_path / "cut", model, Plan("L*H0-1"))
+    assert "Pruned" not in actual.manifest["class"]
+    assert any("--model-impl transformers" in note for note in actual.manifest["notes"]) == is_noted
     assert cut(model, Plan((), {"L0": "0", "L1": "0"})).manifest["notes"] == []
     again = cut(load_pretrained(tmp_path / "cut"), Plan((), {"L0": "0", "L1": "0"}))
-    assert any("--model-impl transformers" in note for note in again.manifest["notes"]) == said
+    assert any("--model-impl transformers" in note for note in again.manifest["notes"]) == is_noted
 
 
 @pytest.mark.parametrize("parts", ["o_proj", "down", "fillers", "both"])
 def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_path: Path) -> None:
-    """Biases that Llama has not, in shapes that it has: its class would leave them out, and say nothing."""
+    """Llama's class has no such biases and would drop them silently."""
     model = stored("llama", tmp_path)
     heads = "L0H1" if parts in ("fillers", "both") else ()
     biases = {"o_proj": ["o_proj"], "down": ["down"], "fillers": ["o_proj"], "both": ["o_proj", "down"]}[parts]
     plan = Plan(heads, compensation={f"L0.{name}.bias": torch.full((32,), 5.0).double() for name in biases})
-    found = cut_to(tmp_path / "cut", model, plan)
-    assert type(found.model).__name__ == "PrunedLlamaForCausalLM"
+    actual = cut_to(tmp_path / "cut", model, plan)
+    assert type(actual.model).__name__ == "PrunedLlamaForCausalLM"
     for kind in (AutoModelForCausalLM, AutoModel, LlamaForCausalLM):
         with pytest.raises(OSError, match=r"no file named model\.safetensors"):
             kind.from_pretrained(tmp_path / "cut")
@@ -381,7 +382,7 @@ def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_pa
 
 
 def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> None:
-    """Its type, generation settings, tokenizer and chat template; and `pruned-hf` runs it, with its costs beside it."""
+    """dtype, generation settings, tokenizer and chat template stay; `pruned-hf` runs it and reports its costs."""
     for kind in (torch.float32, torch.bfloat16):
         model = load_pretrained(tiny_folder, dtype=kind)
         model.generation_config.repetition_penalty = 1.25
@@ -394,20 +395,20 @@ def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> N
             and tokenizer("a b")["input_ids"] == AutoTokenizer.from_pretrained(tiny_folder)("a b")["input_ids"]
         )
     folder = tmp_path / str(torch.float32)
-    asked = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
+    requested = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
     load_pretrained(tiny_folder, dtype=torch.float32).save_pretrained(tmp_path / "32")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "32")
     settings: dict[str, Any] = {"device": "cpu", "batch_size": 3}
-    plain = PrunedHFLM(str(tmp_path / "32"), plan={"heads": "L0H1+L1H2-3"}, **settings).generate_until(asked)
+    plain = PrunedHFLM(str(tmp_path / "32"), plan={"heads": "L0H1+L1H2-3"}, **settings).generate_until(requested)
     for engine in ({}, {"engine": "batched"}):
         lm = PrunedHFLM(str(folder), **settings, **engine)
         lm.model.generation_config.repetition_penalty = 1.0
-        assert lm.generate_until(asked) == plain
+        assert lm.generate_until(requested) == plain
         info = lm.get_model_info()["pruning"]["checkpoint"]
         assert info["parameters"] == sum(x.numel() for x in lm.model.parameters()) and info["flops_per_prompt"]
         assert info["removed"]["heads"] == 2 and info["parent"] == {"name": tiny_folder.name, "revision": ""}
     both = PrunedHFLM(str(folder), heads="L1H0", **settings)
-    assert both.generate_until(asked) != plain
+    assert both.generate_until(requested) != plain
 
 
 @pytest.mark.parametrize("plan", [Plan("L*H0-1"), Plan("L0H0-1")])
@@ -423,21 +424,21 @@ def test_generation_settings_that_transformers_would_not_write_are_kept(plan: Pl
 def test_a_manifest_speaks_for_the_weights_that_it_was_written_with(
     live: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a results file; one that is broken is told of before anything is evaluated."""
+    """In a results file; a damaged manifest is reported before the evaluation."""
     folder, tokenizer = tmp_path / "cut", AutoTokenizer.from_pretrained(tiny_folder)
 
     def evaluated(dtype: str) -> dict[str, Any] | None:
-        given: Any = load_pretrained(folder, dtype=dtype) if live else str(folder)
+        arguments: Any = load_pretrained(folder, dtype=dtype) if live else str(folder)
         settings = {"tokenizer": tokenizer} if live else {"dtype": dtype}
-        return PrunedHFLM(given, device="cpu", **settings).get_model_info()["pruning"].get("checkpoint")
+        return PrunedHFLM(arguments, device="cpu", **settings).get_model_info()["pruning"].get("checkpoint")
 
     done = cut_to(folder, load_pretrained(tiny_folder, dtype=torch.float32), Plan("L*H0-1"), tokenizer)
     for dtype in ("float32", "bfloat16"):
-        found = evaluated(dtype)
-        assert found["removed"]["heads"] == 4 and found["parent"] == {
+        actual = evaluated(dtype)
+        assert actual["removed"]["heads"] == 4 and actual["parent"] == {
             name: done.manifest["parent"][name] for name in ("name", "revision")
         }
-        assert found["parent"]["name"] == tiny_folder.name and "other weights" not in caplog.text
+        assert actual["parent"]["name"] == tiny_folder.name and "other weights" not in caplog.text
     manifest, good = folder / "lmeval_prune.json", (folder / "lmeval_prune.json").read_text()
     for broken in ("{", good.replace('"stages"', '"stage"'), good.replace('"files"', '"file"')):
         manifest.write_text(broken)
@@ -464,14 +465,14 @@ TOUCHES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod",
 
 
 def killed_at(step: int, folder: Path, model: nn.Module, plan: Plan) -> int:
-    """Save in a process that dies with status 255 at its n-th touch of the disk; else its status counts the touches."""
+    """Save in a process that exits with 255 at its n-th disk access, or with the number of accesses."""
     child = os.fork()
     if child == 0:
         count = 0
 
-        def die(event: str, given: Any) -> None:
+        def die(event: str, arguments: Any) -> None:
             nonlocal count
-            if event in TOUCHES and str(folder.parent) in str(given):
+            if event in TOUCHES and str(folder.parent) in str(arguments):
                 count += 1
                 if count == step:
                     os._exit(255)
@@ -495,7 +496,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(
     default every eighth step, and the last ones, when the folder takes its place.
     """
     if not exchange:
-        monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
+        monkeypatch.setattr(writing, "_exchange", lambda *_: False)
     model = stored("llama", tmp_path)
     folder, missing = tmp_path / "cut", 0
     old = cut_to(folder, model, Plan("L*H0-1"))
@@ -523,7 +524,7 @@ def interrupted(*_: Any) -> None:
 
 
 def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two names cannot be exchanged, and the second renaming fails."""
+    """On systems without atomic exchange, if the second rename fails."""
     model, folder, replace = stored("llama", tmp_path), tmp_path / "cut", Path.replace
 
     def full(path: Path, target: Path) -> Path:
@@ -533,7 +534,7 @@ def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeyp
 
     cut_to(folder, model, Plan("L*H0-1"))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
+    monkeypatch.setattr(writing, "_exchange", lambda *_: False)
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(InputError, match="no space left on device"):
         cut_to(folder, model, Plan("L0H0-1"))
@@ -553,7 +554,7 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Path) -> None:
-    """Its library raises what is no error of the system's; its templates are in a folder, which others can read."""
+    """tokenizers raises no OSError; chat templates are in a folder that others can read."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     model, folder, limits = stored("llama", tmp_path), tmp_path / "cut", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -589,7 +590,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monk
     room, target = {
         "weights": (pruned, "_write_model"),
         "manifest": (pruned, "write_artefact"),
-        "sync": (artefacts, "_sync"),
+        "sync": (writing, "_sync"),
     }[where]
     monkeypatch.setattr(room, target, full)
     with pytest.raises(InputError, match="cannot be written: no space left on device; free some space") as error:
@@ -600,10 +601,10 @@ def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monk
 
 
 def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
-    """Files of others', beside a checkpoint of ours too, one of ours that was changed, and the model that is cut."""
+    """Foreign files, also beside a checkpoint; changed checkpoints; and the model that is cut."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("…")
-    with pytest.raises(InputError, match="has files that are no checkpoint"):
+    with pytest.raises(InputError, match="do not belong to a checkpoint"):
         cut_to(tmp_path / "mine", tiny("llama"), Plan("L0H1"))
     with pytest.raises(InputError, match="is a file"):
         cut_to(tmp_path / "mine" / "thesis.tex", tiny("llama"), Plan("L0H1"))
@@ -617,7 +618,7 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
         assert (folder / name).read_text() == "mine"
         (folder / name).unlink()
         if (folder / name).parent != folder:
-            with pytest.raises(InputError, match="no checkpoint of lmeval-prune's"):
+            with pytest.raises(InputError, match="do not belong to a checkpoint of lmeval-prune"):
                 cut_to(folder, model, Plan("L0H0-1"))
             os.removedirs((folder / name).parent)
     for parent in (folder, tmp_path / "link"):
@@ -637,7 +638,7 @@ def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
 ) -> None:
     folder, model = tmp_path / "cut", stored("llama", tmp_path)
     cut_to(folder, model, Plan("L*H0-1"))
-    monkeypatch.setattr(artefacts, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
+    monkeypatch.setattr(writing, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
     with pytest.raises(InputError, match=r"notes\.txt"):
         cut_to(folder, model, Plan("L0H0-1"))
     assert (folder / "notes.txt").read_text() == "mine" and type(load_pretrained(folder)).__name__[0] == "L"
@@ -652,7 +653,7 @@ def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
     ],
 )
 def test_a_cut_says_why_it_is_no_plain_checkpoint(family: str, words: str) -> None:
-    """Layers are alike, and heads that the stock class cannot have are left; what it says would be plain, is."""
+    """Layers are equal, but no stock class has this number of heads; the advised number gives a plain checkpoint."""
     sizes = {"n_embd": 64, "n_head": 8} if family == "gpt2" else {"hidden_size": 64, "num_attention_heads": 8}
     model: Any = tiny(family, **sizes, **({"num_key_value_heads": 4} if family == "gemma3_text" else {}))
     assert words in cut(model, Plan("L0H6-7+L1H6-7")).manifest["notes"][0]
@@ -662,4 +663,7 @@ def test_a_cut_says_why_it_is_no_plain_checkpoint(family: str, words: str) -> No
     assert cut(model, Plan("L0H4-7")).manifest["notes"][0].startswith("layers differ")
     alike = {f"{label}.o_proj.bias": torch.ones(64) for label in ("L0", "L1")}
     if family == "gemma3_text":
-        assert "no such biases" in cut(model, Plan((), {"L0": "0", "L1": "0"}, compensation=alike)).manifest["notes"][0]
+        assert (
+            "does not have the biases"
+            in cut(model, Plan((), {"L0": "0", "L1": "0"}, compensation=alike)).manifest["notes"][0]
+        )

@@ -35,8 +35,8 @@ POOL = ["dense", "L0H0", "L0H1", "L0H2", "L0H3", "L1H2"]
 
 def sweep(folder: Path, output: Path, **options: Any) -> Any:
     arguments = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **options.pop("model_args", {})}
-    given = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
-    return Sweep(SweepOptions(arguments, given.pop("tasks", ("prune_tiny_words",)), str(output), **given)).run()
+    settings = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
+    return Sweep(SweepOptions(arguments, settings.pop("tasks", ("prune_tiny_words",)), str(output), **settings)).run()
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -50,9 +50,9 @@ def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_cell_is_generate_alone_with_that_head_pruned(tiny_folder: Path, whole: Path) -> None:
+def test_each_cell_equals_generate_with_that_head_pruned(tiny_folder: Path, whole: Path) -> None:
     outcomes = OutcomeStore(whole).read()
-    assert outcomes.pool == POOL and outcomes.z.shape == (5, 6) and outcomes.known.all()
+    assert outcomes.pool == POOL and outcomes.z.shape == (5, 6) and outcomes.observed.all()
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
     rows = {row["doc_id"]: row for row in outcomes.questions}
@@ -68,7 +68,7 @@ def test_every_cell_is_generate_alone_with_that_head_pruned(tiny_folder: Path, w
 
 
 def kill_after(count: int) -> None:
-    """Let this process kill itself at the count-th answer stored, file written or file removed."""
+    """Kill this process at the count-th stored answer, written file or removed file."""
     watched = killing_after(count)
     AnswerStore.add = watched(AnswerStore.add)
     for module in (outcomes_module, answer_store_module):
@@ -77,8 +77,8 @@ def kill_after(count: int) -> None:
     Path.unlink = watched(Path.unlink)
 
 
-def test_it_can_be_killed_at_any_moment(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL at ten random moments; what is there in the end is what an undisturbed run leaves."""
+def test_killed_sweeps_resume_to_identical_files(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL at ten random moments; the final files are those of an uninterrupted run."""
     output, moments = tmp_path / "killed", random.Random(0)
     states = []
     killed = 0
@@ -109,8 +109,8 @@ def stop(self: SweptTask, doc: dict, results: list) -> dict:
     return {}
 
 
-def test_answers_that_this_run_does_not_ask_for_wait_unscored(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
-    """A run of five questions was killed before it scored; one of two questions comes, then one of five."""
+def test_answers_outside_the_current_questions_stay_unscored(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+    """A run over five questions is killed before scoring; then a run over two questions, then over five."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SweptTask, "process_results", stop)
         with pytest.raises(Stopped):
@@ -118,12 +118,12 @@ def test_answers_that_this_run_does_not_ask_for_wait_unscored(tiny_folder: Path,
     with pytest.raises(InputError, match="no outcomes yet"):
         OutcomeStore(tmp_path / "s").read()
     some = sweep(tiny_folder, tmp_path / "s", limit=2)
-    assert some.known.sum() == 2 * len(POOL) and len(some.questions) == 5
+    assert some.observed.sum() == 2 * len(POOL) and len(some.questions) == 5
     sweep(tiny_folder, tmp_path / "s")
     assert content(tmp_path / "s") == content(whole)
 
 
-def test_it_is_extended_without_running_anything_twice(
+def test_extended_sweep_decodes_nothing_twice(
     tiny_folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = []
@@ -139,7 +139,7 @@ def test_it_is_extended_without_running_anything_twice(
 
 
 @pytest.mark.parametrize("method", ["OutcomeStore.add", "AnswerStore.compact"])
-def test_nobody_else_may_write_before_it_has_ended(
+def test_store_is_locked_until_the_sweep_ends(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     kind, name = {"OutcomeStore": OutcomeStore, "AnswerStore": AnswerStore}[method.split(".")[0]], method.split(".")[1]
@@ -157,7 +157,7 @@ def test_nobody_else_may_write_before_it_has_ended(
     AnswerStore(tmp_path / "s").close()
 
 
-def test_two_ranks_leave_what_one_leaves(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_ranks_write_the_same_files_as_one(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lmeval_prune", "sweep"]
     command += ["--model_args", f"pretrained={tiny_folder},dtype=float64", "--tasks", "prune_tiny_words"]
@@ -171,7 +171,7 @@ def test_few_shot_prompts_are_lm_evals_own(tiny_folder: Path, tmp_path: Path) ->
     task = few_shot(tmp_path)
     arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}
     for chat in (False, True):
-        theirs = simple_evaluate(
+        reference = simple_evaluate(
             task_manager=task_manager(),
             model="pruned-hf",
             model_args=arguments,
@@ -180,16 +180,16 @@ def test_few_shot_prompts_are_lm_evals_own(tiny_folder: Path, tmp_path: Path) ->
             apply_chat_template=chat,
             log_samples=True,
         )
-        prompts = {sample["doc_id"]: sample["arguments"][0][0] for sample in theirs["samples"]["mine"]}
+        prompts = {sample["doc_id"]: sample["arguments"][0][0] for sample in reference["samples"]["mine"]}
         options = {"tasks": (task,), "num_fewshot": 2, "heads": "L0H0", "gen_kwargs": {}, "apply_chat_template": chat}
-        ours = sweep(tiny_folder, tmp_path / f"s{chat}", limit=2, **options)
-        assert {row["doc_id"]: row["prompt"] for row in ours.questions} == {
-            row["doc_id"]: digest(prompts[row["doc_id"]]) for row in ours.questions
+        measured = sweep(tiny_folder, tmp_path / f"s{chat}", limit=2, **options)
+        assert {row["doc_id"]: row["prompt"] for row in measured.questions} == {
+            row["doc_id"]: digest(prompts[row["doc_id"]]) for row in measured.questions
         }
         assert len(sweep(tiny_folder, tmp_path / f"s{chat}", limit=4, **options).questions) == 4
 
 
-def test_prompts_that_a_task_draws_are_the_same_when_a_sweep_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_random_prompts_are_the_same_in_a_resumed_sweep(tiny_folder: Path, tmp_path: Path) -> None:
     task = Path(few_shot(tmp_path))
     (tmp_path / "drawing.py").write_text(
         "import random\nimport numpy as np\n"
@@ -266,7 +266,7 @@ def test_a_store_by_another_version_of_the_method_is_refused(
         ({"tasks": ("prune_tiny_words_pass4",)}, "repeats"),
         pytest.param({"tasks": ("nonsense",)}, "no task nonsense", marks=pytest.mark.long),  # lists all tasks
         ({"gen_kwargs": {"temperature": 0.7}}, "samples"),
-        ({"question_field": "problem"}, "no field 'problem'"),
+        ({"question_field": "problem"}, "question field 'problem'"),
         ({"limit": 0}, "limit=0 must be"),
         ({"metric": "acc"}, "acc is not a metric"),
         ({"split": "held"}, "no split"),
@@ -277,7 +277,7 @@ def test_a_store_by_another_version_of_the_method_is_refused(
         ({"model_args": {"pretrained": "{empty}"}}, r"cannot read the model [^\n]*$"),
     ],
 )
-def test_senseless_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
+def test_invalid_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
     arguments = options.get("model_args", {})
     if arguments.get("pretrained") == "{empty}":
         (tmp_path / "empty").mkdir()
@@ -288,12 +288,12 @@ def test_senseless_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options
 
 def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path: Path) -> None:
     options = {"tasks": (few_shot(tmp_path),), "heads": "L0H0", "gen_kwargs": {}, "limit": None}
-    found = sweep(tiny_folder, tmp_path / "s", **options)
-    assert found.texts == [f"held {i}+{i}?" for i in range(4)]
-    assert found.tasks["mine"]["metric"] == "exact_match,first" and found.question_field == "ask"
-    assert np.isin(found.z, [0, 1]).all()
+    result = sweep(tiny_folder, tmp_path / "s", **options)
+    assert result.texts == [f"held {i}+{i}?" for i in range(4)]
+    assert result.tasks["mine"]["metric"] == "exact_match,first" and result.tasks["mine"]["question_field"] == "ask"
+    assert np.isin(result.z, [0, 1]).all()
     more = sweep(tiny_folder, tmp_path / "s", split="train", **options)
-    assert more.texts == [*found.texts, *(f"train {i}+{i}?" for i in range(4))] and more.known.all()
+    assert more.texts == [*result.texts, *(f"train {i}+{i}?" for i in range(4))] and more.observed.all()
     with pytest.raises(InputError, match="no split 'test'"):
         sweep(tiny_folder, tmp_path / "s", split="test", **options)
 
@@ -301,12 +301,12 @@ def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path
 def test_several_tasks_share_a_store(tiny_folder: Path, tmp_path: Path) -> None:
     options = {"heads": "L0H0", "gen_kwargs": {"max_gen_toks": 4}}
     sweep(tiny_folder, tmp_path / "s", limit=2, **options)
-    both = sweep(tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", few_shot(tmp_path)), limit=1, **options)
-    assert both.known.all() and set(both.tasks) == {"mine", "prune_tiny_words"}
+    pair = sweep(tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", few_shot(tmp_path)), limit=1, **options)
+    assert pair.observed.all() and set(pair.tasks) == {"mine", "prune_tiny_words"}
     whole = sweep(
         tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", str(tmp_path / "mine.yaml")), limit=None, **options
     )
-    assert whole.z.shape == (28, 2) and whole.known.all()
+    assert whole.z.shape == (28, 2) and whole.observed.all()
 
 
 def test_the_command_reads_a_recipe(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

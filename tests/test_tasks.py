@@ -15,9 +15,9 @@ from lmeval_prune import InputError
 from lmeval_prune.grid import task_identity
 from lmeval_prune.grid.task_identity import code_digest
 from lmeval_prune.plugin import registration
-from lmeval_prune.tasks import data, named, results, scored
+from lmeval_prune.tasks import data, loading, results, scored
+from lmeval_prune.tasks.loading import load_task, load_tasks
 from lmeval_prune.tasks.manager import LazyTaskManager
-from lmeval_prune.tasks.named import load_task, load_tasks
 from tests.conftest import ROOT, task_manager
 
 SIZES = {
@@ -46,9 +46,9 @@ def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest)
 
 
 def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
-    with pytest.raises(InputError, match="unknown metadata data_spilt; did you mean data_split"):
+    with pytest.raises(InputError, match="unknown metadata data_spilt; did you mean 'data_split'"):
         data.custom_dataset(prune_data="tiny_words", data_spilt="train")
-    with pytest.raises(InputError, match="could be shown its own answer"):
+    with pytest.raises(InputError, match="could be its own exemplar"):
         data.custom_dataset(prune_data="tiny_words", prune_train="train", data_split="train")
     assert len(data.custom_dataset(prune_data="tiny_words", pretrained="x", dtype="float32")["test"]) == 24
 
@@ -199,7 +199,7 @@ def test_an_empty_archive_is_one_line(tmp_path: Path) -> None:
 
 
 def test_part_figures_have_a_standard_error_and_a_count() -> None:
-    part = scored.part_figures("level_1")
+    part = scored.part_metrics("level_1")
     values = [1.0, None, 0.0, 1.0, None, 1.0]
     got = {name: aggregate(values) for name, aggregate in part.items()}
     assert got["level_1"] == 0.75 and got["level_1_n"] == 4
@@ -249,7 +249,7 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
 
     monkeypatch.setattr("lmeval_prune.tasks.manager._lm_eval_index", index_read)
     registration.register()
-    for manager in (named.task_manager({"data_dir": "x"}), TaskManager(metadata={"data_dir": "x"})):
+    for manager in (loading.task_manager({"data_dir": "x"}), TaskManager(metadata={"data_dir": "x"})):
         assert manager.metadata == {"data_dir": "x"}
         assert {"prune_tiny_words", "own"} <= set(load_tasks(manager, ["prune_tiny", str(own)]))
         assert manager.match_tasks(["prune_tiny", "prune_gsm8k"]) == ["prune_gsm8k", "prune_tiny"]
@@ -279,7 +279,7 @@ def test_lm_evals_tasks_are_listed_after_ours(monkeypatch: pytest.MonkeyPatch) -
     }
     index["prune_gsm8k"] = entry("prune_gsm8k", Kind.TAG)
     monkeypatch.setattr("lmeval_prune.tasks.manager._lm_eval_index", lambda: index)
-    manager = named.task_manager()
+    manager = loading.task_manager()
     assert {"gsm8k", "prune_gsm8k"} < set(manager.all_subtasks) and {"arc", "prune_tiny"} < set(manager.all_groups)
     assert "reasoning" in manager.all_tags and "prune_gsm8k" not in manager.all_tags
     assert {*manager.all_subtasks, *manager.all_groups, *manager.all_tags} == set(manager.all_tasks)
@@ -298,7 +298,7 @@ def test_our_folder_is_read_once_however_it_is_named(
 
 
 def test_tasks_of_lm_eval_get_their_own_metadata() -> None:
-    first, second = (named.task_manager({"seed": seed}) for seed in (1, 2))
+    first, second = (loading.task_manager({"seed": seed}) for seed in (1, 2))
     assert first.task_index["gsm8k"] is second.task_index["gsm8k"]
     assert [manager.metadata for manager in (first, second)] == [{"seed": 1}, {"seed": 2}]
     assert first._factory is not second._factory and "prune_tiny" in first.all_groups

@@ -1,6 +1,6 @@
-"""Stock transformers models, layer by layer: attention, feed-forward blocks, and their names.
+"""Map a stock transformers model: attention layers, feed-forward blocks, heads, and a fingerprint of its weights.
 
-Nothing here imports torch before a model's weights are read.
+torch is imported only when weights are read.
 """
 
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows

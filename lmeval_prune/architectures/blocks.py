@@ -1,14 +1,15 @@
-"""Blocks of a layer, attention and feed-forward, and what can be read from their modules."""
+"""Describe one layer's attention and feed-forward block: projections, heads, channels, rows and columns."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lmeval_prune.architectures.table import Family
 
-if TYPE_CHECKING:  # heads are named and counted without torch, too
+if TYPE_CHECKING:  # head names work without torch
     from torch import nn
 
 
@@ -19,32 +20,21 @@ def label_of(stack: str, layer: int) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a projection's output that belong to one head, one channel, or all channels.
+    """Output rows of a projection that belong to one head, one channel, or all channels."""
 
-    Attributes:
-        module: the projection (`nn.Linear`, `Conv1D`, or a wrapper of one).
-        start, stop: the rows; of `module.weight` for a Linear, of `module.weight.T` for a Conv1D.
-    """
-
-    module: nn.Module
-    start: int
+    module: nn.Module  # projection: nn.Linear, Conv1D, or a wrapper around either
+    start: int  # row range in module.weight (Linear) or module.weight.T (Conv1D)
     stop: int
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of one layer.
+    """Attention or feed-forward block of one layer."""
 
-    Attributes:
-        stack: `""` in a model with one stack, else `"encoder"`, `"decoder"` or, for attention, `"cross"`.
-        index: layer number, zero-based, as in `L5H3`.
-        name, module: dotted name of the module that holds the projections, and that module.
-    """
-
-    stack: str
-    index: int
-    name: str
-    module: nn.Module
+    stack: str  # "" in a model with one stack, else "encoder", "decoder" or "cross" (cross-attention)
+    index: int  # zero-based layer number, as in L5H3
+    name: str  # dotted name of the module
+    module: nn.Module  # holds the projections
 
     @cached_property
     def label(self) -> str:
@@ -54,33 +44,30 @@ class Block:
 
 @dataclass(frozen=True)
 class AttentionLayer(Block):
-    """The attention of one layer.
+    """Attention of one layer; key-value head g serves query heads g·G … g·G+G−1, G = heads / kv_heads."""
 
-    Attributes:
-        o_proj: its output projection.
-        heads: number of query heads.
-        kv_heads: number of key-value heads; number g serves query heads g·G … g·G+G−1, G = heads / kv_heads.
-        head_dim: width of one head's slice of the output projection's input.
-        query_dim: rows of one head in the query projection (differs from `head_dim` in latent attention).
-    """
+    o_proj: nn.Module  # output projection
+    heads: int  # number of query heads
+    kv_heads: int  # number of key-value heads
+    head_dim: int  # width of one head in the input of the output projection
+    query_dim: int  # rows of one head in the query projection; differs from head_dim in latent attention
+    family: Family  # names of the projections
 
-    o_proj: nn.Module
-    heads: int
-    kv_heads: int
-    head_dim: int
-    query_dim: int
-    family: Family
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.heads // self.kv_heads
 
     def columns(self, head: int) -> slice:
-        """Return the columns of the output projection's input that a head fills."""
+        """Return the input columns of the output projection that belong to a head."""
         return slice(head * self.head_dim, (head + 1) * self.head_dim)
 
     def kv_head_of(self, head: int) -> int:
         """Return the key-value head that a query head reads."""
-        return head // (self.heads // self.kv_heads)
+        return head // self.group_size
 
     def rows(self, part: str, index: int) -> Rows:
-        """Return the rows that compute query head `index` (`part="q"`) or key-value head `index` (`"k"`, `"v"`)."""
+        """Return the rows of query head `index` (`part="q"`), or of key-value head `index` (`"k"`, `"v"`)."""
         names = {"q": self.family.query, "k": self.family.key, "v": self.family.value}
         module = projection_in(self.module, names[part])
         assert module is not None
@@ -97,20 +84,15 @@ class AttentionLayer(Block):
 
 @dataclass(frozen=True)
 class FeedForward(Block):
-    """The dense feed-forward block of one layer: `down(activation(gate) * up)`, or `down(activation(up))`.
+    """Dense feed-forward block of one layer: `down(activation(gate) * up)`, or `down(activation(up))`.
 
-    Channel c is column c of the input of `down`, and one row of each of its `parts`.
-
-    Attributes:
-        gate: None if it has no gate; the same module as `up` if one projection computes both.
-        up, down: its projections.
-        channels: how many there are.
+    Channel c is input column c of `down`, and one row of each projection in `parts`.
     """
 
-    gate: nn.Module | None
+    gate: nn.Module | None  # the same module as up if one projection computes both
     up: nn.Module
     down: nn.Module
-    channels: int
+    channels: int  # number of channels
 
     @property
     def parts(self) -> dict[str, nn.Module]:
@@ -118,19 +100,25 @@ class FeedForward(Block):
         return {"up": self.up} if self.gate is None else {"gate": self.gate, "up": self.up}
 
     def columns(self, channel: int) -> slice:
-        """Return the column of the input of `down` that a channel fills."""
+        """Return the input column of `down` that belongs to a channel."""
         return slice(channel, channel + 1)
 
     def rows(self, part: str, channel: int | None = None) -> Rows:
-        """Return the row of a part that computes a channel; by default the rows of all channels, in order."""
+        """Return the row of `gate` or `up` that computes a channel; without a channel, the rows of all of them."""
         start = self.channels if part == "up" and self.gate is self.up else 0
         if channel is None:
             return Rows(self.parts[part], start, start + self.channels)
         return Rows(self.parts[part], start + channel, start + channel + 1)
 
 
+def columns_of(block: AttentionLayer | FeedForward, members: Iterable[int]) -> list[int]:
+    """Return the input columns of several heads or channels, in order."""
+    slices = map(block.columns, members)
+    return [column for columns in slices for column in range(columns.start, columns.stop)]
+
+
 def find_in(module: nn.Module, path: str) -> tuple[str, nn.Module] | None:
-    """Find the first of the alternatives in `path` (separated by `|`) that is a submodule: its name and itself."""
+    """Return the first alternative in `path` (separated by `|`) that is a submodule, as (name, submodule)."""
     for name in path.split("|"):
         submodule = attribute_of(module, name)
         if hasattr(submodule, "named_parameters"):
@@ -139,9 +127,9 @@ def find_in(module: nn.Module, path: str) -> tuple[str, nn.Module] | None:
 
 
 def projection_in(module: nn.Module, path: str | None) -> nn.Module | None:
-    """Find a submodule as `find_in` does, without its name; None at no path."""
+    """Return the submodule that `find_in` finds, without its name; None if `path` is None."""
     match = find_in(module, path) if path else None
-    return match and match[1]
+    return match[1] if match else None
 
 
 def attribute_of(module: nn.Module, path: str) -> Any:
@@ -153,17 +141,17 @@ def attribute_of(module: nn.Module, path: str) -> Any:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether the weight is (inputs, outputs), as in GPT-2's `Conv1D`, and not (outputs, inputs)."""
-    return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"  # PEFT calls what it wraps base_layer
+    """Return whether the weight has shape (inputs, outputs), as in GPT-2's `Conv1D`."""
+    return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"  # PEFT wraps the module as `base_layer`
 
 
 def in_features(module: nn.Module) -> int:
-    """Return the width of a projection's input."""
+    """Return the input width of a projection."""
     return _features(module, "in_features", 0)
 
 
 def out_features(module: nn.Module) -> int:
-    """Return the width of a projection's output."""
+    """Return the output width of a projection."""
     return _features(module, "out_features", 1)
 
 

@@ -1,4 +1,4 @@
-"""Names of heads: `L5H3` is head 3 of layer 5, both counted from zero."""
+"""Parse head names: `L5H3` is head 3 of layer 5, both counted from zero."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmeval_prune.architectures.blocks import label_of
-from lmeval_prune.artefacts import from_json
+from lmeval_prune.architectures.blocks import AttentionLayer, label_of
+from lmeval_prune.artefacts import parse_json
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _HELP = "write heads as L5H3, L5H0-3 or L5H*, joined by +, e.g. heads=L5H3+L15H0
 
 
 class Head(NamedTuple):
-    """One attention head; `stack` is empty in a model that has one stack."""
+    """One attention head; `stack` is empty in a model with a single stack."""
 
     stack: str
     layer: int
@@ -35,10 +35,10 @@ class Head(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> Head:
-        """Read the name of one head, `L5H3` or `encoder.L5H3`, without a model.
+        """Parse the name of one head, `L5H3` or `encoder.L5H3`, without a model.
 
         Raises:
-            InputError: it is not the name of one head.
+            InputError: the text is not the name of one head.
         """
         match = _NAME.fullmatch(name)
         if not match or not (match["layer"].isdigit() and match["head"].isdigit()):
@@ -47,14 +47,14 @@ class Head(NamedTuple):
 
     @classmethod
     def parse(cls, heads: Any, model_map: ModelMap) -> tuple[Head, ...]:
-        """Read heads as a user writes them, and find them in a model.
+        """Parse a user's head names and look the heads up in a model.
 
         Args:
-            heads: `"L5H3+L15H0"`, `"L5H*"`, `"L5H0-3"`, a list of such texts or of `[layer, head]`, or heads.
-            model_map: the model that they are heads of.
+            heads: `"L5H3+L15H0"`, `"L5H*"`, `"L5H0-3"`, or a list of such texts, of `[layer, head]` pairs or of `Head`.
+            model_map: map of the model.
 
         Returns:
-            The heads in the model's order, each once.
+            The heads in model order, without duplicates.
 
         Raises:
             InputError: the text is malformed, or a stack, layer or head does not exist in the model.
@@ -65,57 +65,57 @@ class Head(NamedTuple):
 
 
 def head_names(heads: Any) -> tuple[str, ...]:
-    """Return the names (`L5H3`, `L5H0-3`, `L5H*`) that a user wrote, each once; they are checked without a model.
-
-    Raises:
-        InputError: the text is malformed, or names nothing.
-    """
-    pieces: Iterable[Any]
+    """Split a user's text or list into head names (`L5H3`, `L5H0-3`, `L5H*`) without duplicates; needs no model."""
+    items: Iterable[Any]
     if isinstance(heads, str):
         text = heads.strip()
         if text[:1] == "[":
             try:
-                listed = from_json(text, "heads")
+                parsed = parse_json(text, "heads")
             except InputError:
                 text = text.strip("[]").replace("'", "").replace('"', "")
             else:
-                return head_names(listed)
-        pieces = re.split(r"\s*[+,;]\s*|\s+", text)
+                return head_names(parsed)
+        items = re.split(r"\s*[+,;]\s*|\s+", text)
     elif not isinstance(heads, list | tuple):
         raise InputError(f"heads={heads!r} cannot be read; {_HELP}")
     else:
-        pieces = [heads] if len(heads) == 2 and all(isinstance(item, int) for item in heads) else heads
-    names = tuple(dict.fromkeys(name for piece in pieces for name in _names(piece)))
+        items = [heads] if len(heads) == 2 and all(isinstance(item, int) for item in heads) else heads
+    names = tuple(dict.fromkeys(name for item in items for name in _item_names(item)))
     if not names:
         raise InputError(f"heads={heads!r} names no head; leave heads out to run the unpruned model, or {_HELP}")
     return names
 
 
-def _names(piece: Any) -> list[str]:
-    if isinstance(piece, Head):
-        return [str(piece)]
-    if isinstance(piece, list | tuple):
-        if len(piece) != 2 or not all(type(number) is int and number >= 0 for number in piece):
-            raise InputError(f"head {piece!r} is not a [layer, head] pair; {_HELP}")
-        piece = f"L{piece[0]}H{piece[1]}"
-    if not isinstance(piece, str):
-        raise InputError(f"head {piece!r} cannot be read; {_HELP}")
-    if not piece:
-        raise InputError(f"an empty name stands between the heads; {_HELP}")
-    if "+" in piece:
-        return [name for part in piece.split("+") for name in _names(part.strip())]
-    match = _NAME.fullmatch(piece)
+def _item_names(item: Any) -> list[str]:
+    """Return the normalised head names in one list item: a text, a `[layer, head]` pair or a `Head`."""
+    if isinstance(item, Head):
+        return [str(item)]
+    if isinstance(item, list | tuple):
+        if len(item) != 2 or not all(type(number) is int and number >= 0 for number in item):
+            raise InputError(f"head {item!r} is not a [layer, head] pair; {_HELP}")
+        return [f"L{item[0]}H{item[1]}"]
+    if not isinstance(item, str):
+        raise InputError(f"head {item!r} cannot be read; {_HELP}")
+    return [_normalised(name.strip()) for name in item.split("+")]
+
+
+def _normalised(name: str) -> str:
+    """Check the syntax of one head name and write its letters in their usual case."""
+    if not name:
+        raise InputError(f"there is an empty name between the heads; {_HELP}")
+    match = _NAME.fullmatch(name)
     if not match:
-        raise InputError(f"head {piece[:60]!r} cannot be read; {_HELP}")
+        raise InputError(f"head {name[:60]!r} cannot be read; {_HELP}")
     for numbers in (match["layer"], match["head"]):
         first, _, last = numbers.partition("-")
         if last and int(first) > int(last):
-            raise InputError(f"head {piece!r}: the range {numbers} runs backwards; {_HELP}")
-    return [f"{match['stack'].lower() + '.' if match['stack'] else ''}L{match['layer']}H{match['head']}"]
+            raise InputError(f"head {name!r}: the range {numbers} runs backwards; {_HELP}")
+    return f"{match['stack'].lower() + '.' if match['stack'] else ''}L{match['layer']}H{match['head']}"
 
 
 def _expand(name: str, model_map: ModelMap) -> list[Head]:
-    """Return the heads of a model that a name means."""
+    """Return the heads of a model that a name with `*` or a range stands for."""
     match = _NAME.fullmatch(name)
     assert match
     stack = match["stack"] or ""
@@ -123,27 +123,31 @@ def _expand(name: str, model_map: ModelMap) -> list[Head]:
     if not layers:
         stacks = model_map.stacks
         if stacks == ("",):
-            raise InputError(f"head {name}: this model has one stack; write it without a stack")
+            raise InputError(f"head {name}: this model has one stack; write the head without a stack")
         raise InputError(
             f"head {name}: this model's stacks are {', '.join(stacks)}; name the stack, e.g. {stacks[0]}.L0H0"
         )
+    selected = _layers_in_range(name, match["layer"], layers)
+    return [head for layer in selected for head in _heads_in_range(name, match["head"], layer)]
+
+
+def _layers_in_range(name: str, numbers: str, layers: dict[int, AttentionLayer]) -> list[AttentionLayer]:
     first, last = min(layers), max(layers)
-    begin, end = _bounds(match["layer"], first, last)
-    if match["layer"] != "*":
-        missing = next((i for i in range(begin, end + 1) if i not in layers), None)
+    begin, end = _bounds(numbers, first, last)
+    if numbers != "*":
+        missing = next((index for index in range(begin, end + 1) if index not in layers), None)
         if missing is not None:
             raise InputError(
                 f"head {name}: the model has no attention in layer {missing} (layers {first} to {last}, counted from 0)"
             )
-    heads = []
-    for index in (index for index in layers if begin <= index <= end):
-        lowest, highest = _bounds(match["head"], 0, layers[index].heads - 1)
-        if highest >= layers[index].heads:
-            raise InputError(
-                f"head {name}: layer {index} has {layers[index].heads} heads, 0 to {layers[index].heads - 1}"
-            )
-        heads += [Head(stack, index, head) for head in range(lowest, highest + 1)]
-    return heads
+    return [layer for index, layer in layers.items() if begin <= index <= end]
+
+
+def _heads_in_range(name: str, numbers: str, layer: AttentionLayer) -> list[Head]:
+    begin, end = _bounds(numbers, 0, layer.heads - 1)
+    if end >= layer.heads:
+        raise InputError(f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}")
+    return [Head(layer.stack, layer.index, head) for head in range(begin, end + 1)]
 
 
 def _bounds(text: str, lowest: int, highest: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Reads a live model layer by layer: attention and feed-forward projections, heads, key-value heads, channels."""
+"""Find the attention layers, heads and feed-forward channels of a live model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ORDER = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
 
 
 class ModelMap:
-    """Positions of the heads and channels in a live model; built by `map_model`.
+    """Location of every head and channel in a live model; `map_model` builds it.
 
     Attributes:
         model: the model.
-        attention: its attention layers, in order.
-        feed_forward: the dense feed-forward blocks of these layers, in order; a layer with experts has none, nor has
-            a family that was described by hand.
-        model_type, name, revision: what its configuration says.
+        attention: attention layers, in order.
+        feed_forward: dense feed-forward blocks of these layers, in order. Mixture-of-experts layers, and families
+            that a user describes by hand, have none.
+        model_type, name, revision: from the model's configuration.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelMap:
         self._results: dict[Any, Any] = {}
 
     def once(self, key: Any, compute: Callable[[], T]) -> T:
-        """Return what was computed for a key before, or compute it; what it depends on is in the key."""
+        """Return the cached result for `key`, or compute it; the key must name everything the result depends on."""
         if key not in self._results:
             self._results[key] = compute()
         result: T = self._results[key]
@@ -71,38 +71,38 @@ class ModelMap:
 
     @cached_property
     def weights(self) -> str | None:
-        """`weights_fingerprint` of the model, as its weights were when this was first asked."""
+        """`weights_fingerprint` of the model, computed at first use."""
         return weights_fingerprint(self.model)
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Names of the stacks; `("",)` for a model with one."""
+        """Names of the stacks; `("",)` for a model with a single stack."""
         return tuple(dict.fromkeys(layer.stack for layer in self.attention))
 
     @property
     def is_causal(self) -> bool:
-        """Return whether each token attends to earlier tokens alone; others declare `is_causal=False`."""
+        """True if tokens attend only to earlier tokens; bidirectional modules declare `is_causal=False`."""
         modules = (module for layer in self.attention for module in layer.module.modules())
         return self.stacks == ("",) and all(getattr(module, "is_causal", True) for module in modules)
 
     @property
     def predicts_next_token(self) -> bool:
-        """Return whether it gives logits of the next token, from the tokens before it alone."""
+        """True if the model is a causal language model with an output head."""
         has_head = getattr(self.model, "get_output_embeddings", lambda: None)() is not None
         return self.is_causal and has_head and bool(getattr(self.model, "can_generate", bool)())
 
     @property
     def total_heads(self) -> int:
-        """Query heads in the whole model."""
+        """Number of query heads in the whole model."""
         return sum(layer.heads for layer in self.attention)
 
     def signature(self) -> dict[str, Any]:
-        """Return the shapes, as artefacts have them: `{"model_type", "heads": {"L0": [heads, kv_heads, head_dim]}}`."""
+        """Return the shapes that artefacts store: `{"model_type", "heads": {"L0": [heads, kv_heads, head_dim]}}`."""
         shapes = {layer.label: [layer.heads, layer.kv_heads, layer.head_dim] for layer in self.attention}
         return {"model_type": self.model_type, "heads": shapes}
 
     def channels(self) -> dict[str, int]:
-        """Return the feed-forward channels by layer: `{"L0": 1536}`."""
+        """Return the number of feed-forward channels by layer: `{"L0": 1536}`."""
         return {block.label: block.channels for block in self.feed_forward}
 
 
@@ -113,14 +113,14 @@ def map_model(
     attention_output: str | None = None,
     attention_heads: int | None = None,
 ) -> ModelMap:
-    """Read a transformers model, wrapped in PEFT or not.
+    """Map a transformers model, with or without PEFT adapters.
 
     Args:
-        model: a live model (its weights may be on the meta device).
-        attention_path: for a family that the table lacks, the dotted name of the attention modules
-            with `*` or `{i}` for the layer number, e.g. `model.layers.*.self_attn`.
-        attention_output: name of the output projection inside it, e.g. `o_proj`.
-        attention_heads: query heads a layer.
+        model: a live model; its weights may be on the meta device.
+        attention_path: for a family that the table lacks, dotted name of the attention modules with `*` or `{i}` in
+            place of the layer number, e.g. `model.layers.*.self_attn`.
+        attention_output: name of the output projection in the attention module, e.g. `o_proj`.
+        attention_heads: query heads per layer.
 
     Raises:
         InputError: the family is unknown, or the description does not fit the model.
@@ -147,7 +147,7 @@ def map_model(
                     f"{other.name} and {block.name} both look like attention layer {block.label} of this model"
                 )
         channels = _read_feed_forward(layer, family.feed_forward)
-        if self_attention and channels:  # else it is a layer of another tower, such as an image encoder
+        if self_attention and channels:  # a layer without attention belongs to another tower, e.g. an image encoder
             feed_forward.append(channels)
     if not attention:
         raise InputError(
@@ -165,13 +165,13 @@ def map_model(
 
 
 def position_limit(model: Any) -> int | None:
-    """Return how many tokens a model's position embeddings hold; None of a model whose configuration names no limit.
+    """Return the maximum number of tokens of a model; None if its configuration names no limit.
 
-    RoBERTa's first positions stand for padding.
+    RoBERTa reserves its first positions for padding; they do not count.
     """
     config = model.config.get_text_config()
-    names = ("max_position_embeddings", "max_seq_len")  # MPT calls them so
-    limit = next((known for name in names if isinstance(known := getattr(config, name, None), int)), None)
+    values = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the latter: MPT
+    limit = next((value for value in values if isinstance(value, int)), None)
     if limit is None or limit < 1:
         return None
     for name, module in model.named_modules():
@@ -185,19 +185,19 @@ def _position(block: Block) -> tuple[int, int]:
 
 
 def _described(path: str | None, output: str | None, heads: int | None) -> Family:
-    """Return a family as a user describes it: the names of its feed-forward blocks stay unknown."""
+    """Build a family, without feed-forward blocks, from a user's description."""
     if path is None or output is None or heads is None:
         raise InputError("describe an architecture with all three of attention_path, attention_output, attention_heads")
-    path = path.replace("*", "{i}")  # braces cannot be typed in lm-eval's --model_args
+    path = path.replace("*", "{i}")  # lm-eval's --model_args does not accept braces
     if "{i}" not in path:
-        raise InputError(f"attention_path={path} must contain * or {{i}} where the layer number stands")
+        raise InputError(f"attention_path={path} must contain * or {{i}} in place of the layer number")
     before, _, after = path.partition("{i}")
     layer, _, attention = after.partition(".")
     return Family(rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}", attention, output)
 
 
 def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
-    """Yield the modules of a model that a family calls layers, with their stacks and numbers."""
+    """Yield the layers of a model as blocks, by the family's name pattern."""
     matcher = re.compile(rf"(?:^|.*\.){family.layer}$")
     for name, module in model.named_modules():
         if match := matcher.match(name):
@@ -205,18 +205,18 @@ def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
 
 
 def layers_with_attention(model_map: ModelMap) -> list[nn.Module]:
-    """Return the modules of a model's layers, in order."""
+    """Return the layer modules that hold attention, in order."""
     names = [f"{layer.name}." for layer in model_map.attention]
     layers = layers_in(model_map.model, model_map.attention[0].family)
     return [layer.module for layer in layers if any(name.startswith(f"{layer.name}.") for name in names)]
 
 
 def _at(layer: Block, path: str) -> Block | None:
-    """Return what is at a path in a layer; at an empty path, the layer itself."""
-    match = find_in(layer.module, path) if path else None
-    if match is None:
-        return None if path else layer
-    return Block(layer.stack, layer.index, f"{layer.name}.{match[0]}", match[1])
+    """Return the submodule at a path in a layer; the layer itself for an empty path."""
+    if not path:
+        return layer
+    match = find_in(layer.module, path)
+    return Block(layer.stack, layer.index, f"{layer.name}.{match[0]}", match[1]) if match else None
 
 
 def _read_attention(layer: Block, path: str | None, family: Family, count: int | None) -> AttentionLayer | None:

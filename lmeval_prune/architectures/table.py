@@ -1,7 +1,6 @@
-"""Families of models: where their layers' attention and feed-forward blocks are, and the names of the projections.
+"""Table of model families: names of layers, attention modules, feed-forward blocks and projections.
 
-Numbers (of heads, key-value heads, channels, and their sizes) are read from the live modules, layer by layer, because
-layers of one model may differ. A layer without such a block, or with experts in its place, has none.
+Counts and sizes are read from the live modules, layer by layer, because layers of one model may differ.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Order of the rows in a projection that computes queries, keys and values at once: (part, index, heads, kv_heads,
-# dim) -> first row of that query head (part "q") or key-value head ("k", "v"); the dim rows from there are its own.
+# Row order of a projection that computes queries, keys and values: (part, index, heads, kv_heads, dim) -> first of the
+# `dim` rows of a query head (part "q") or key-value head ("k", "v").
 Fused = Callable[[str, int, int, int, int], int]
 
 
@@ -21,7 +20,7 @@ def _blocks(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
 
 
 def _by_group(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Order rows by key-value group: [its q … | k | v]. One group: multi-query; a group a head: q, k, v by head."""
+    """Order rows by key-value group: [q of its heads | k | v]."""
     share = heads // kv_heads
     group, offset = divmod(index, share) if part == "q" else (index, share + (part == "v"))
     return dim * (group * (share + 2) + offset)
@@ -36,55 +35,40 @@ def _codegen(part: str, index: int, heads: int, kv_heads: int, dim: int) -> int:
 
 @dataclass(frozen=True)
 class FeedForwardNames:
-    """Names of a family's feed-forward block: `down(activation(gate) * up)`, or `down(activation(up))`.
+    """Names in a family's feed-forward block: `down(activation(gate) * up)`, or `down(activation(up))`.
 
-    Attributes:
-        block: the module that holds the projections, relative to the layer; empty if that is the layer itself.
-        up, down: projections, relative to the block.
-        gate: projection, relative; a live block may lack it. The same name as `up`: one projection computes both,
-            the gate with the first half of its rows.
+    If `gate` and `up` have the same name, one projection computes both, the gate with the first half of its rows.
     """
 
-    block: str
-    up: str
+    block: str  # module that holds the projections, relative to the layer; empty: the layer itself
+    up: str  # projections, relative to the block
     down: str
-    gate: str | None = None
+    gate: str | None = None  # a live block may lack it
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of a family's layers, and of their attention and feed-forward blocks.
+    """Names of a family's layers, attention modules and feed-forward blocks.
 
-    Relative names may hold alternatives, separated by `|`; the first that exists in a live module is taken.
-
-    Attributes:
-        layer: regular expression for the end of a layer's dotted name, with a group `layer` and, where a model
-            has several stacks, `stack`.
-        attention, cross_attention: attention modules, relative to the layer.
-        output: output projection, relative to the attention module. A head is a slice of its *input*.
-        width: attribute (relative) that holds the size of that slice.
-        query, key, value: projections, relative; the same name three times if `fused` tells them apart.
-        fused: order of the rows of a fused projection.
-        key_value_pairs: key and value rows alternate by head in one projection (latent attention).
-        feed_forward: its names; None if nothing is known of it.
-        head_parameters: further parameters of the attention module with an entry for each query head ("q") or
-            key-value head ("k"): (name, which).
-        uncuttable: why no head can be cut out of such a model, only masked; empty if they can.
+    Names of attention modules are relative to the layer, names of projections relative to the attention module. A name
+    may hold alternatives, separated by `|`; the first one that exists in a live module counts.
     """
 
-    layer: str
+    layer: (
+        str  # regular expression for the end of a layer's name, with groups `layer` and, with several stacks, `stack`
+    )
     attention: str
-    output: str = "o_proj"
-    width: str = "head_dim"
-    query: str = "q_proj"
+    output: str = "o_proj"  # output projection; a head is a slice of its input
+    width: str = "head_dim"  # attribute that holds the width of a head's slice
+    query: str = "q_proj"  # the same name for query, key and value if the projection is fused
     key: str = "k_proj"
     value: str = "v_proj"
-    fused: Fused | None = None
-    key_value_pairs: bool = False
+    fused: Fused | None = None  # row order of a fused projection
+    key_value_pairs: bool = False  # key and value rows alternate by head in one projection (latent attention)
     cross_attention: str | None = None
     feed_forward: FeedForwardNames | None = None
-    head_parameters: tuple[tuple[str, str], ...] = ()
-    uncuttable: str = ""
+    head_parameters: tuple[tuple[str, str], ...] = ()  # (name, "q" or "k"): other parameters with an entry per head
+    uncuttable: str = ""  # why heads can be masked but not cut; empty if they can be cut
 
 
 def _fused(
@@ -107,7 +91,7 @@ _LIN = FeedForwardNames("ffn", "lin1", "lin2")
 _INTERMEDIATE = FeedForwardNames("", "intermediate.dense", "output.dense")
 _DENSE_RELU = FeedForwardNames("layer.1.DenseReluDense|layer.2.DenseReluDense", "wi_1|wi", "wo", "wi_0")
 
-ALIBI = "the slopes of its position biases follow from how many heads there are"
+ALIBI = "the slopes of its position biases depend on the number of heads"
 _NUMBER = r"(?P<layer>\d+)"
 _STACK = "(?P<stack>encoder|decoder)"
 _LAYERS, _H = rf"layers\.{_NUMBER}", rf"h\.{_NUMBER}"
@@ -164,7 +148,7 @@ FAMILIES: dict[str, Family] = {
     "gptj": Family(_H, "attn", "out_proj", feed_forward=_FC_IN),
     "codegen": replace(
         _fused(_H, "attn", "out_proj", "qkv_proj", _codegen, _FC_IN),
-        uncuttable="its fused projection stands in four slices of heads",
+        uncuttable="its fused projection is split into four slices of heads",
     ),
     "gpt_neo": Family(_H, "attn.attention", "out_proj", feed_forward=_C_FC),
     "gpt_neox": _fused(_LAYERS, "attention", "dense", "query_key_value", _by_group, _TO_4H, width="head_size"),

@@ -1,4 +1,4 @@
-"""Units in which heads can be removed for good: what a layer's shape allows, and what a family forbids."""
+"""Choose the unit in which heads can be removed for good: single heads, key-value groups, or one head per group."""
 
 from __future__ import annotations
 
@@ -15,40 +15,34 @@ UNITS = ("head", "group", "balanced")
 
 
 def units_of(layer: AttentionLayer) -> tuple[str, ...]:
-    """Return the units of a layer.
+    """Return the units that a layer's shape allows.
 
     `head` is any query head; `group`, a key-value head with its query heads; `balanced`, one head of each group.
     """
     if layer.kv_heads == layer.heads:
-        return ("head", "group")  # the same
+        return ("head", "group")  # a group is one head
     return ("head", "balanced") if layer.kv_heads == 1 else UNITS
 
 
 def uncuttable(model_map: ModelMap) -> str:
-    """Return why no head can be cut out of a model, only masked; empty if they can be."""
+    """Return why heads of a model can be masked but not cut; empty if they can be cut."""
     for layer in model_map.attention:
         if layer.family.uncuttable:
             return layer.family.uncuttable
         if attribute_of(layer.module, "q_layernorm.norms") is not None:
-            return "its query and key norms stand in a list by head"
+            return "it has a list of query and key norms, one per head"
         if projection_in(layer.module, layer.family.query) is None:
-            return "its query projection is not known"
+            return "its query projection is unknown"
     return ALIBI if getattr(model_map.model.config, "alibi", False) else ""
 
 
 def check_unit(model_map: ModelMap, unit: str) -> None:
-    """Refuse a unit that none of a model's layers has; layers that were cut down to their last one lose no more.
-
-    Raises:
-        InputError: naming those that they have.
-    """
+    """Raise `InputError` if no layer of a model allows a unit; the message names the allowed units."""
     reason = uncuttable(model_map)
-    possible = {"head"} if reason else {known for layer in model_map.attention for known in units_of(layer)}
-    if unit in possible:
+    allowed = {"head"} if reason else {unit for layer in model_map.attention for unit in units_of(layer)}
+    if unit in allowed:
         return
-    if unit not in UNITS:
-        raise InputError(f"unit={unit!r} is not known; use {', '.join(UNITS)}")
-    shape = model_map.attention[0]
-    reason = reason or f"{shape.heads} query heads read {shape.kv_heads} key-value heads"
-    use = " or ".join(known for known in UNITS if known in possible)
+    layer = model_map.attention[0]
+    reason = reason or f"{layer.heads} query heads share {layer.kv_heads} key-value heads"
+    use = " or ".join(unit for unit in UNITS if unit in allowed)
     raise InputError(f"unit={unit} does not suit this {model_map.model_type} model ({reason}); use {use}")

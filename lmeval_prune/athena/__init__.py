@@ -1,1 +1,1 @@
-"""ATHENA: a host model that answers a math word problem by an expression over its numbers, thought by thought."""
+"""ATHENA, a model that answers a math word problem with an expression over the problem's numbers."""

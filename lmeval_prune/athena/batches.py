@@ -1,4 +1,4 @@
-"""Problems as tensors: texts for the encoder, and each step of several problems as one."""
+"""Batch problems: token ids for the encoder, and the candidates of each step as tensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,15 @@ from lmeval_prune.athena.thoughts import OPERATORS, Candidate, LabelledStep, Tho
 
 @dataclass(frozen=True)
 class EncodedProblem:
-    """A problem as tokens.
+    """A tokenized problem."""
 
-    Attributes:
-        ids: of the tokens.
-        numbers: index of each number of the problem, and the position of its mask; without those that were cut off.
-        goal: position of the last token of the text.
-    """
-
-    ids: list[int]
-    numbers: tuple[tuple[int, int], ...]
-    goal: int
+    ids: list[int]  # token ids
+    numbers: tuple[tuple[int, int], ...]  # index of each number, and the position of its mask token
+    goal: int  # position of the text's last token
 
     @classmethod
     def of(cls, problem: Problem, tokenizer: Any, max_length: int) -> EncodedProblem:
-        """Tokenize a problem; of one that is too long the beginning is cut off."""
+        """Tokenize a problem, and truncate its beginning to `max_length` tokens."""
         tokenizer.truncation_side = "left"
         ids = list(tokenizer(problem.masked(tokenizer.mask_token), truncation=True, max_length=max_length)["input_ids"])
         masks = [position for position, token in enumerate(ids) if token == tokenizer.mask_token_id]
@@ -43,13 +37,13 @@ class EncodedProblem:
         return cls(ids, tuple(zip(indices, masks, strict=True)), goal)
 
     def leaves(self, constants: Sequence[str]) -> list[Thought]:
-        """List the first thoughts: the numbers, then the constants."""
+        """Return the leaf thoughts: the numbers, then the constants."""
         return [*(("num", index) for index, _ in self.numbers), *(("con", value) for value in constants)]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A problem with the steps that lead to its equation, and the index of the equation among the kept thoughts."""
+    """A problem, its labelled steps, and the index of its equation among the kept thoughts."""
 
     problem: EncodedProblem
     steps: list[LabelledStep]
@@ -57,26 +51,25 @@ class Example:
 
 
 def examples_of(problems: Iterable[GroundedProblem], tokenizer: Any, settings: AthenaSettings) -> list[Example]:
-    """Make examples; problems whose numbers are cut off, or that need another constant, are left out."""
+    """Make training examples; drop problems with truncated numbers or unknown constants."""
     examples = []
-    for item in problems:
-        encoded = EncodedProblem.of(item.problem, tokenizer, settings.max_length)
+    for grounded in problems:
+        encoded = EncodedProblem.of(grounded.problem, tokenizer, settings.max_length)
         try:
-            steps = labelled_steps(encoded.leaves(settings.constants), *item.equation)
+            steps = labelled_steps(encoded.leaves(settings.constants), *grounded.equation)
         except ValueError:
             continue
         pairs = [pair for step in steps for pair in zip(*step, strict=True)]
         kept = [candidate.thought for candidate, label in pairs if label]
-        examples.append(Example(encoded, steps, kept.index(item.equation.root)))
+        examples.append(Example(encoded, steps, kept.index(grounded.equation.root)))
     return examples
 
 
 def text_inputs(problems: Sequence[EncodedProblem], constants: int, padding: int) -> dict[str, Any]:
-    """Make the arguments of `Athena.read` for several problems, of the number of constants and the padding's id.
+    """Return the inputs of `Athena.read`, given the number of constants and the id of the padding token.
 
-    Returns:
-        Tensors: `input_ids` and `attention_mask` (problems, tokens); `number_rows` and `number_columns`, positions of
-        all numbers; `leaf_order`, which sorts numbers and constants of all problems into leaves by problem; `goals`.
+    `input_ids` and `attention_mask` have the shape (problems, tokens). `number_rows`, `number_columns` and `goals` are
+    positions in it. `leaf_order` sorts the numbers and constants into leaves, problem by problem.
     """
     lengths = torch.tensor([len(problem.ids) for problem in problems])
     ids = [torch.tensor(problem.ids) for problem in problems]
@@ -98,16 +91,15 @@ def text_inputs(problems: Sequence[EncodedProblem], constants: int, padding: int
 def joined_step(
     candidates: Sequence[Sequence[Candidate]], sources: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Join a step's candidates of several problems, operator by operator.
+    """Batch the candidates of a step, sorted by operator.
 
     Args:
-        candidates: by problem.
-        sources: of each problem, the rows of its kept thoughts (at step 0, of its leaves).
+        candidates: candidates of each problem.
+        sources: for each problem, the rows of its kept thoughts in the model's state (at step 0: of its leaves).
 
     Returns:
-        Tensors: `first` and `second`, rows of the thoughts that each candidate joins; `problem`, its problem; and
-        `sizes`, how many there are of each operator of `OPERATORS`, in this order. By problem, the rows of its
-        candidates, in their order.
+        Tensors `first` and `second` (rows of the thoughts that a candidate joins) and `problem`, and the counts `sizes`
+        of each operator of `OPERATORS`; and for each problem the rows of its candidates in these tensors.
     """
     pairs = [(number, candidate) for number, part in enumerate(candidates) for candidate in part]
     pairs.sort(key=lambda pair: OPERATORS.index(pair[1].operator))
@@ -125,36 +117,31 @@ def joined_step(
 
 
 def leaf_rows(problems: Sequence[EncodedProblem], constants: int) -> list[list[int]]:
-    """List the rows of each problem's leaves among those of all."""
+    """Return the rows of each problem's leaves in the batch of leaves."""
     counts = [len(problem.numbers) + constants for problem in problems]
     return [rows.tolist() for rows in torch.arange(sum(counts)).split(counts)]
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Joins examples for teacher forcing, with the number of constants and the id of the padding token."""
+    """Batch examples for teacher forcing, given the number of constants and the id of the padding token."""
 
     constants: int
     padding: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """Make the arguments of `Athena.forward`; `labels` are of all candidates by step, then of all kept thoughts."""
+        """Return the inputs of `Athena.forward`; `labels` are of all candidates by step, then of all kept thoughts."""
         problems = [example.problem for example in examples]
+        leaves, kept = leaf_rows(problems, self.constants), [list[int]() for _ in examples]
         steps, labels, total = list[dict[str, Any]](), list[Tensor](), 0
-        sources, kept = leaf_rows(problems, self.constants), [list[int]() for _ in examples]
         for depth in range(max(len(example.steps) for example in examples)):
             parts = [e.steps[depth] if depth < len(e.steps) else LabelledStep([], []) for e in examples]
-            tensors, rows = joined_step([step.candidates for step in parts], sources if depth == 0 else kept)
-            label = torch.zeros(len(tensors["first"]), dtype=torch.long)
-            for rows_of_problem, step in zip(rows, parts, strict=True):
-                label[rows_of_problem] = torch.tensor(step.labels, dtype=torch.long)
-            positive = label.nonzero()[:, 0]
-            kept_rows = {row: number for number, row in enumerate(positive.tolist(), start=total)}
-            for kept_of_problem, rows_of_problem in zip(kept, rows, strict=True):
-                kept_of_problem += [kept_rows[row] for row in rows_of_problem if row in kept_rows]
-            total += len(positive)
-            steps.append({**tensors, "kept": positive})
-            labels.append(label)
+            step, step_labels, kept_indices = _labelled_tensors(parts, kept if depth else leaves)
+            for rows, indices in zip(kept, kept_indices, strict=True):
+                rows += [total + index for index in indices]
+            total += len(step["kept"])
+            steps.append(step)
+            labels.append(step_labels)
         answers = torch.zeros(total, dtype=torch.long)
         answers[[rows[example.root] for rows, example in zip(kept, examples, strict=True)]] = 1
         return {
@@ -162,3 +149,17 @@ class Collator:
             "steps": steps,
             "labels": torch.cat([*labels, answers]),
         }
+
+
+def _labelled_tensors(
+    parts: Sequence[LabelledStep], sources: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], Tensor, list[list[int]]]:
+    """Return the tensors of a `joined_step` with the rows to keep, its labels, and each problem's indices in `kept`."""
+    tensors, rows = joined_step([part.candidates for part in parts], sources)
+    labels = torch.zeros(len(tensors["first"]), dtype=torch.long)
+    for rows_of_problem, part in zip(rows, parts, strict=True):
+        labels[rows_of_problem] = torch.tensor(part.labels, dtype=torch.long)
+    kept = labels.nonzero()[:, 0]
+    index_of = {row: index for index, row in enumerate(kept.tolist())}
+    indices = [[index_of[row] for row in rows_of_problem if row in index_of] for rows_of_problem in rows]
+    return {**tensors, "kept": kept}, labels, indices

@@ -1,6 +1,6 @@
-"""ATHENA as a folder: `athena.json`, the head part's weights, and the encoder as a stock transformers folder.
+"""Read and write an ATHENA folder: `athena.json`, the weights of the head part, and a stock transformers encoder.
 
-Commands that take a model's folder (`lmeval-prune heads`, `mask`, …) take `FOLDER/encoder`.
+Commands for model folders (`lmeval-prune heads`, `mask`, …) take `FOLDER/encoder`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import read_config, refused_as
+from lmeval_prune.checkpoints.loading import as_input_error, read_config
 from lmeval_prune.checkpoints.pruned import save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton, skeleton_of, with_weights
 from lmeval_prune.errors import InputError, first_line
@@ -32,29 +32,19 @@ SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
 
 
-class NeededSettings(TypedDict):
-    """Fields of `AthenaSettings` that must be in `athena.json`."""
+class RequiredSettings(TypedDict):
+    """Fields of `AthenaSettings` with a default that are required in `athena.json`."""
 
-    width: int
-    channels: int
-    heads: int
     constants: list[str]
     max_length: int
-
-
-class TrainedWith(TypedDict):
-    """Training options that are read again."""
-
-    data: str
-    train: list[str]
 
 
 class Contents(TypedDict):
     """Fields of `athena.json`."""
 
-    settings: NeededSettings
+    settings: RequiredSettings
     head_sha256: str
-    options: NotRequired[TrainedWith]
+    options: NotRequired[dict[str, Any]]  # of `TrainOptions`
     log: NotRequired[list[dict[str, float]]]
     trained_on: NotRequired[list[str]]
     validated_on: NotRequired[list[str]]
@@ -64,23 +54,23 @@ def begin(name: str, **settings: Any) -> Athena:
     """Make an untrained ATHENA over an encoder.
 
     Args:
-        name: of the encoder: hub name, folder, or embedded model.
+        name: hub name or folder of the encoder, or name of an embedded model.
         settings: fields of `AthenaSettings` that do not follow from the encoder.
 
     Raises:
-        InputError: there is no such model, or it is no encoder with a mask token.
+        InputError: the model does not exist, or is not an encoder with a mask token.
     """
     config, folder = read_config(name), embedded.resolve(name)
-    with refused_as(f"the encoder {name} cannot be read"):
+    with as_input_error(f"the encoder {name} cannot be read"):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     fix = "name a model of the BERT family, e.g. roberta-base or all-minilm-l6-v2"
     if tokenizer.mask_token is None:
-        raise InputError(f"the encoder {name} has no mask token, which takes the place of numbers; {fix}")
+        raise InputError(f"the encoder {name} has no mask token to replace numbers; {fix}")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
-        raise InputError(f"{name} ({config.model_type}) is no encoder; {fix}")
+        raise InputError(f"{name} ({config.model_type}) is not an encoder; {fix}")
     model_map = map_model(skeleton(config, AutoModel))
     if not model_map.feed_forward:
-        raise InputError(f"the encoder {name} ({config.model_type}) has no feed-forward blocks that we know; {fix}")
+        raise InputError(f"the encoder {name} ({config.model_type}) has no known feed-forward blocks; {fix}")
     sizes = AthenaSettings(
         width=config.hidden_size,
         channels=model_map.feed_forward[0].channels,
@@ -88,7 +78,7 @@ def begin(name: str, **settings: Any) -> Athena:
         max_length=min(filter(None, (position_limit(model_map.model), tokenizer.model_max_length))),
         **settings,
     )
-    with refused_as(f"the weights of the encoder {name} cannot be loaded"):
+    with as_input_error(f"the weights of the encoder {name} cannot be loaded"):
         encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return Athena(sizes, encoder, tokenizer)
 
@@ -97,48 +87,45 @@ def write(
     model: Athena,
     folder: str | os.PathLike[str],
     manifest: dict[str, Any] | None = None,
-    beside: Callable[[Path], None] | None = None,
+    add_files: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a model; its folder appears whole, and replaces one that was there.
+    """Write a model atomically; an existing folder is replaced.
 
     Args:
-        model, folder: the model and its folder.
-        manifest: of its encoder, if that was cut.
-        beside: called with the folder that is being written, to add files.
+        model: the model.
+        folder: path of the folder.
+        manifest: manifest of the encoder's cuts, if it was pruned.
+        add_files: function that adds files to the folder while it is written.
 
     Raises:
         InputError: the folder cannot be written.
     """
     try:
-        with new_folder(folder) as growing:
+        with new_folder(folder) as temporary:
             if manifest is None:
-                model.encoder.save_pretrained(growing / ENCODER)
-                model.tokenizer.save_pretrained(growing / ENCODER)
+                model.encoder.save_pretrained(temporary / ENCODER)
+                model.tokenizer.save_pretrained(temporary / ENCODER)
             else:
-                save_checkpoint(growing / ENCODER, model.encoder, manifest, model.tokenizer)
+                save_checkpoint(temporary / ENCODER, model.encoder, manifest, model.tokenizer)
             data = save(head_state(model))
-            write_bytes(growing / HEAD, data)
+            write_bytes(temporary / HEAD, data)
             sha256 = hashlib.sha256(data).hexdigest()
             content = {"settings": asdict(model.settings), "head_sha256": sha256, **model.about}
-            write_artefact(growing / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
-            if beside is not None:
-                beside(growing)
+            write_artefact(temporary / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
+            if add_files is not None:
+                add_files(temporary)
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({first_line(error)}); name another folder") from error
 
 
 def head_state(model: Athena) -> dict[str, Tensor]:
-    """Return the weights of all but the encoder."""
+    """Return the weights of the head part, that is of all but the encoder."""
     state = model.state_dict()
     return {name: tensor.contiguous() for name, tensor in state.items() if not name.startswith("encoder.")}
 
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the fields of `athena.json`.
-
-    Raises:
-        InputError: the folder is not an ATHENA's.
-    """
+    """Read the fields of `athena.json`; `InputError` if the folder is not an ATHENA."""
     path = Path(folder) / SETTINGS
     if not path.is_file():
         raise InputError(f"{folder} is not an ATHENA (no {SETTINGS}); train one with `lmeval-prune athena train`")
@@ -146,11 +133,7 @@ def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_settings(folder: str | os.PathLike[str]) -> AthenaSettings:
-    """Read the settings in `athena.json`.
-
-    Raises:
-        InputError: the folder is not an ATHENA's, or a setting is unknown or out of bounds.
-    """
+    """Read the settings in `athena.json`; `InputError` if one is unknown or out of range."""
     settings = describe(folder)["settings"]
     try:
         return AthenaSettings.from_dict(settings, "an ATHENA")
@@ -159,10 +142,10 @@ def read_settings(folder: str | os.PathLike[str]) -> AthenaSettings:
 
 
 def read(folder: str | os.PathLike[str]) -> Athena:
-    """Read a model, in evaluation mode.
+    """Read a model in evaluation mode.
 
     Raises:
-        InputError: the folder is not an ATHENA's, or its files do not belong together.
+        InputError: the folder is not an ATHENA, or its files are inconsistent.
     """
     content, settings = describe(folder), read_settings(folder)
     for key in ("schema", "schema_version", "created_by", "settings"):
@@ -174,7 +157,7 @@ def read(folder: str | os.PathLike[str]) -> Athena:
         model = Athena(settings, encoder, tokenizer).to(next(iter(state.values())).dtype)
         model.load_state_dict(state, strict=False)
         if set(state) != set(head_state(model)):
-            raise ValueError(f"{HEAD} lacks weights, or has other ones")
+            raise ValueError(f"{HEAD} does not have the weights of this model")
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise

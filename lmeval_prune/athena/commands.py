@@ -9,7 +9,7 @@ from lmeval_prune.athena.options import TrainOptions
 
 
 def train(**options: Any) -> int:
-    """Train ATHENA, a host model that answers word problems by expressions."""
+    """Train ATHENA, a model that answers word problems with expressions."""
     settings = TrainOptions(**options)
     from lmeval_prune.athena import training
     from lmeval_prune.training.curves import ACCURACY

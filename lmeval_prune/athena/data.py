@@ -1,4 +1,4 @@
-"""Training problems of ATHENA: documents with their equations, split into training and validation."""
+"""Load ATHENA's training problems and split them into training and validation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lmeval_prune.athena.thoughts import labelled_steps
 from lmeval_prune.errors import InputError
 from lmeval_prune.scoring.equality import expression_is_right
 from lmeval_prune.tasks.data import load, stratified
-from lmeval_prune.training.questions import Document, SeenQuestions, other_folds, question_keys, without_test
+from lmeval_prune.training.questions import Document, TrainingQuestions, other_folds, question_keys, without_test
 
 
 @dataclass(frozen=True)
 class GroundedProblem:
-    """A document whose equation uses only numbers of its problem and constants."""
+    """A document whose equation uses only constants and numbers of its problem."""
 
     document: Document
     problem: Problem
@@ -27,7 +27,7 @@ class GroundedProblem:
 
     @classmethod
     def of(cls, document: Document) -> GroundedProblem | None:
-        """Read a document; return None if its equation needs other numbers."""
+        """Parse a document; return None if its equation needs other numbers."""
         try:
             problem = Problem.of_document(document)
             return cls(document, problem, gold_equation(document, problem))
@@ -35,40 +35,29 @@ class GroundedProblem:
             return None
 
     def steps(self, constants: Sequence[str]) -> int:
-        """Return the number of steps to its equation."""
+        """Return the number of steps that reach the equation."""
         leaves = [*(("num", i) for i in range(len(self.problem.numbers))), *(("con", value) for value in constants)]
         return len(labelled_steps(leaves, *self.equation))
 
     def is_solved_by(self, expression: str) -> bool:
-        """Return whether an expression solves the problem, by the rule of the `_equation` tasks."""
+        """Return whether an expression solves the problem, as the `_equation` tasks score it."""
         written = self.document.get("formula") or self.document.get("equation") or ""
         return expression_is_right(expression, self.document["target"], written, {})
 
 
 @dataclass(frozen=True)
 class ProblemSplit:
-    """Problems for training and validation.
-
-    Attributes:
-        train, validation: the problems.
-        constants: constants of the training equations.
-        ungrounded: number of documents left out because their equation needs a number that the text does not have.
-        repeated: number of documents left out because the test has their question, too.
-    """
+    """Problems for training and validation."""
 
     train: list[GroundedProblem]
     validation: list[GroundedProblem]
-    constants: tuple[str, ...]
-    ungrounded: int
-    repeated: int
+    constants: tuple[str, ...]  # of the training equations
+    ungrounded: int  # number of documents dropped because their equation needs a number that is not in the text
+    repeated: int  # number of documents dropped because their question is also in the test split
 
     @classmethod
     def load(cls, options: TrainOptions) -> ProblemSplit:
-        """Load the training splits and draw the validation split.
-
-        Raises:
-            InputError: a split does not exist or equals the test split, or too few problems are left.
-        """
+        """Load the training splits and draw the validation split; `InputError` if too few problems remain."""
         test = load(options.data, options.test, options.data_dir)
         names = options.train or other_folds(options.data, options.test)
         rows = [row for name in names for row in load(options.data, name, options.data_dir)]
@@ -85,13 +74,15 @@ class ProblemSplit:
         return cls(train, validation, tuple(sorted(constants, key=Fraction)), len(rows) - len(problems), repeated)
 
     @property
-    def questions(self) -> SeenQuestions:
-        """Return digests of the training and validation questions."""
-        return SeenQuestions(*(question_keys(item.document for item in part) for part in (self.train, self.validation)))
+    def questions(self) -> TrainingQuestions:
+        """Digests of the training and validation questions."""
+        return TrainingQuestions(
+            *(question_keys(item.document for item in part) for part in (self.train, self.validation))
+        )
 
 
 def _validation_indices(problems: Sequence[GroundedProblem], options: TrainOptions) -> set[int]:
-    """Draw the indices of the validation problems, with the same share of each complexity."""
+    """Draw the indices of the validation problems, stratified by complexity."""
     rows = [{"index": index, "part": item.document["complexity"]} for index, item in enumerate(problems)]
     thousandths = round(1000 * options.validation)
     drawn = stratified(rows, "validation", (1000 - thousandths, thousandths, 0), "part", options.seed)

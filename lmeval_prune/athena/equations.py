@@ -1,4 +1,4 @@
-"""Equations read as thoughts, and thoughts written as expressions that the scorer reads."""
+"""Parse equations into thoughts, and write thoughts as expressions."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ from typing import NamedTuple
 from lmeval_prune.athena.thoughts import MERGES, Thought, merged
 
 Leaf = Callable[[Fraction | str], Thought]
-SUM, PRODUCT, POWER, ATOM = range(4)  # how tightly an expression binds
+SUM, PRODUCT, POWER, ATOM = range(4)  # precedence of an expression
 
 
 class Equation(NamedTuple):
-    """An equation as a thought, and all its parts as it was written, itself among them."""
+    """An equation as a thought (`root`), and all its subexpressions (`targets`, which include the root)."""
 
     root: Thought
     targets: frozenset[Thought]
 
 
 def parse(equation: str, leaf: Leaf) -> Equation:
-    """Read an equation over `+ - * / ^` and brackets.
+    """Parse an equation over `+ - * / ^` and brackets; `ValueError` if it is malformed.
 
-    Where a constant is involved, a shorter thought is taken: `t * 1` is `t`, `t * 2` is `t + t`, `t / 2` is a half, `1
-    / t` an inverse, `t ^ 2` is `t * t`.
+    Operations with some constants have a shorter thought: `t * 1` is `t`, `t * 2` is `t + t`, `t / 2` is a half, `1 /
+    t` is an inverse, `t ^ 2` is `t * t`.
 
     Args:
         equation: e.g. `(9+33)/7` or `n0 / ( x1 - n1 )`.
-        leaf: called from left to right with the value of each number that is written out and with each name.
-
-    Raises:
-        ValueError: it is no equation, or `leaf` knows no such number or name.
+        leaf: returns the thought of a literal number or a name; called from left to right.
     """
     try:
         tree = ast.parse(equation.replace("^", "**").strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{equation!r} is no equation") from error
+        raise ValueError(f"{equation!r} is not an equation") from error
     return _read(tree, leaf)
 
 
@@ -61,7 +58,7 @@ def _read(node: ast.expr, leaf: Leaf) -> Equation:
                     return _product(first, second)
                 case ast.Div():
                     return _quotient(first, second)
-    raise ValueError(f"{ast.unparse(node)} is no arithmetic over the four operations and powers")
+    raise ValueError(f"{ast.unparse(node)} is not arithmetic with the four operations and powers")
 
 
 def _whole(thought: Thought, *parts: Equation) -> Equation:
@@ -112,22 +109,22 @@ def _power(base: Equation, node: ast.expr, leaf: Leaf) -> Equation:
     if exponent == Fraction(1, 2):
         return _transformed("root", base)
     if exponent not in (2, 3):
-        raise ValueError(f"the exponent {ast.unparse(node)} is none of 2, 3 and 1/2")
+        raise ValueError(f"the exponent {ast.unparse(node)} is not 2, 3 or 1/2")
     square = _merged("mul", base, base)
     return square if exponent == 2 else _merged("mul", square, base)
 
 
 def expression(thought: Thought, numbers: Sequence[Fraction]) -> str:
-    """Write a thought over the values of the problem's numbers, with no more brackets than needed."""
+    """Write a thought with the values of the problem's numbers and the fewest brackets."""
     return _written(thought, numbers)[0]
 
 
 def _written(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
-    """Return an expression, and how tightly it binds."""
+    """Return an expression and its precedence."""
 
-    def part(inner: Thought, tightness: int) -> str:
-        text, inner_tightness = _written(inner, numbers)
-        return text if inner_tightness >= tightness else f"({text})"
+    def part(inner: Thought, precedence: int) -> str:
+        text, inner_precedence = _written(inner, numbers)
+        return text if inner_precedence >= precedence else f"({text})"
 
     operator, *arguments = thought
     if operator in MERGES:
@@ -145,24 +142,24 @@ def _written(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
             return f"{part(arguments[0], PRODUCT)} / 2", PRODUCT
         case "root":
             return f"{part(arguments[0], ATOM)} ** 0.5", POWER
-    raise ValueError(f"{operator!r} is no operator of thoughts")
+    raise ValueError(f"unknown operator {operator!r}")
 
 
 def _written_merge(operator: str, arguments: list[Thought], part: Callable[[Thought, int], str]) -> tuple[str, int]:
-    """Write a sum with its differences, or a product with its quotients."""
-    opposite, sign, tightness = ("neg", "-", PRODUCT) if operator == "add" else ("inv", "/", POWER)
+    """Write a sum with negated terms as differences, or a product with inverted terms as quotients."""
+    opposite, sign, precedence = ("neg", "-", PRODUCT) if operator == "add" else ("inv", "/", POWER)
     kept = [part(term, PRODUCT) for term in arguments if term[0] != opposite]
-    turned = [part(term[1], tightness) for term in arguments if term[0] == opposite]
+    inverted = [part(term[1], precedence) for term in arguments if term[0] == opposite]
     if not kept:
-        first, *turned = turned
+        first, *inverted = inverted
         kept = [f"-{first}" if operator == "add" else f"1 / {first}"]
     plus = " + " if operator == "add" else " * "
-    text = plus.join(kept) + "".join(f" {sign} {term}" for term in turned)
+    text = plus.join(kept) + "".join(f" {sign} {term}" for term in inverted)
     return text, SUM if operator == "add" else PRODUCT
 
 
 def _number(value: Fraction) -> tuple[str, int]:
-    """Write a number with its decimals if they end, else as a fraction in brackets."""
+    """Write a number as a finite decimal if possible, else as a fraction in brackets."""
     for decimals in range(13):
         scaled = value * 10**decimals
         if scaled.denominator == 1:

@@ -1,6 +1,6 @@
-"""ATHENA: an encoder that reads a problem, and modules that think of answers step by step.
+"""The ATHENA model: a head part that composes thoughts step by step, over an encoder that reads the problem.
 
-`h` is the encoder's width, `f` that of its feed-forward blocks. Every block of the head part is normed first.
+`h` is the encoder's width and `f` the width of its feed-forward blocks. All blocks of the head part are pre-norm.
 """
 
 from __future__ import annotations
@@ -18,55 +18,38 @@ from transformers.modeling_outputs import ModelOutput
 from lmeval_prune.athena.thoughts import LEAVES, MERGES, OPERATORS, TRANSFORMS
 from lmeval_prune.settings import Count, Settings, ShareBelowOne
 
-Probability = Annotated[float, Interval(gt=0, lt=1)]  # whose logit is finite
+Probability = Annotated[float, Interval(gt=0, lt=1)]  # its logit is finite
 
 
 @dataclass(frozen=True)
 class AthenaSettings(Settings):
-    """Sizes and limits of an ATHENA, as `athena.json` has them.
+    """Sizes and limits of an ATHENA, stored in `athena.json`."""
 
-    Attributes:
-        width, channels, heads: h, f and the number of attention heads of the head part.
-        constants: numbers that it can think of, exact, e.g. `"1"`, `"157/50"`.
-        steps: largest number of steps.
-        max_length: largest number of tokens of a text.
-        dropout: of the head part, in training.
-        max_kept: largest number of thoughts that are kept of a problem.
-        accept, conclude: probability from which a candidate is kept, and from which an answer ends the search.
-    """
-
-    width: Count
-    channels: Count
-    heads: Count
-    constants: tuple[str, ...] = ()
-    steps: Count = 5
-    max_length: Count = 512
-    dropout: ShareBelowOne = 0.2
-    max_kept: Count = 60
-    accept: Probability = 0.5
-    conclude: Probability = 0.95
+    width: Count  # h
+    channels: Count  # f
+    heads: Count  # attention heads in the head part
+    constants: tuple[str, ...] = ()  # available constants, e.g. "1", "157/50"
+    steps: Count = 5  # largest number of steps
+    max_length: Count = 512  # largest number of tokens in a text
+    dropout: ShareBelowOne = 0.2  # of the head part, in training
+    max_kept: Count = 60  # largest number of kept thoughts per problem
+    accept: Probability = 0.5  # smallest probability of a kept candidate
+    conclude: Probability = 0.95  # probability of an answer that ends the search
 
 
 @dataclass
 class AthenaOutput(ModelOutput):
-    """Logits of teacher forcing.
+    """Logits of teacher forcing."""
 
-    Attributes:
-        reason: of all candidates, by step.
-        answer: of all kept thoughts.
-        candidate_problem, kept_problem: index of the problem of each.
-        attentions: the encoder's attention maps, on demand.
-    """
-
-    reason: Tensor | None = None
-    answer: Tensor | None = None
-    candidate_problem: Tensor | None = None
-    kept_problem: Tensor | None = None
-    attentions: tuple[Tensor, ...] | None = None
+    reason: Tensor | None = None  # logits of all candidates, by step
+    answer: Tensor | None = None  # logits of all kept thoughts
+    candidate_problem: Tensor | None = None  # problem index of each candidate
+    kept_problem: Tensor | None = None  # problem index of each kept thought
+    attentions: tuple[Tensor, ...] | None = None  # the encoder's attention maps, if requested
 
 
 class FeedForward(nn.Module):
-    """A block of x + W₂ gelu(W₁ norm(x))."""
+    """Pre-norm feed-forward block: x + W₂ gelu(W₁ norm(x))."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -76,12 +59,12 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform vectors, shape (n, h)."""
+        """Transform x, shape (n, h)."""
         return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
 
 
 class Attention(nn.Module):
-    """A multi-head attention without norm and residual."""
+    """Multi-head attention without norm and residual."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -89,9 +72,9 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(settings.width, settings.width) for _ in range(4))
 
     def forward(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Return the concatenated outputs of the heads before the output projection, shape (…, n, h).
+        """Return the concatenated head outputs before the output projection, shape (…, n, h).
 
-        Queries are (…, n, h), keys (…, m, h); each query sees the `allowed` keys, (n, m), by default all.
+        Queries have the shape (…, n, h), keys (…, m, h), and the attention mask `allowed` (n, m).
         """
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
@@ -101,7 +84,7 @@ class Attention(nn.Module):
 
 
 class Merge(nn.Module):
-    """A merge of two thoughts, in either order the same: they attend to each other, and the views are added."""
+    """Symmetric merge of two thoughts: they attend to each other, and the two results are added."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -111,7 +94,7 @@ class Merge(nn.Module):
         self.feed_forward = FeedForward(settings)
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Merge thoughts, shapes (n, h)."""
+        """Merge pairs of thoughts, shapes (n, h)."""
         pair = self.norm(torch.stack([first, second], dim=-2))
         views = self.attention(pair, pair).sum(dim=-2)
         return self.feed_forward(first + second + self.dropout(self.attention.output(views)))
@@ -134,7 +117,7 @@ class Constants(nn.Module):
 
 
 class Judge(nn.Module):
-    """A judgement of thoughts in the light of references."""
+    """Binary classifier of thoughts, which attend to references."""
 
     def __init__(self, settings: AthenaSettings) -> None:
         super().__init__()
@@ -145,7 +128,7 @@ class Judge(nn.Module):
         self.score = nn.Linear(settings.width, 1)
 
     def forward(self, thoughts: Tensor, references: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return contexts (n, h) and logits (n,) of thoughts (n, h), each by its `allowed` (n, m) references (m, h)."""
+        """Return contexts (n, h) and logits (n,) of thoughts (n, h) that attend to references (m, h)."""
         x = self.before(thoughts)
         views = self.attention(self.norm(x), self.reference_norm(references), allowed)
         x = self.after(x + self.dropout(self.attention.output(views)))
@@ -154,28 +137,21 @@ class Judge(nn.Module):
 
 @dataclass
 class Thinking:
-    """Embeddings of the thoughts that several problems have so far.
+    """State of a batch of problems between steps; `*_problem` are problem indices, shape (n,)."""
 
-    Attributes:
-        leaves: embeddings of numbers and constants, problem by problem.
-        kept, kept_problem: embeddings of the kept thoughts, and the problem of each.
-        premises, premise_problem: references of `reason`: the texts, then the contexts of kept thoughts.
-        goals: references of `answer`, one a problem.
-    """
-
-    leaves: Tensor
-    kept: Tensor
+    leaves: Tensor  # embeddings of numbers and constants, problem by problem, shape (n, h)
+    kept: Tensor  # embeddings of the kept thoughts, shape (n, h)
     kept_problem: Tensor
-    premises: Tensor
+    premises: Tensor  # references of `reason`: the texts, then the contexts of kept thoughts, shape (n, h)
     premise_problem: Tensor
-    goals: Tensor
+    goals: Tensor  # references of `answer`, shape (problems, h)
 
 
 class Athena(nn.Module):
-    """ATHENA as a module: a head part over a stock transformers encoder.
+    """ATHENA: a head part over a stock transformers encoder.
 
     Attributes:
-        about: training options, losses and questions, as `athena.json` has them.
+        about: training options, losses and questions, stored in `athena.json`.
     """
 
     accepts_loss_kwargs = True  # transformers' Trainer counts the labels of an accumulated batch
@@ -196,11 +172,7 @@ class Athena(nn.Module):
         return self.reason.score.weight.device
 
     def read(self, inputs: Mapping[str, Tensor], **settings: Any) -> tuple[Thinking, Any]:
-        """Read texts of `text_inputs`, by settings of the encoder's call.
-
-        Returns:
-            The state before the first step, and the encoder's own output.
-        """
+        """Encode the texts of `text_inputs`; return the state before the first step, and the encoder's output."""
         encoded = self.encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **settings)
         hidden = encoded.last_hidden_state
         rows = torch.arange(len(hidden), device=hidden.device)
@@ -211,11 +183,7 @@ class Athena(nn.Module):
         return Thinking(leaves, leaves[:0], rows[:0], hidden[:, 0], rows, hidden[rows, inputs["goals"]]), encoded
 
     def think(self, state: Thinking, step: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed and judge the candidates of a `joined_step`.
-
-        Returns:
-            Thoughts and their contexts, shape (n, h), and logits of `reason`, shape (n,).
-        """
+        """Return embeddings (n, h), contexts (n, h) and logits of `reason` (n,) of a `joined_step`'s candidates."""
         parts = []
         pairs = zip(OPERATORS, step["first"].split(step["sizes"]), step["second"].split(step["sizes"]), strict=True)
         for operator, first, second in pairs:
@@ -232,7 +200,7 @@ class Athena(nn.Module):
         return thoughts, *self.reason(thoughts, state.premises, allowed)
 
     def keep(self, state: Thinking, thoughts: Tensor, contexts: Tensor, problem: Tensor) -> Thinking:
-        """Return the state after these thoughts are kept."""
+        """Return the state with more kept thoughts."""
         return replace(
             state,
             kept=torch.cat([state.kept, thoughts]),
@@ -242,19 +210,19 @@ class Athena(nn.Module):
         )
 
     def conclude(self, state: Thinking, thoughts: Tensor, problem: Tensor) -> Tensor:
-        """Return logits of `answer`, shape (n,): that a thought answers its problem."""
+        """Return logits of `answer`, shape (n,): whether a thought answers its problem."""
         allowed = problem[:, None] == torch.arange(len(state.goals), device=problem.device)
         return self.answer(thoughts, state.goals, allowed)[1]
 
     def forward(
         self, steps: list[dict[str, Any]], labels: Tensor | None = None, output_attentions: bool = False, **inputs: Any
     ) -> AthenaOutput:
-        """Return logits of teacher forcing: candidates that lead to the equation are kept.
+        """Return logits of teacher forcing, which keeps the candidates in the gold equation.
 
         Args:
-            steps, inputs: of `Collator`.
-            labels: for the loss alone.
-            output_attentions: return the encoder's attention maps, too (they need its eager attention).
+            steps: output of `Collator`, as are the other inputs.
+            labels: not used here; the loss reads them.
+            output_attentions: also return the encoder's attention maps, which need its eager attention.
         """
         state, encoded = self.read(inputs, **({"output_attentions": True} if output_attentions else {}))
         logits = []

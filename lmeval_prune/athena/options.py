@@ -1,4 +1,4 @@
-"""Options of ATHENA's training. Without slow imports, so that `--help` is quick."""
+"""Options of `athena train`. Imports nothing slow, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class TrainOptions(Settings):
     Attributes:
         output: folder of the model; the same command resumes an interrupted training
         data: data set with equations: asdiv_a or math23k
-        test: split for the test; its questions are left out of the training
+        test: test split; its questions are excluded from training
         train: splits to train on (default: the other folds)
         validation: share of the training problems that chooses the best epoch; 0: the last epoch
         limit: number of training problems, drawn by the seed (default: all)
         encoder: model of the BERT family: hub name, folder, or embedded model
-        epochs: largest number of passes over the training problems
-        patience: number of epochs without a better validation accuracy before training stops; 0: no early stop
-        batch: problems in a step
-        accumulate: steps in an update
+        epochs: largest number of epochs
+        patience: epochs without a better validation accuracy before training stops; 0: no early stopping
+        batch: problems per step
+        accumulate: steps per update
         encoder_rate: learning rate of the encoder
         head_rate: learning rate of all other weights
         decay: weight decay
-        warmup: share of the updates in which the learning rates rise
+        warmup: share of the updates with a rising learning rate
         clip: largest norm of the gradient
         dropout: dropout of all modules except the encoder
-        max_kept: largest number of thoughts kept for a problem
+        max_kept: largest number of kept thoughts per problem
         seed: seed of weights, order, dropout and validation split
         data_dir: folder with the data file (default LMEVAL_PRUNE_DATA, else the public source)
     """
@@ -65,4 +65,4 @@ class TrainOptions(Settings):
         if self.patience and not self.validation:
             raise InputError("patience needs a validation split; give validation")
         if self.test in self.train:
-            raise InputError(f"the training split {self.test} is the test split; leave it out of train")
+            raise InputError(f"test={self.test} is also a training split; leave it out of train")

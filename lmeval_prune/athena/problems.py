@@ -1,4 +1,4 @@
-"""Word problems for ATHENA: the text between the numbers, the numbers, and the equation as a thought."""
+"""Parse word problems for ATHENA into text, numbers and the gold equation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Problem:
 
     @classmethod
     def of(cls, text: str) -> Problem:
-        """Split an English text at its numbers: digits, and number words up to 999."""
+        """Split an English text at its numbers: digits and number words up to 999."""
         pieces, numbers, end = list[str](), list[Fraction](), 0
         for match in _NUMBER.finditer(text):
             pieces.append(text[end : match.start()])
@@ -53,20 +53,16 @@ class Problem:
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any], field: str = "question") -> Problem:
-        """Read the bare question of a document, or its `masked_text` and `numbers` if its numbers are marked already.
-
-        Raises:
-            ValueError: a marked number cannot be read.
-        """
+        """Parse a document's question, or its `masked_text` and `numbers`; `ValueError` if they do not match."""
         if document.get("masked_text") is None:
             return cls.of(document[field])
         pieces, numbers = document["masked_text"].split("[NUM]"), [readings(text) for text in document["numbers"]]
         if not all(numbers) or len(pieces) != len(numbers) + 1:
-            raise ValueError(f"the numbers {document['numbers']} cannot be read, or do not match the text")
+            raise ValueError(f"the numbers {document['numbers']} cannot be parsed, or do not match the text")
         return cls(tuple(pieces), tuple(values[-1] for values in numbers))
 
     def masked(self, mask: str) -> str:
-        """Return the text in lower case, with a mask token for each number."""
+        """Return the lower-cased text with a mask token in place of each number."""
         return mask.join(piece.replace(mask, " ").lower() for piece in self.pieces)
 
 
@@ -80,13 +76,13 @@ def _value(match: re.Match[str]) -> Fraction:
 
 
 def gold_equation(document: Mapping[str, Any], problem: Problem) -> Equation:
-    """Read the equation of a document, with the numbers of its problem as leaves.
+    """Parse the equation of a document, with the numbers of its problem as leaves.
 
-    A `formula` has written-out numbers, which are matched by value: of equal numbers, the first unused number. An
-    `equation` has names: `n0`, `n1`, … for numbers, and the document's `names` for constants.
+    Numbers of a `formula` are matched by value; of equal numbers, the first unused is taken. An `equation` names its
+    numbers `n0`, `n1`, …, and its constants as in the document's `names`.
 
     Raises:
-        ValueError: the equation needs a number that the problem does not have.
+        ValueError: the problem lacks a number of the equation.
     """
     unused = list(range(len(problem.numbers)))
     constants = {name: value for name, value in (document.get("names") or {}).items() if not re.match(r"n\d", name)}
@@ -103,11 +99,11 @@ def gold_equation(document: Mapping[str, Any], problem: Problem) -> Equation:
                 if matches[0] in unused:
                     unused.remove(matches[0])
                 return ("num", matches[0])
-        raise ValueError(f"{token} is no number of the problem")
+        raise ValueError(f"{token} is not a number of the problem")
 
     return parse((document.get("formula") or document.get("equation") or "").split("=")[0], leaf)
 
 
 def constants_of(thoughts: frozenset[Thought]) -> set[str]:
-    """Return the constants among thoughts."""
+    """Return the constants among the thoughts."""
     return {thought[1] for thought in thoughts if thought[0] == "con"}

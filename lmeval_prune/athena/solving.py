@@ -1,4 +1,4 @@
-"""Search for answers: likely thoughts are kept until one seems to be the answer, or no new one comes."""
+"""Search for the answer: keep likely thoughts step by step, until an answer is likely enough."""
 
 from __future__ import annotations
 
@@ -18,35 +18,25 @@ from lmeval_prune.athena.thoughts import Candidate, Expansion, Thought
 
 @dataclass(frozen=True)
 class Solution:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        thought: the answer; None of a problem without numbers and constants.
-        logit: of `answer`, for it.
-        kept: all kept thoughts.
-    """
-
-    thought: Thought | None
-    logit: float
-    kept: tuple[Thought, ...]
+    thought: Thought | None  # the answer; None for a problem without numbers and constants
+    logit: float  # logit of `answer` for this thought
+    kept: tuple[Thought, ...]  # all kept thoughts
 
 
 class Search:
-    """Search for the answer of a problem.
-
-    Attributes:
-        answers, rows: of the kept thoughts the logits of `answer`, and the rows in the model's state.
-    """
+    """State of the search for a problem's answer."""
 
     def __init__(self, model: Athena, problem: EncodedProblem) -> None:
         self.settings = model.settings
         self.expansion = Expansion(problem.leaves(model.settings.constants))
-        self.answers: list[float] = []
-        self.rows: list[int] = []
+        self.answers: list[float] = []  # logit of `answer` for each kept thought
+        self.rows: list[int] = []  # row of each kept thought in the model's state
 
     @property
     def ended(self) -> bool:
-        """Return whether the search ends: an answer is likely enough, a limit is reached, or no thought is new."""
+        """Whether an answer is likely enough, a limit is reached, or there are no new candidates."""
         return (
             self.expansion.ended
             or self.expansion.depth == self.settings.steps
@@ -55,7 +45,7 @@ class Search:
         )
 
     def accepted(self, logits: Sequence[float]) -> list[int]:
-        """Choose the candidates to keep: the likely ones, of too many the likeliest; all leaves, if none is likely."""
+        """Return the indices of the most likely candidates up to `max_kept`; of all leaves, if no leaf is likely."""
         likely = [index for index, logit in enumerate(logits) if logit >= _logit(self.settings.accept)]
         if not likely and self.expansion.depth == 0:
             likely = list(range(len(logits)))
@@ -63,13 +53,13 @@ class Search:
         return sorted(sorted(likely, key=lambda index: -logits[index])[:room])
 
     def keep(self, candidates: Sequence[Candidate], accepted: Sequence[int], start: int) -> None:
-        """Keep candidates, whose rows in the model's state begin at `start`."""
+        """Keep the accepted candidates; their rows in the model's state begin at `start`."""
         self.rows += range(start, start + len(accepted))
         self.expansion.keep(candidates[index] for index in accepted)
 
     @property
     def solution(self) -> Solution:
-        """Likeliest answer among the kept thoughts."""
+        """Most likely answer among the kept thoughts."""
         kept = tuple(self.expansion.kept)
         if not kept:
             return Solution(None, -math.inf, kept)
@@ -83,7 +73,7 @@ def _logit(probability: float) -> float:
 
 @torch.no_grad()
 def solve(model: Athena, problems: Sequence[EncodedProblem]) -> list[Solution]:
-    """Solve problems as one batch; the model is to be in evaluation mode."""
+    """Solve problems in a single batch; the model must be in evaluation mode."""
     if not problems:
         return []
     searches, constants = [Search(model, problem) for problem in problems], len(model.settings.constants)
@@ -96,7 +86,7 @@ def solve(model: Athena, problems: Sequence[EncodedProblem]) -> list[Solution]:
 
 
 def _step(model: Athena, state: Thinking, searches: Sequence[Search], leaves: list[list[int]]) -> Thinking:
-    """Take the next step of all searches that have not ended."""
+    """Do the next step of all running searches."""
     active = [number for number, search in enumerate(searches) if not search.ended]
     candidates: list[list[Candidate]] = [[] for _ in searches]
     for number in active:
@@ -122,7 +112,16 @@ def _step(model: Athena, state: Thinking, searches: Sequence[Search], leaves: li
 
 
 def answers(model: Athena, problems: Sequence[Problem], batch: int = 32) -> list[str]:
-    """Return expressions that answer problems, by a model in evaluation mode; empty without numbers and constants."""
+    """Answer problems with expressions.
+
+    Args:
+        model: in evaluation mode.
+        problems: the problems.
+        batch: number of problems in a batch.
+
+    Returns:
+        An expression for each problem; empty for a problem without numbers and constants.
+    """
     encoded = [EncodedProblem.of(problem, model.tokenizer, model.settings.max_length) for problem in problems]
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number].ids))
     expressions = [""] * len(problems)

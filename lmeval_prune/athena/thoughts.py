@@ -1,8 +1,8 @@
-"""Thoughts of ATHENA: expressions up to the order of sums and products, and the schedule that expands them.
+"""Thoughts of ATHENA: expressions in a canonical form, and the schedule that proposes them.
 
-A thought is a tuple that can be hashed and sorted: `("num", 0)`, `("con", "1")`, `("neg", t)`, `("inv", t)`,
-`("root", t)`, `("halve", t)`, `("add", t, …)`, `("mul", t, …)`. Sums and products are flat and in order, so that equal
-thoughts are equal tuples; nothing cancels.
+A thought is a sortable tuple: `("num", 0)`, `("con", "1")`, `("neg", t)`, `("inv", t)`, `("root", t)`, `("halve", t)`,
+`("add", t, …)`, `("mul", t, …)`. Sums and products are flat and sorted, so that the order of their terms does not
+matter. Nothing cancels.
 """
 
 from __future__ import annotations
@@ -25,32 +25,25 @@ def merged(operator: str, first: Thought, second: Thought) -> Thought:
 
 
 class Candidate(NamedTuple):
-    """A thought that may be kept, and the thoughts that it joins.
+    """A proposed thought and its operands.
 
-    Attributes:
-        operator: one of `OPERATORS`.
-        first, second: indices of the kept thoughts that it joins; twice the same for a transform; for a leaf, its index
-            among the problem's leaves.
-        thought: the result.
+    The operands are indices of kept thoughts. Both are the same for a transform; for a leaf, both are its index.
     """
 
-    operator: str
+    operator: str  # of `OPERATORS`
     first: int
     second: int
-    thought: Thought
+    thought: Thought  # the result
 
 
 class Expansion:
-    """Candidate thoughts of a problem, step by step.
+    """Schedule that proposes the candidate thoughts of a problem, step by step.
 
-    Step 0 offers the leaves; odd steps transform, even ones merge. Each uses at least one thought that was kept since
-    the last step of its kind, offers no thought that is kept already, and none twice.
-
-    Args:
-        leaves: the problem's numbers, then the constants.
+    Step 0 proposes the leaves: the problem's numbers, then the constants. Odd steps transform, even steps merge. A
+    candidate has at least one operand that was kept since the last step of its kind, and is never a kept thought.
 
     Attributes:
-        kept: thoughts in the order in which they were kept.
+        kept: kept thoughts in order.
         depth: index of the next step.
     """
 
@@ -58,21 +51,21 @@ class Expansion:
         self.leaves = list(leaves)
         self.kept: list[Thought] = []
         self.depth = 0
-        self._used = [0, 0]  # how many of the kept thoughts the last merge, and the last transform, could use
+        self._used = [0, 0]  # number of kept thoughts at the last merge and at the last transform
 
     @property
     def ended(self) -> bool:
-        """Return whether the next step has no new thought to use."""
+        """Whether the next step has no new operands."""
         return self.depth > 0 and self._used[self.depth % 2] == len(self.kept)
 
     def candidates(self) -> list[Candidate]:
-        """List the candidates of the next step, those of one operator side by side."""
-        known = set(self.kept)
-        new: dict[Thought, Candidate] = {}
+        """Return the candidates of the next step without duplicates, grouped by operator."""
+        kept = set(self.kept)
+        candidates: dict[Thought, Candidate] = {}
         for candidate in self._all():
-            if candidate.thought not in known:
-                new.setdefault(candidate.thought, candidate)
-        return list(new.values())
+            if candidate.thought not in kept:
+                candidates.setdefault(candidate.thought, candidate)
+        return list(candidates.values())
 
     def _all(self) -> Iterable[Candidate]:
         if self.depth == 0:
@@ -94,18 +87,14 @@ class Expansion:
 
 
 class LabelledStep(NamedTuple):
-    """Candidates of a step, and for each whether it leads to the equation."""
+    """Candidates of a step, and whether each is part of the equation."""
 
     candidates: list[Candidate]
     labels: list[bool]
 
 
 def labelled_steps(leaves: Sequence[Thought], root: Thought, targets: frozenset[Thought]) -> list[LabelledStep]:
-    """Return the steps of teacher forcing: candidates among the targets are kept, until the root is.
-
-    Raises:
-        ValueError: the schedule does not reach the root.
-    """
+    """Return the steps of teacher forcing, which keep all target thoughts; `ValueError` if they miss the root."""
     expansion, steps = Expansion(leaves), list[LabelledStep]()
     while root not in expansion.kept:
         if expansion.ended:

@@ -1,4 +1,4 @@
-"""Training of ATHENA by transformers' Trainer: killed at any moment, it goes on and ends with the same weights."""
+"""Train ATHENA with transformers' Trainer; an interrupted training resumes and ends with the same weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINES = {"loss": ("training", COLOURS[0], "-"), "eval_loss": ("validation", COLO
 
 
 def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
-    """Return the cross-entropy of all judgements, reasons and answers alike, divided by `items` (default: all)."""
+    """Return the binary cross-entropy of all `reason` and `answer` logits: the sum over `items`, default the mean."""
     assert outputs.reason is not None and outputs.answer is not None
     logits = torch.cat([outputs.reason, outputs.answer])
     total = binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum")
@@ -44,19 +44,27 @@ def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None 
 
 
 def share_solved(model: Athena, problems: Sequence[GroundedProblem]) -> float:
-    """Return the share of problems that a model solves; it is in evaluation mode afterwards."""
-    texts = answers(model.eval(), [item.problem for item in problems])
-    return sum(item.is_solved_by(text) for item, text in zip(problems, texts, strict=True)) / len(problems)
+    """Return the accuracy of a model on problems; the model stays in evaluation mode."""
+    texts = answers(model.eval(), [grounded.problem for grounded in problems])
+    return sum(grounded.is_solved_by(text) for grounded, text in zip(problems, texts, strict=True)) / len(problems)
 
 
 class AthenaTrainer(ResumableTrainer):
-    """Trains by teacher forcing; validates by the share of problems that it solves, `eval_accuracy`.
+    """Trainer with teacher forcing; the validation metric is the accuracy, `eval_accuracy`.
 
-    Extend `compute_loss` for another loss: the outputs hold all logits, and the encoder's attention maps on demand.
-    `head_rate` is the learning rate of all but the encoder.
+    Override `compute_loss` for another loss: the outputs have all logits and, if requested, the encoder's attention
+    maps.
+
+    Args:
+        model: the model.
+        arguments: arguments of transformers.
+        train: training examples.
+        validation: validation problems.
+        head_rate: learning rate of the head part; that of `arguments` is the encoder's.
+        patience: validations without improvement before training stops; 0: no early stopping.
 
     Raises:
-        InputError: no problem is left to train on or to validate by.
+        InputError: all training or all validation problems are unusable.
     """
 
     def __init__(
@@ -70,14 +78,14 @@ class AthenaTrainer(ResumableTrainer):
     ) -> None:
         self.host, self.validation, self.head_rate = model, validation, head_rate
         collator = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)
-        judged = examples_of(validation, model.tokenizer, model.settings)
-        if not train or (validation and not judged):
+        validation_examples = examples_of(validation, model.tokenizer, model.settings)
+        if not train or (validation and not validation_examples):
             raise InputError(
                 f"all {'validation' if train else 'training'} problems are too long for the encoder, or need constants "
-                f"that no training problem has; raise limit or validation"
+                f"that no training equation has; raise limit or validation"
             )
         lengths = [len(example.problem.ids) for example in train]
-        super().__init__(model, arguments, collator, train, judged, lengths, Progress(), patience)
+        super().__init__(model, arguments, collator, train, validation_examples, lengths, Progress(), patience)
 
     def compute_loss(
         self,
@@ -86,15 +94,15 @@ class AthenaTrainer(ResumableTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return `task_loss` over the judgements of the whole accumulated batch, of all processes."""
+        """Return `task_loss`, averaged over the accumulated batch of all processes."""
         outputs = model(**inputs)
         loss = task_loss(outputs, inputs["labels"], num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # gradients are averaged over them
+            loss = loss * self.accelerator.num_processes  # because gradients are averaged over processes
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make AdamW with a learning rate of the encoder and one of the rest, no decay of norms and biases."""
+        """Make AdamW with separate learning rates for encoder and head part; norms and biases have no weight decay."""
         if self.optimizer is None:
             decayed = set(self.get_decay_parameter_names(self.host))
             groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -115,18 +123,18 @@ class AthenaTrainer(ResumableTrainer):
             )
         return self.optimizer
 
-    def further_figures(self) -> dict[str, float]:
-        """Return the share of the validation problems that the model solves."""
+    def further_metrics(self) -> dict[str, float]:
+        """Return the validation accuracy."""
         return {ACCURACY: share_solved(self.host, self.validation)}
 
 
 def train(options: TrainOptions) -> Athena:
-    """Train a model and write it, with a picture of its losses; a training that was interrupted goes on.
+    """Train a model and write it with a plot of its losses; resume an interrupted training.
 
-    Checkpoints are kept beside the output until it is complete. A model that was trained with the same options is read.
+    Checkpoints are in `OUTPUT.training` until the output is complete. A complete output is read.
 
     Raises:
-        InputError: something cannot be used, or `output` was begun with other options.
+        InputError: an option is unusable, or `output` has other options.
     """
     target = Path(options.output)
     work = target.with_name(f"{target.name}.training")
@@ -138,7 +146,7 @@ def train(options: TrainOptions) -> Athena:
             checkpoint.write(_trained(options, settings, work), target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
-    draw([{"log": model.about["log"]}], LINES, "Training: loss a judgement", target / "training")
+    draw([{"log": model.about["log"]}], LINES, "Training: loss per judgement", target / "training")
     return model
 
 
@@ -156,8 +164,8 @@ def _trained(options: TrainOptions, settings: dict[str, Any], work: Path) -> Ath
     examples = examples_of(split.train, model.tokenizer, model.settings)
     problems = {"train": len(examples), "validation": len(split.validation)}
     print(
-        f"{problems['train']} problems to train on, {problems['validation']} to validate; left out: "
-        f"{split.ungrounded} without an equation over their numbers, {split.repeated} that the test asks, too",
+        f"{problems['train']} training problems, {problems['validation']} validation problems; left out: "
+        f"{split.ungrounded} without an equation over their numbers, {split.repeated} that are also in the test",
         flush=True,
     )
     best_by = (ACCURACY, True) if options.validation else None

@@ -1,1 +1,1 @@
-"""Models to load: embedded ones, and models without weights."""
+"""Load, identify and save model checkpoints: embedded models, cut models, and models without weights."""

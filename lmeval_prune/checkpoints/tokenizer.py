@@ -1,11 +1,11 @@
-"""Tokenizers of checkpoints, as lm-eval's `hf` reads them."""
+"""Load a checkpoint's tokenizer like lm-eval's `hf`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import refused_as
+from lmeval_prune.checkpoints.loading import as_input_error
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
@@ -14,15 +14,7 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_of(pretrained: str, revision: str | None, add_bos_token: bool | None = None) -> Any:
-    """Return a model's tokenizer; None if it has no files of one (transformers would make one up).
-
-    Args:
-        pretrained, revision: the model.
-        add_bos_token: as of lm-eval's `hf`, which gives it to the tokenizer; None leaves it alone.
-
-    Raises:
-        InputError: it has, and they cannot be read.
-    """
+    """Load a model's tokenizer; return None if it has no tokenizer files (transformers would invent a tokenizer)."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
@@ -35,5 +27,5 @@ def tokenizer_of(pretrained: str, revision: str | None, add_bos_token: bool | No
     if not any(cached_file(source, name, **optional) for name in TOKENIZER_FILES):
         return None
     settings = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-    with refused_as(f"the tokenizer of {pretrained} cannot be read; mend its files, or remove them"):
+    with as_input_error(f"the tokenizer of {pretrained} cannot be read; repair its files, or remove them"):
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False, **settings)

@@ -1,1 +1,1 @@
-"""Recursive distillation: a model is pruned stage by stage, and each stage learns from the one before it."""
+"""Recursive distillation: prune a model stage by stage; each stage learns from the model before it."""

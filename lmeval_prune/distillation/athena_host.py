@@ -1,4 +1,4 @@
-"""ATHENA in distillation: heads of its encoder are pruned, and its judgements on the gold graph are compared."""
+"""Distil ATHENA: prune its encoder, and compare its judgements on the gold graph."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training.curves import ACCURACY
-from lmeval_prune.training.questions import SeenQuestions
+from lmeval_prune.training.questions import TrainingQuestions
 
-_LANGUAGE_OPTIONS = {"task": None, "chat": False, "answer": "{}", "answer_field": None}  # and their defaults
+_LANGUAGE_OPTIONS = {"task": None, "chat": False, "answer": "{}", "answer_field": None}  # with their defaults
 
 
 class AthenaHost(Host):
-    """Host for an ATHENA model, with the data, test and validation splits of its training."""
+    """ATHENA as a host, with the data, test split and validation split of its own training."""
 
     metric, greater = ACCURACY, True
-    token, use = "mask_token", "stands for numbers"
+    token, token_use = "mask_token", "replaces numbers"
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
@@ -53,8 +53,8 @@ class AthenaHost(Host):
         constants = checkpoint.read_settings(folder).constants
         if self.tokenizer_of(folder).get_vocab() != self.tokenizer.get_vocab() or constants != self.settings.constants:
             raise InputError(
-                f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; name "
-                f"a teacher with the same ones"
+                f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; use a "
+                f"teacher with the same ones"
             )
 
     @override
@@ -63,11 +63,11 @@ class AthenaHost(Host):
 
     @override
     def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
+        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
     ) -> None:
         if "trained_on" in manifest:
-            model.about = {**model.about, **SeenQuestions.from_artefact(manifest).to_artefact()}
-        checkpoint.write(model, folder, manifest, beside)
+            model.about = {**model.about, **TrainingQuestions.from_artefact(manifest).to_artefact()}
+        checkpoint.write(model, folder, manifest, add_files)
 
     @override
     def backbone(self, model: Any) -> Any:
@@ -83,14 +83,14 @@ class AthenaHost(Host):
         return folder / checkpoint.ENCODER
 
     @override
-    def seen(self, folder: str) -> SeenQuestions:
+    def questions_of(self, folder: str) -> TrainingQuestions:
         about = checkpoint.describe(folder)
-        if "options" in about and "validated_on" not in about:  # an earlier version: draw its validation split again
+        if "options" in about and "validated_on" not in about:  # an older file: draw its validation split again
             about["validated_on"] = ProblemSplit.load(self._training_options(folder)).questions.validated
-        return SeenQuestions.from_artefact(about)
+        return TrainingQuestions.from_artefact(about)
 
     def _training_options(self, folder: str, **changes: Any) -> TrainOptions:
-        """Return the options that an ATHENA was trained with, with changes."""
+        """Return an ATHENA's training options with changes."""
         options = checkpoint.describe(folder)["options"]
         fixed = {"output": self.options.output, "data_dir": self.options.data_dir, "patience": 0}
         about = f"the training in {Path(folder) / checkpoint.SETTINGS}"
@@ -99,13 +99,13 @@ class AthenaHost(Host):
     @override
     def examples(self) -> TrainingExamples:
         if "options" not in self.about:
-            raise InputError(f"{self.options.pretrained} does not say what it was trained on; train it anew")
+            raise InputError(f"{self.options.pretrained} has no record of its training; train it again")
         changes = {name: getattr(self.options, name) for name in ("test", "train", "validation", "limit")}
         changes = {name: value for name, value in changes.items() if value not in (None, ())}
         options = self._training_options(self.options.pretrained, **changes)
         split = ProblemSplit.load(options)
         test = load(options.data, options.test, options.data_dir)
-        seen = self.all_seen(split.questions, test, options.test)
+        questions = self.all_questions(split.questions, test, options.test)
         train, validation = (
             examples_of(problems, self.tokenizer, self.settings) for problems in (split.train, split.validation)
         )
@@ -115,9 +115,11 @@ class AthenaHost(Host):
             "ungrounded": split.ungrounded,
             "repeated": split.repeated,
             "splits": {"data": options.data, "test": options.test, "train": list(options.train)},
-            **seen.to_artefact(),
+            **questions.to_artefact(),
         }
-        return TrainingExamples(train, validation, [len(item.problem.ids) for item in train], note, split.validation)
+        return TrainingExamples(
+            train, validation, [len(example.problem.ids) for example in train], note, split.validation
+        )
 
     @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class AthenaHost(Host):
 
     @override
     def items(self, inputs: Mapping[str, Any]) -> int:
-        return len(inputs["labels"])  # labels of candidates and kept thoughts
+        return len(inputs["labels"])
 
     @override
     def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -133,11 +135,11 @@ class AthenaHost(Host):
 
     @override
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
-        # candidates are independent; answers are a choice among the kept thoughts of a problem
+        # candidates are judged independently; the answer is a choice among a problem's kept thoughts
         temperature = self.options.temperature
         reasons = judgement_divergence(teacher.reason, student.reason, temperature)
         return reasons + choice_divergence(teacher.answer, student.answer, student.kept_problem, temperature)
 
     @override
-    def figures(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
+    def metrics(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
         return {ACCURACY: training.share_solved(model, examples.problems)}

@@ -1,4 +1,4 @@
-"""Attention maps of teacher and student: models that give none are refused, and dropout of maps is turned off."""
+"""Check the attention maps of teacher and student, and turn off their dropout."""
 
 from __future__ import annotations
 
@@ -12,42 +12,34 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import eager_attention
 
-_OTHER_DROPOUT = ("resid", "hidden", "output")  # in attention modules, but not of their maps
+_OTHER_DROPOUT = ("resid", "hidden", "output")  # dropout in attention modules that is not applied to the maps
 
 
 def check_gives_maps(skeleton: Any) -> None:
-    """Refuse a model without attention maps, by its skeleton without weights.
-
-    Raises:
-        InputError: it returns none, or not those of the heads in its map.
-    """
+    """Raise an `InputError` if a model, given without weights, does not return the attention maps of its heads."""
     model_map = map_model(skeleton)
     ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
     try:
         with torch.no_grad(), eager_attention(skeleton):
             maps = getattr(skeleton(input_ids=ids, output_attentions=True), "attentions", None)
-    except Exception:  # not every model can be run without weights; maps are checked in training, too
+    except Exception:  # some models do not run without weights; training checks the maps again
         return
     check_maps(maps, model_map.model_type, [layer.heads for layer in model_map.attention])
 
 
 def check_maps(maps: Sequence[Tensor | None] | None, model_type: str, heads: Sequence[int]) -> None:
-    """Refuse attention maps that are missing, or not those of layers with so many heads.
-
-    Raises:
-        InputError: they are.
-    """
+    """Raise an `InputError` if attention maps are missing or have another number of heads per layer."""
     if maps is None or [None if layer is None else layer.shape[1] for layer in maps] != list(heads):
         raise InputError(
-            f"feature needs attention maps, and this {model_type} model does not give out those of its heads; give "
+            f"feature needs attention maps, and this {model_type} model does not return those of its heads; give "
             f"--feature false"
         )
 
 
 def turn_off_map_dropout(model_map: ModelMap) -> None:
-    """Turn off the dropout of attention maps; that of residual streams stays.
+    """Turn off the dropout of attention maps, but not of residual streams.
 
-    Models return their maps after it, so that the feature term would compare what was drawn.
+    Models return their maps after dropout, so the feature term would compare random draws.
     """
     modules = [pair for layer in model_map.attention for pair in layer.module.named_modules()]
     for path, module in modules:

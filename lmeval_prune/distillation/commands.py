@@ -9,7 +9,7 @@ from lmeval_prune.distillation.options import DistillOptions
 
 
 def distill(**options: Any) -> int:
-    """Prune a model stage by stage, each stage taught by the one before it."""
+    """Prune and distil a model stage by stage; the model before each stage is its teacher."""
     settings = DistillOptions(**options)
     from transformers.utils.logging import disable_progress_bar
 
@@ -35,7 +35,7 @@ def distill(**options: Any) -> int:
         print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
     if heads < share_of(settings.ratio, total_heads):
         share = f"{heads / total_heads:.1%} of the heads"
-        print(f"{share}: less than --ratio {settings.ratio:g}, as only whole units are removed")
+        print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")
     splits = note["material"]["splits"]
     if "data" in splits:
         task, model = f"prune_{splits['data']}_equation", "athena"

@@ -1,4 +1,4 @@
-"""The interface of a kind of model that is distilled: how it is read, fed, judged and written."""
+"""Interface of a kind of model that can be distilled: reading, batching, losses and writing."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.loading import refused_as
+from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.training.questions import Document, SeenQuestions, question_keys
+from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of a distilled model
 
 
 class StageNote(TypedDict):
-    """Fields that are read of a stage."""
+    """Fields of a stage that are read."""
 
     stage: int
     heads: dict[str, list[int]]
@@ -39,7 +39,7 @@ class StageNote(TypedDict):
 
 
 class MaterialNote(TypedDict):
-    """Fields that are read of the training problems."""
+    """Fields of the training problems that are read."""
 
     splits: dict[str, Any]
     trained_on: NotRequired[list[str]]
@@ -56,44 +56,31 @@ class Note(TypedDict):
 
 
 def read_note(folder: str | Path) -> dict[str, Any]:
-    """Read the `distillation.json` of a folder.
-
-    Raises:
-        InputError: there is none, or it is damaged.
-    """
+    """Read the `distillation.json` of a folder; `InputError` if it is missing or damaged."""
     return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION, Note)[0]
 
 
 @dataclass(frozen=True)
 class TrainingExamples:
-    """Examples of a distillation, in the form of their host.
-
-    Attributes:
-        train, validation: examples.
-        lengths: tokens of each training example.
-        note: for `distillation.json`: how many there are and were left out, splits, digests of questions.
-        problems: of the validation, where a host solves them.
-    """
+    """Examples of a distillation; their type depends on the host."""
 
     train: Sequence[Any]
     validation: Sequence[Any]
-    lengths: Sequence[int]
-    note: dict[str, Any]
-    problems: Sequence[Any] = ()
+    lengths: Sequence[int]  # number of tokens of each training example
+    note: dict[str, Any]  # for `distillation.json`: counts, splits, digests of questions
+    problems: Sequence[Any] = ()  # validation problems, for a host that solves them
 
 
 class Host(ABC):
-    """A kind of model that is pruned and distilled.
+    """A kind of model that can be pruned and distilled.
 
-    Attributes:
-        metric, greater: figure in the log that chooses the best epoch, and whether more of it is better.
-        token, use: a special token that the tokenizer must have, and what it does.
+    The *backbone* is the transformers model whose heads are pruned: the model itself, or its encoder.
     """
 
-    metric: ClassVar[str]
-    greater: ClassVar[bool]
-    token: ClassVar[str]
-    use: ClassVar[str]
+    metric: ClassVar[str]  # metric in the log that chooses the best epoch
+    greater: ClassVar[bool]  # whether a higher metric is better
+    token: ClassVar[str]  # special token that the tokenizer must have
+    token_use: ClassVar[str]  # its purpose, for the message
 
     def __init__(self, options: DistillOptions) -> None:
         self.options = options
@@ -104,126 +91,117 @@ class Host(ABC):
         return self.tokenizer_of(self.options.pretrained)
 
     def tokenizer_of(self, folder: str) -> Any:
-        """Read a model's tokenizer; `InputError` if it cannot be read or lacks the token."""
-        with refused_as(f"the tokenizer of {folder} cannot be read"):
+        """Read a model's tokenizer; `InputError` if it lacks the special token."""
+        with as_input_error(f"the tokenizer of {folder} cannot be read"):
             path = self.backbone_folder(Path(embedded.resolve(folder)))
             tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         if getattr(tokenizer, self.token) is None:
             name = self.token.replace("_", " ")
-            raise InputError(f"the tokenizer of {folder} has no {name}, which {self.use}; set its {self.token}")
+            raise InputError(f"the tokenizer of {folder} has no {name}, which {self.token_use}; set its {self.token}")
         return tokenizer
 
     @abstractmethod
     def skeleton(self, folder: str) -> Any:
-        """Return the transformers model whose heads are pruned, without weights; `InputError` if there is none."""
+        """Return the backbone without weights; `InputError` if the folder has no suitable model."""
 
     def identity(self, folder: str) -> str:
-        """Return a digest of a model's weights; `InputError` if there is no such model."""
+        """Return a digest of a model's weights; `InputError` if the model does not exist."""
         return checkpoint_identity(folder)
 
     @abstractmethod
     def check_teacher(self, folder: str) -> None:
-        """Refuse (`InputError`) a teacher with another vocabulary; no weights are read."""
+        """Raise an `InputError` if the teacher has another vocabulary; no weights are read."""
 
     @abstractmethod
     def read(self, folder: str) -> nn.Module:
-        """Read a model, in float32 at least, in evaluation mode."""
+        """Read a model in evaluation mode, with at least float32."""
 
     @abstractmethod
     def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
+        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
     ) -> None:
-        """Write a model and the manifest of its cuts as a folder that appears whole.
-
-        `beside` is called with the folder that is being written, to add files.
-        """
+        """Write a model and the manifest of its cuts atomically; `add_files` adds further files to the folder."""
 
     def backbone(self, model: Any) -> Any:
-        """Return the transformers model in a model whose heads are pruned."""
+        """Return the backbone of a model."""
         return model
 
     def with_backbone(self, model: Any, backbone: Any) -> Any:
-        """Return the model with another such transformers model."""
+        """Return the model with another backbone."""
         return backbone
 
     def backbone_folder(self, folder: Path) -> Path:
-        """Return the folder of that transformers model in a model's."""
+        """Return the backbone's folder in a model's folder."""
         return folder
 
     def check_layers(self) -> None:
-        """Refuse a model that was cut with zeroed fillers, which would be trained again.
-
-        Raises:
-            InputError: naming the layers.
-        """
+        """Raise an `InputError` if the model was cut with zeroed fillers, which training would change."""
         folder = self.backbone_folder(Path(embedded.resolve(self.options.pretrained)))
         for stage in (read_manifest(folder) or {}).get("stages", []):
             removed, sizes = stage["plan"].get("channels", {}), stage["parent"]["channels"]
             emptied = [block for block, text in removed.items() if len(Channels(text).numbers) == sizes[block]]
             if layers := ", ".join([*stage["removed"]["fillers"], *emptied]):
                 raise InputError(
-                    f"{self.options.pretrained} was cut with zeroed fillers ({layers}), which training would fill "
-                    f"again; cut it by whole groups (unit=group or balanced), with something left in each layer"
+                    f"{self.options.pretrained} was cut with zeroed fillers ({layers}), which training would change; "
+                    f"cut it by whole groups (unit=group or balanced), and keep some in each layer"
                 )
 
     @abstractmethod
     def examples(self) -> TrainingExamples:
-        """Load training and validation examples; no weights are read.
-
-        Raises:
-            InputError: there are none, or the test is among them.
-        """
+        """Load the examples without weights; `InputError` if they are missing or contain the test."""
 
     @abstractmethod
-    def seen(self, folder: str) -> SeenQuestions:
-        """Return what a model, and those that it was made from, were trained on, as far as its files say it."""
+    def questions_of(self, folder: str) -> TrainingQuestions:
+        """Return the recorded training questions of a model and its ancestors."""
 
-    def all_seen(self, questions: SeenQuestions, test: Iterable[Document], name: str) -> SeenQuestions:
-        """Return the questions of this training, and those of parent and teacher; `name` is that of the test.
+    def all_questions(
+        self, questions: TrainingQuestions, test: Iterable[Document], test_name: str
+    ) -> TrainingQuestions:
+        """Return the questions of this training, of the model and of the teacher.
 
         Raises:
-            InputError: parent or teacher were trained on the test, or on validation problems.
+            InputError: model or teacher were trained on the test or on validation problems.
         """
-        tested, known = question_keys(test), questions
-        validated = questions.validated - questions.learned  # a question of both is learned here, too
+        tested, total = question_keys(test), questions
+        validated = questions.validated - questions.trained
         for folder in filter(None, (self.options.pretrained, self.options.teacher)):
-            seen = self.seen(folder)
-            if count := len(tested & (seen.learned | seen.validated)):
+            earlier = self.questions_of(folder)
+            if count := len(tested & (earlier.trained | earlier.validated)):
                 raise InputError(
-                    f"{folder} was trained on {count} of the {len(tested)} questions of the test split {name}; "
-                    f"name the test that it was trained for, or another model"
+                    f"{folder} was trained on {count} of the {len(tested)} questions of the test split {test_name}; "
+                    f"use the test split of its training, or another model"
                 )
-            if count := len(validated & seen.learned):
+            if count := len(validated & earlier.trained):
                 raise InputError(
-                    f"{folder} was trained on {count} of the {len(validated)} validation problems, which "
-                    f"would choose the epoch that has forgotten least; set apart those that it was validated on (the "
-                    f"same validation, limit and seed), or give --validation 0"
+                    f"{folder} was trained on {count} of the {len(validated)} validation problems, so they cannot "
+                    f"choose the best epoch; use the validation split of its training (the same validation, limit and "
+                    f"seed), or give --validation 0"
                 )
-            known |= seen
-        return known
+            total |= earlier
+        return total
 
     @abstractmethod
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
-        """Make the model's arguments of examples, `input_ids`, `attention_mask` and `labels` among them."""
+        """Batch examples into the model's inputs, with `input_ids`, `attention_mask` and `labels`."""
 
     @abstractmethod
     def items(self, inputs: Mapping[str, Any]) -> int:
-        """Count the judgements or tokens of a batch that task and response losses are divided by."""
+        """Return the number of judgements or tokens in a batch, the divisor of task and response losses."""
 
     @abstractmethod
     def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the cross-entropy, summed over the items."""
+        """Return the cross-entropy summed over the items."""
 
     @abstractmethod
     def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Return KL(teacher ‖ student) of the outputs at the temperature, summed over the items."""
+        """Return KL(teacher ‖ student) at the temperature, summed over the items."""
 
-    def figures(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
-        """Return further figures of a model in evaluation mode on the validation split."""
+    def metrics(self, model: Any, examples: TrainingExamples) -> dict[str, float]:
+        """Return further metrics of a model in evaluation mode on the validation split."""
         return {}
 
     def calibration(self, examples: TrainingExamples) -> CalibrationText:
-        """Draw training examples, by the seed, as text for scores."""
+        """Draw training examples by the seed as calibration text of the pruner."""
         generator = torch.Generator().manual_seed(self.options.seed)
         order = torch.randperm(len(examples.train), generator=generator).tolist()
         drawn = [examples.train[index] for index in order[: self.options.calibration]]

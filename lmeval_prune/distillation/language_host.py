@@ -1,4 +1,4 @@
-"""Causal language models as hosts of distillation: they learn the answers of a task's training problems."""
+"""Distil causal language models on the answers of a task's training problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import load_pretrained, refused_as
+from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distillation.host import NOTE, Host, TrainingExamples, read_note
@@ -25,21 +25,21 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import tokenizer_fingerprint
 from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.tasks.data import DATA, load
-from lmeval_prune.tasks.named import load_task, task_manager
-from lmeval_prune.training.questions import SeenQuestions, other_folds, question_key, without_test
+from lmeval_prune.tasks.loading import load_task, task_manager
+from lmeval_prune.training.questions import TrainingQuestions, other_folds, question_key, without_test
 
-IGNORED = -100  # label of tokens that are not learned
+IGNORED = -100  # label of tokens without a loss
 
 
 class Text(NamedTuple):
-    """A problem with its answer as tokens; the answer begins at `start`."""
+    """Token ids of a problem with its answer; the answer begins at `start`."""
 
     ids: list[int]
     start: int
 
 
 class Rows(NamedTuple):
-    """Documents of a task: to train on, of the test, and the names of the training splits."""
+    """Training and test documents of a task, and the names of the training splits."""
 
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
@@ -50,17 +50,17 @@ class LanguageHost(Host):
     """A causal language model as a host."""
 
     metric, greater = "eval_task", False
-    token, use = "eos_token", "ends answers"
+    token, token_use = "eos_token", "ends answers"
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
         if options.task is None:
-            raise InputError("name the task whose training problems are learned: task, e.g. prune_asdiv_a_equation")
+            raise InputError("name the task with the training problems: task, e.g. prune_asdiv_a_equation")
         self.task_name = options.task
 
     @cached_property
     def task(self) -> Any:
-        """Task of lm-eval whose training problems are learned."""
+        """The lm-eval task with the training problems."""
         metadata = {"data_dir": self.options.data_dir} if self.options.data_dir else {}
         return load_task(task_manager(metadata), self.task_name)
 
@@ -70,7 +70,7 @@ class LanguageHost(Host):
         if getattr(skeleton.config, "is_encoder_decoder", False) or not skeleton.can_generate():
             raise InputError(
                 f"{folder} ({skeleton.config.model_type}) is neither a causal language model nor an ATHENA "
-                f"(`lmeval-prune athena train`); name one of these"
+                f"(`lmeval-prune athena train`); name such a model"
             )
         return skeleton
 
@@ -81,7 +81,7 @@ class LanguageHost(Host):
         tokenizers = (self.tokenizer_of(folder), self.tokenizer)
         if len(sizes) > 1 or len({tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers}) > 1:
             raise InputError(
-                f"the teacher {folder} has another vocabulary than {parent}; name a teacher with the same tokenizer"
+                f"the teacher {folder} has another vocabulary than {parent}; use a teacher with the same tokenizer"
             )
 
     @override
@@ -92,16 +92,16 @@ class LanguageHost(Host):
 
     @override
     def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, beside: Callable[[Path], None] | None = None
+        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
     ) -> None:
-        save_checkpoint(folder, model, manifest, self.tokenizer, beside, [embedded.resolve(self.options.pretrained)])
+        save_checkpoint(folder, model, manifest, self.tokenizer, add_files, [embedded.resolve(self.options.pretrained)])
 
     @override
-    def seen(self, folder: str) -> SeenQuestions:
+    def questions_of(self, folder: str) -> TrainingQuestions:
         content = read_manifest(embedded.resolve(folder)) or {}
         if "trained_on" not in content and (Path(folder) / NOTE).is_file():
             content = read_note(folder)["material"]
-        return SeenQuestions.from_artefact(content)
+        return TrainingQuestions.from_artefact(content)
 
     @override
     def examples(self) -> TrainingExamples:
@@ -118,7 +118,7 @@ class LanguageHost(Host):
         (validation, validation_keys), (train, train_keys) = (
             ([text for text, _ in part], frozenset(key for _, key in part)) for part in (pairs[:count], pairs[count:])
         )
-        seen = self.all_seen(SeenQuestions(train_keys, validation_keys), rows.test, test_name)
+        questions = self.all_questions(TrainingQuestions(train_keys, validation_keys), rows.test, test_name)
         if not train or (share and not validation):
             raise InputError(
                 f"{len(pairs)} of {len(drawn)} problems are too few to train and validate; raise limit, validation or "
@@ -130,45 +130,45 @@ class LanguageHost(Host):
             "too_long": len(drawn) - len(pairs),
             "repeated": repeated,
             "splits": {"task": options.task, "test": options.test, "train": rows.names},
-            **seen.to_artefact(),
+            **questions.to_artefact(),
         }
         return TrainingExamples(train, validation, [len(text.ids) for text in train], note)
 
     def _rows(self) -> Rows:
-        """Load the training and test documents of the task."""
+        """Load the task's training and test documents."""
         arguments = self.task.get_config("dataset_kwargs") or {}
-        with refused_as(f"the training split of {self.task_name} cannot be read"):  # a task may fail in its own ways
+        with as_input_error(f"the training split of {self.task_name} cannot be read"):
             if data := arguments.get("prune_data"):
                 return self._split_rows(data, self.options.test or arguments.get("prune_test", "test"))
             return self._task_rows()
 
     def _split_rows(self, data: str, test: str) -> Rows:
-        """Load splits of a data set of our own."""
+        """Load splits of a data set of this package."""
         folder = self.options.data_dir
         splits = self.options.train or (("train",) if "train" in DATA[data].splits else other_folds(data, test))
         if test in splits:
-            raise InputError(f"the training split {test} is the test split; leave it out of train")
+            raise InputError(f"test={test} is also a training split; leave it out of train")
         rows = [dict(row) for split in splits for row in load(data, split, folder)]
         return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits))
 
     def _task_rows(self) -> Rows:
-        """Load the splits that a task of others declares."""
+        """Load the splits that a task of lm-eval declares."""
         if self.options.train or self.options.test:
-            raise InputError(f"train and test name splits of our own tasks; leave them out for {self.task_name}")
+            raise InputError(f"train and test are for tasks of lmeval-prune; leave them out for {self.task_name}")
         if not self.task.has_training_docs():
-            raise InputError(f"task {self.task_name} has no training split; name another task")
+            raise InputError(f"task {self.task_name} has no training split; use another task")
         test = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
         return Rows([dict(row) for row in self.task.training_docs()], [dict(row) for row in test or ()], "train")
 
     def _with_questions(self, rows: Rows) -> Rows:
-        """Return rows with a `question`; of another's task that is its prompt."""
+        """Add the field `question` to documents without it: their prompt."""
         if "question" in (rows.train or [{}])[0]:
             return rows
         train, test = ([{**row, "question": self._prompt(row)} for row in part] for part in (rows.train, rows.test))
         return Rows(train, test, rows.names)
 
     def _prompt(self, row: Mapping[str, Any]) -> str:
-        """Return the prompt of lm-eval."""
+        """Return lm-eval's prompt of a document."""
 
         def as_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return str(
@@ -184,7 +184,7 @@ class LanguageHost(Host):
         if not self.options.chat:
             return str(self.task.fewshot_context(row, shots))
         if not self.tokenizer.chat_template:
-            raise InputError(f"{self.options.pretrained} has no chat template; leave out chat")
+            raise InputError(f"{self.options.pretrained} has no chat template; leave chat out")
         return str(self.task.fewshot_context(row, shots, apply_chat_template=True, chat_template=as_chat))
 
     def _text(self, row: dict[str, Any]) -> Text:
@@ -196,7 +196,7 @@ class LanguageHost(Host):
         return Text([*question, *ids, self.tokenizer.eos_token_id], len(question))
 
     def _target(self, row: dict[str, Any]) -> str:
-        """Return the answer that is learned: a field of the document, or the task's target."""
+        """Return the answer to learn: a field of the document, or the task's target."""
         field = self.options.answer_field
         if field is not None:
             if not isinstance(row.get(field), str):
@@ -221,18 +221,18 @@ class LanguageHost(Host):
             "attention_mask": padded(([1] * len(text.ids) for text in examples), 0),
             "labels": labels,
         }
-        if self.takes_logits_to_keep:  # logits of prompts are not computed
+        if self.takes_logits_to_keep:  # skip the logits of prompts
             inputs["logits_to_keep"] = (labels[:, 1:] != IGNORED).any(0).nonzero()[:, 0]
         return inputs
 
     @cached_property
     def takes_logits_to_keep(self) -> bool:
-        """Return whether the model can leave out logits that are not used."""
+        """Whether the model can skip unused logits."""
         return "logits_to_keep" in inspect.signature(self.skeleton(self.options.pretrained).forward).parameters
 
     @override
     def items(self, inputs: Mapping[str, Any]) -> int:
-        return int((inputs["labels"][:, 1:] != IGNORED).sum())  # tokens of answers
+        return int((inputs["labels"][:, 1:] != IGNORED).sum())
 
     @override
     def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -245,7 +245,7 @@ class LanguageHost(Host):
 
 
 def _answer_logits(outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return logits that predict tokens of answers, (tokens, vocabulary), in float32 at least, and these tokens."""
+    """Return the logits of answer tokens, (tokens, vocabulary) in at least float32, and these tokens."""
     labels, columns = inputs["labels"][:, 1:], inputs.get("logits_to_keep")
     logits = outputs.logits[:, :-1] if columns is None else outputs.logits
     labels = labels if columns is None else labels[:, columns]

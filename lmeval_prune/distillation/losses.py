@@ -1,6 +1,6 @@
-"""The distillation loss (the paper's eq. 7), as sums that add up over the batches of one update.
+"""Terms of the distillation loss (the paper's eq. 7) as sums over a batch.
 
-They are divided by counts over the whole update, so that accumulated batches are one large batch.
+The trainer divides them by counts over the whole update, so that accumulated batches equal a single large batch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch.nn.functional import log_softmax, logsigmoid
 
 
 def answer_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher ‖ student) over the vocabulary, summed over tokens, of logits (tokens, vocabulary) at τ."""
+    """Return Σ_tokens KL(teacher ‖ student) at temperature τ from logits (tokens, vocabulary)."""
     expected, actual = (log_softmax(_wide(logits) / temperature, dim=-1) for logits in (teacher, student))
     return (expected.exp() * (expected - actual)).sum()
 
 
 def judgement_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher ‖ student) of independent yes-or-no judgements, summed, of their logits at τ."""
+    """Return Σ KL(teacher ‖ student) of independent binary judgements at temperature τ from logits (judgements,)."""
     expected, actual = _wide(teacher) / temperature, _wide(student) / temperature
     yes = expected.sigmoid() * (logsigmoid(expected) - logsigmoid(actual))
     no = (-expected).sigmoid() * (logsigmoid(-expected) - logsigmoid(-actual))
@@ -27,9 +27,9 @@ def judgement_divergence(teacher: Tensor, student: Tensor, temperature: float) -
 
 
 def choice_divergence(teacher: Tensor, student: Tensor, problem: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher ‖ student) of one choice among each problem's thoughts, summed over problems.
+    """Return Σ_problems KL(teacher ‖ student) of the choice among a problem's thoughts at temperature τ.
 
-    Of logits of thoughts at τ; `problem` is the index of each thought's problem.
+    The logits and the problem index `problem` of each thought have the shape (thoughts,).
     """
     member = problem.unique()[:, None] == problem
     expected, actual = (
@@ -42,12 +42,13 @@ def choice_divergence(teacher: Tensor, student: Tensor, problem: Tensor, tempera
 def attention_distance(
     teacher: Sequence[Tensor], student: Sequence[Tensor], heads: Sequence[Sequence[int]], real: Tensor
 ) -> Tensor:
-    """Return squared differences of attention maps: means over heads and layers of sums over real positions.
+    """Return the squared difference of attention maps, averaged over heads and layers, summed over real positions.
 
     Args:
-        teacher, student: maps of each layer, shape (texts, heads, queries, keys).
-        heads: of each layer, for each of the student's heads the teacher's that it was.
-        real: mask of the tokens that are no padding, shape (texts, tokens).
+        teacher: attention maps of each layer, shape (texts, heads, queries, keys).
+        student: attention maps of the student.
+        heads: for each layer, the teacher's head of each student's head.
+        real: mask of the tokens without padding, shape (texts, tokens).
     """
     pairs = (real[:, :, None] * real[:, None, :])[:, None].to(student[0].dtype)
     total = torch.zeros((), dtype=torch.promote_types(student[0].dtype, torch.float32), device=student[0].device)
@@ -58,5 +59,5 @@ def attention_distance(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return it in float32 at least."""
+    """Convert to at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Options of distillation. Imports nothing heavy, so that `--help` is quick."""
+"""Options of `distill`. Imports nothing slow, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -17,48 +17,49 @@ class DistillOptions(Settings):
     """Options of a distillation: pruning, teaching and training.
 
     Attributes:
-        pretrained: the model: a causal language model, as for lm_eval, or a folder of `lmeval-prune athena train`
-        output: folder of the pruned, distilled model; an interrupted distillation goes on beside it
-        teacher: teaches the first stage instead of the unpruned model; it must have the same vocabulary
-        task: (language models) task whose training problems are learned, e.g. prune_asdiv_a_equation
-        train: splits to train on (default: of an ATHENA its own; else the task's own, or the other folds)
-        test: split that is kept for the test; nothing of it is looked at (default: the host's own, or the task's)
-        validation: share of the training problems that chooses the best epoch; 0 takes the last one (default: the
-            host's own, or 0.1)
-        limit: so many training problems, drawn by the seed
-        chat: (language models) ask in the model's chat template
-        answer: (language models) how an answer is written; {} stands for the task's target
-        answer_field: (language models) field of the documents that is the answer, instead of the task's target
-        max_length: (language models) problems of more tokens are left out
-        ratio: share of all query heads that is removed in the end; 0 with ffn_ratio 0: only distilled, or fine-tuned
+        pretrained: a causal language model, as for lm_eval, or a folder of `lmeval-prune athena train`
+        output: folder of the distilled model; the same command resumes an interrupted distillation
+        teacher: teacher of the first stage instead of the unpruned model; it must have the same vocabulary
+        task: (language models) task with the training problems, e.g. prune_asdiv_a_equation
+        train: splits to train on (default: those of an ATHENA's training; else the task's own, or the other folds)
+        test: test split; its questions are excluded from training (default: that of an ATHENA's training, or the
+            task's)
+        validation: share of the training problems that chooses the best epoch; 0: the last epoch (default: that of an
+            ATHENA's training, or 0.1)
+        limit: number of training problems, drawn by the seed (default: all)
+        chat: (language models) use the model's chat template
+        answer: (language models) template of the answer; {} is replaced by the task's target
+        answer_field: (language models) document field with the answer, instead of the task's target
+        max_length: (language models) largest number of tokens in a training problem; longer problems are left out
+        ratio: share of all query heads to remove in total; 0 with ffn_ratio 0: only distil or fine-tune
         unit: head (any), group (a key-value head with its query heads) or balanced (a query head of each group)
-        ffn_ratio: share of all feed-forward channels that is removed
-        ffn_multiple: as many channels stay in each block as make a multiple of this
-        allocation: global or uniform; default: the method's
-        p_min: share that the first stage starts from
+        ffn_ratio: share of all feed-forward channels to remove
+        ffn_multiple: the number of remaining channels in each block is a multiple of this
+        allocation: global or uniform (default: the method's)
+        p_min: share to remove at the start of the schedule
         growth: exponent of the schedule
-        stages: how many times something is removed and the rest is trained
-        method: scores heads: a pruner of `lmeval-prune prune` that scores all layers at once, e.g. norm_entropy or
-            random; slimgpt and wanda_sp do not
-        options: of the method, e.g. alpha=0.5
-        ffn_method: scores channels (default: the same)
-        ffn_options: of that method
-        calibration: so many training problems that scores are measured on
-        response: the student is to give the teacher's answers
-        feature: its heads are to attend as the teacher's do
-        temperature: of the answers that are compared
-        distill_weight: λ₁, of response and feature together; 0: nobody teaches
-        task_weight: λ₂, of the answers themselves
-        epochs: of a stage at most; 0 removes only
-        patience: end a stage after so many epochs without a better validation; 0 never
-        batch: problems a step
-        accumulate: steps that make one update
-        save_steps: keep, validate and log after so many updates instead of after each epoch
+        stages: number of stages of pruning and training
+        method: pruner of `lmeval-prune prune` that scores heads, e.g. norm_entropy or random; it must score all layers
+            at once, unlike slimgpt and wanda_sp
+        options: options of the method, e.g. alpha=0.5
+        ffn_method: pruner that scores channels (default: the same)
+        ffn_options: options of this method
+        calibration: number of training problems for the scores
+        response: use the response term: the student learns the teacher's answers
+        feature: use the feature term: the student learns the teacher's attention maps
+        temperature: temperature τ of the response term
+        distill_weight: λ₁, weight of response and feature; 0: no teacher
+        task_weight: λ₂, weight of the task loss
+        epochs: largest number of epochs of a stage; 0: only prune
+        patience: epochs without a better validation before a stage ends; 0: no early stopping
+        batch: problems per step
+        accumulate: steps per update
+        save_steps: updates between checkpoints, validations and logs; 0: an epoch
         rate: learning rate
         decay: weight decay
-        warmup: share of the updates in which the rate rises
-        clip: largest norm of a gradient
-        seed: of order, dropout, validation split and what is drawn
+        warmup: share of the updates with a rising learning rate
+        clip: largest norm of the gradient
+        seed: seed of order, dropout, validation split and draws
         trainer: further TrainingArguments of transformers, e.g. bf16=true,gradient_checkpointing=true
         data_dir: folder with the data file (default LMEVAL_PRUNE_DATA, else the public source)
     """
@@ -110,32 +111,28 @@ class DistillOptions(Settings):
         super().__post_init__()
         self.pruning()
         if self.test in self.train:
-            raise InputError(f"the training split {self.test} is the test split; leave it out of train")
+            raise InputError(f"test={self.test} is also a training split; leave it out of train")
         if not (self.taught or self.task_weight):
-            raise InputError("nothing would be learned: nobody teaches and task_weight is 0; raise task_weight")
+            raise InputError("nothing would be learned: there is no teacher and task_weight is 0; raise task_weight")
         if self.patience and self.validation == 0:
             raise InputError("patience needs a validation split; give validation")
         if "{}" not in self.answer:
-            raise InputError("answer must have {} where the target stands")
+            raise InputError("answer must have {} in the place of the target")
         if self.ffn_options and not self.ffn_method:
-            raise InputError("ffn_options are those of a method for channels; give ffn_method, too")
+            raise InputError("ffn_options need ffn_method; give both")
 
     @property
     def taught(self) -> bool:
-        """Return whether there is a teacher."""
+        """Whether a teacher is used."""
         return self.distill_weight > 0 and (self.response or self.feature)
 
     @property
     def compares_maps(self) -> bool:
-        """Return whether attention maps are compared."""
+        """Whether attention maps are compared."""
         return self.distill_weight > 0 and self.feature
 
     def pruning(self) -> PruneOptions:
-        """Return what all stages remove together; training makes up for the loss.
-
-        Raises:
-            InputError: it cannot be removed.
-        """
+        """Return the pruning of all stages together."""
         names = ("ratio", "unit", "ffn_ratio", "ffn_multiple", "allocation", "p_min", "growth")
         shares: dict[str, Any] = {name: getattr(self, name) for name in names}
         return PruneOptions(**shares, steps=self.stages, budget="heads", compensation="none")

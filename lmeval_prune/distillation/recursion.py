@@ -1,7 +1,7 @@
-"""Algorithm 2: the least important parts are removed, the rest is taught by the model before, stage by stage.
+"""Recursive distillation (Algorithm 2): prune the least important parts and train the student, stage by stage.
 
-The unpruned model teaches the first stage, each student the next. A stage is a folder that appears when it is complete,
-so that a distillation that was interrupted reads complete stages and does the others.
+The unpruned model teaches the first stage; each student teaches the next one. Folders of stages are written atomically,
+so an interrupted distillation resumes with the first incomplete stage.
 """
 
 from __future__ import annotations
@@ -39,21 +39,19 @@ LINES = {
     "task": ("task", COLOURS[1], "-"),
     "eval_loss": ("all, validation", COLOURS[6], "--"),
 }
-_ENVELOPE = ("schema", "schema_version", "created_by", "files")  # fields that are written anew with an artefact
+_ENVELOPE = ("schema", "schema_version", "created_by", "files")  # fields that each written artefact gets again
 
 
 def distill(options: DistillOptions) -> dict[str, Any]:
-    """Prune and distil a model and write it; what was interrupted goes on.
+    """Prune and distil a model and write it; resume an interrupted distillation.
 
-    Stages are kept beside the output until it is complete. A model that was made with the same options is left as it
-    is.
+    Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is.
 
     Returns:
         The fields of `distillation.json`.
 
     Raises:
-        InputError: something cannot be used, before any weights are read wherever that can be known; or `output` was
-            begun with other options.
+        InputError: an option is unusable (before any weights are read, if possible), or `output` has other options.
     """
     target, host = Path(options.output), host_of(options)
     settings = settings_of(options)
@@ -64,7 +62,7 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         refuse_other(settings, read_note(target)["options"], target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
-            raise InputError(f"{target} exists and is no distilled model; name another output")
+            raise InputError(f"{target} exists and is not a distilled model; name another output")
         check(host)
         with ExitStack() as stack:
             if this_process().is_main_process:
@@ -76,12 +74,12 @@ def distill(options: DistillOptions) -> dict[str, Any]:
 
 
 def this_process() -> Any:
-    """Return accelerate's state of this process, which lets several ones wait for each other."""
+    """Return accelerate's state of this process, for synchronisation."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def host_of(options: DistillOptions) -> Host:
-    """Make the host for the kind of the model; `InputError` if the options do not suit it."""
+    """Make the host for the model; `InputError` if the options do not suit it."""
     folder = Path(options.pretrained)
     if (folder / SETTINGS).is_file():
         from lmeval_prune.distillation.athena_host import AthenaHost
@@ -98,7 +96,7 @@ def host_of(options: DistillOptions) -> Host:
 
 
 def check(host: Host) -> None:
-    """Refuse (`InputError`) what cannot be done; no weights are read."""
+    """Check options, model and teacher without reading weights; `InputError` if they do not fit."""
     options = host.options
     skeleton = host.skeleton(options.pretrained)
     model_map = map_model(skeleton)
@@ -111,12 +109,12 @@ def check(host: Host) -> None:
         check_gives_maps(skeleton)
         if options.teacher and map_model(host.skeleton(options.teacher)).signature() != model_map.signature():
             raise InputError(
-                f"feature compares head by head, and the teacher {options.teacher} has others; give --feature false"
+                f"feature compares heads, and the teacher {options.teacher} has other heads; give --feature false"
             )
 
 
 def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
-    """Run the stages that are not complete, one after the other."""
+    """Run the incomplete stages in order."""
     options = host.options
     check_resumable(work, settings)
     examples = host.examples()
@@ -139,27 +137,20 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
 
 @dataclass
 class Stage:
-    """A stage of a distillation.
-
-    Attributes:
-        number: from 1.
-        parent: folder or name of the model that is cut, which is the teacher, too.
-        note: fields of `distillation.json` after the stage before.
-        work, folder: of what is not complete, and of the result.
-    """
+    """A stage of a distillation."""
 
     host: Host
     examples: TrainingExamples
-    number: int
-    parent: str
-    note: dict[str, Any]
-    work: Path
-    folder: Path
+    number: int  # from 1
+    parent: str  # folder or name of the model to prune, which is also the teacher
+    note: dict[str, Any]  # fields of `distillation.json` after the previous stage
+    work: Path  # folder of incomplete files
+    folder: Path  # folder of the result
     process: Any = field(default_factory=this_process)
 
     def run(self) -> None:
-        """Cut, train and write; an interrupted stage goes on from the cut model, or its last checkpoint."""
-        begun, options = time.monotonic(), self.host.options
+        """Cut, train and write; an interrupted stage resumes from the cut model or its last checkpoint."""
+        begin, options = time.monotonic(), self.host.options
         smaller, checkpoints = (self.work / f"stage{self.number}.{name}" for name in ("cut", "training"))
         if self.process.is_main_process and not smaller.is_dir():
             print(f"stage {self.number} of {options.stages}: scoring and cutting", flush=True)
@@ -177,7 +168,7 @@ class Stage:
             teacher = self.host.read(self._teacher()) if options.taught else None
             heads = list(kept.values())
             training = DistillTrainer(
-                self.host, student, teacher, heads, self.examples, checkpoints, self.number, time.monotonic() - begun
+                self.host, student, teacher, heads, self.examples, checkpoints, self.number, time.monotonic() - begin
             ).run()
         self.process.wait_for_everyone()
         if self.process.is_main_process:
@@ -193,7 +184,7 @@ class Stage:
     def _write(
         self, student: Any, manifest: dict[str, Any], kept: dict[str, list[int]], training: dict[str, Any]
     ) -> None:
-        """Write the trained model with its note; that of the last stage has a picture."""
+        """Write the trained model with `distillation.json`; after the last stage also the loss curves."""
         head_share, channel_share = self.host.options.pruning().shares(self.number)
         before = self.note["stages"][-1]["heads"] if self.note["stages"] else {}
         stage = {
@@ -201,7 +192,7 @@ class Stage:
             "ratio": head_share,
             "ffn_ratio": channel_share,
             "removed": manifest["stages"][-1]["removed"],
-            # by their indices in the unpruned model
+            # head numbers in the unpruned model
             "heads": {x: [before[x][head] for head in heads] if x in before else heads for x, heads in kept.items()},
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
             **training,
@@ -214,14 +205,14 @@ class Stage:
             **{name: self.examples.note[name] for name in ("trained_on", "validated_on")},
         }
 
-        def beside(folder: Path) -> None:
+        def add_files(folder: Path) -> None:
             write_artefact(folder / NOTE, SCHEMA, VERSION, note)
             if self.number == self.host.options.stages:
                 draw(note["stages"], LINES, TITLE, folder / "distillation")
 
-        self.host.write(student, manifest, self.folder, beside)
+        self.host.write(student, manifest, self.folder, add_files)
 
 
 def _content(artefact: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an artefact without those of its file."""
+    """Return the fields of an artefact without its envelope."""
     return {name: value for name, value in artefact.items() if name not in _ENVELOPE}

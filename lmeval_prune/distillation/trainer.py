@@ -1,4 +1,4 @@
-"""Training of a student under its teacher by transformers' Trainer, with the loss of eqs. 6 and 7."""
+"""Train a student with a teacher by transformers' Trainer and the loss of eqs. 6 and 7."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmeval_prune.distillation.attention_maps import check_maps, turn_off_map_dr
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.losses import attention_distance
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.errors import InputError, first_line, nearest
+from lmeval_prune.errors import InputError, did_you_mean, first_line
 from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
@@ -27,9 +27,9 @@ TERMS = ("response", "feature", "task")
 
 
 class Student(nn.Module):
-    """A model of any kind for the trainer, which writes each of its tensors once."""
+    """Wrapper of a host's model whose state dict has tied tensors once."""
 
-    accepts_loss_kwargs = True  # the loss is divided by counts over the whole update
+    accepts_loss_kwargs = True  # the loss is normalised over the whole update
 
     def __init__(self, model: Any, backbone: Any) -> None:
         super().__init__()
@@ -37,37 +37,37 @@ class Student(nn.Module):
         self.gradient_checkpointing_enable = backbone.gradient_checkpointing_enable
 
     def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Return the model's outputs; labels are for the loss alone."""
+        """Return the model's outputs; only the loss uses the labels."""
         return self.model(**inputs)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
-        """Return tied tensors under their first name."""
+        """Return the state dict with tied tensors under their first name only."""
         first_names = self._first_names()
         state = super().state_dict(*args, **settings)
         return {name: tensor for name, tensor in state.items() if first_names.get(name, name) == name}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **settings: Any) -> Any:
-        """Load tied tensors under all their names."""
+        """Load a state dict that has tied tensors under their first name only."""
         tied = {name: state_dict[first] for name, first in self._first_names().items() if first in state_dict}
         return super().load_state_dict({**state_dict, **tied}, *args, **settings)
 
     def _first_names(self) -> dict[str, str]:
-        """Map the names of each tensor to its first one."""
+        """Map each tensor name to the first name of the same tensor."""
         tensors, first_names = super().state_dict(keep_vars=True), dict[int, str]()
         return {name: first_names.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
 
 class PaddedOrder(Sampler[int]):
-    """Another sampler's order, padded to `count` indices by such that stand for no problem.
+    """Another sampler's order, padded to `count` with indices of empty examples.
 
-    Else several processes would get some problems twice, so that all of them have equally many.
+    Without padding, accelerate would repeat problems so that all processes have the same number.
     """
 
     def __init__(self, order: Any, count: int) -> None:
         self.order, self.count = order, count
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch."""
+        """Choose the order of an epoch."""
         self.order.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -79,26 +79,28 @@ class PaddedOrder(Sampler[int]):
 
 
 def padded(examples: Sequence[Any], batch: int) -> list[Any]:
-    """Pad examples with Nones up to whole batches of all processes."""
+    """Pad examples with None to full batches of all processes."""
     return [*examples, *[None] * (-len(examples) % batch)]
 
 
 def collate_padded(host: Host, stand_in: Any, examples: Sequence[Any]) -> dict[str, Any]:
-    """Collate a batch without its Nones; of Nones alone collate `stand_in`, marked as `idle`."""
+    """Collate a batch without None; a batch of None alone becomes `stand_in`, marked as `idle`."""
     real = [example for example in examples if example is not None]
     return host.collate(real) if real else {**host.collate([stand_in]), "idle": True}
 
 
 class DistillTrainer(ResumableTrainer):
-    """Trains a student under a teacher, or under none.
+    """Trainer of a student with an optional teacher.
 
     Args:
-        host, model, teacher: of both models, the student and its teacher.
-        heads: of each layer, for each of the student's heads the teacher's that it was.
-        examples: of training and validation.
-        work: folder of the trainer's checkpoints.
+        host: host of both models.
+        model: the student.
+        teacher: the teacher, or None.
+        heads: for each layer, the teacher's head of each student's head.
+        examples: training and validation examples.
+        work: folder of the checkpoints.
         stage: number of the stage, from 1.
-        preparation: seconds that scoring, cutting and reading took.
+        preparation: seconds of scoring, cutting and reading, for the estimated time.
     """
 
     def __init__(
@@ -138,15 +140,11 @@ class DistillTrainer(ResumableTrainer):
                 turn_off_map_dropout(model_map)
 
     def run(self) -> dict[str, Any]:
-        """Train from the last whole checkpoint on, with plain attention where maps are compared.
-
-        Raises:
-            InputError: attention maps are to be compared, and there are none; or one process has several GPUs.
-        """
+        """Train from the last complete checkpoint, with eager attention if attention maps are compared."""
         if self.args.n_gpu > 1:
             raise InputError(
-                "several GPUs take a process each: use `accelerate launch -m lmeval_prune distill`, or set "
-                "CUDA_VISIBLE_DEVICES to one"
+                "a process can use a single GPU: use `accelerate launch -m lmeval_prune distill`, or set "
+                "CUDA_VISIBLE_DEVICES to a single GPU"
             )
         with ExitStack() as stack:
             if self.options.compares_maps:
@@ -154,17 +152,15 @@ class DistillTrainer(ResumableTrainer):
                     stack.enter_context(eager_attention(self.host.backbone(model)))
             return super().run()
 
-    # ------------------------------------------------------------------ the loss
-
     def counts(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Count items, and pairs of real positions, of some batches; idle ones have none."""
+        """Return the number of items and of pairs of real positions in the batches that are not idle."""
         batches = [batch for batch in batches if "idle" not in batch]
         items = sum(self.host.items(batch) for batch in batches)
         pairs = sum(int(batch["attention_mask"].sum(1).square().sum()) for batch in batches)
         return torch.tensor([items, pairs], dtype=torch.float64)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Return the batches of one update, and their counts over all processes, which divide the losses."""
+        """Return the batches of an update and their counts over all processes, the divisors of the losses."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = self.counts(batches).to(device, torch.float32 if device.type == "mps" else torch.float64)
         self._updates += bool(batches)
@@ -186,15 +182,11 @@ class DistillTrainer(ResumableTrainer):
         loss = self.total(terms)
         self._record(terms, counts, model.training)
         if model.training:
-            loss = loss * self.accelerator.num_processes  # gradients are averaged over them
+            loss = loss * self.accelerator.num_processes  # because gradients are averaged over processes
         return (loss, outputs) if return_outputs else loss
 
     def losses(self, model: nn.Module, inputs: dict[str, Any], counts: Tensor) -> tuple[Any, dict[str, Tensor]]:
-        """Return the student's outputs on a batch, and the terms of the loss by name, divided by the counts.
-
-        Raises:
-            InputError: attention maps are to be compared, and there are none.
-        """
+        """Return the student's outputs on a batch and the terms of the loss, divided by the counts."""
         options, (items, pairs) = self.options, counts
         maps = {"output_attentions": True} if options.compares_maps and self.teacher is not None else {}
         outputs = model(**inputs, **maps)
@@ -202,21 +194,19 @@ class DistillTrainer(ResumableTrainer):
         if self.teacher is None:
             return outputs, terms
         with torch.no_grad(), self.accelerator.autocast():
-            taught = self.teacher(**{name: value for name, value in inputs.items() if name != "labels"}, **maps)
+            target = self.teacher(**{name: value for name, value in inputs.items() if name != "labels"}, **maps)
         if options.response:
-            terms["response"] = options.temperature**2 * self.host.response_loss(taught, outputs, inputs) / items
+            terms["response"] = options.temperature**2 * self.host.response_loss(target, outputs, inputs) / items
         if maps:
             check_maps(outputs.attentions, self.model_type, self.layers)
-            distance = attention_distance(taught.attentions, outputs.attentions, self.heads, inputs["attention_mask"])
+            distance = attention_distance(target.attentions, outputs.attentions, self.heads, inputs["attention_mask"])
             terms["feature"] = distance / pairs
         return outputs, terms
 
     def total(self, terms: Mapping[str, Any]) -> Any:
-        """Add up the terms that there are (eq. 6)."""
-        taught = [terms[name] for name in ("response", "feature") if name in terms]
-        return self.options.task_weight * terms["task"] + self.options.distill_weight * sum(taught)
-
-    # ------------------------------------------------------------------ what is logged
+        """Return λ₁·(response + feature) + λ₂·task of the available terms (eq. 6)."""
+        distillation = [terms[name] for name in ("response", "feature") if name in terms]
+        return self.options.task_weight * terms["task"] + self.options.distill_weight * sum(distillation)
 
     def _record(self, terms: Mapping[str, Tensor], counts: Tensor, training: bool) -> None:
         for name, term in terms.items():
@@ -228,7 +218,7 @@ class DistillTrainer(ResumableTrainer):
                 self._validation_sums[name] = (total + term.detach() * count, total_count + count)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the terms of the loss, too, as means over updates."""
+        """Log the terms of the loss as means over updates."""
         if "loss" in logs and self._training_sums:
             for name in TERMS:
                 if name in self._training_sums:
@@ -240,29 +230,29 @@ class DistillTrainer(ResumableTrainer):
     def _over_processes(self, value: Tensor) -> float:
         return float(self.accelerator.reduce(value, "sum") if self.args.world_size > 1 else value)
 
-    def further_figures(self) -> dict[str, float]:
-        """Return the terms over the whole validation split, and the figures of the host."""
+    def further_metrics(self) -> dict[str, float]:
+        """Return the mean terms over the validation split, and the metrics of the host."""
         terms = {
             name: self._over_processes(total) / self._over_processes(count)
             for name, (total, count) in self._validation_sums.items()
         }
         self._validation_sums = {}
         self.student.eval()
-        figures = {f"eval_{name}": value for name, value in terms.items()} | {"eval_loss": self.total(terms)}
-        return figures | self.host.figures(self.student, self.examples)
+        metrics = {f"eval_{name}": value for name, value in terms.items()} | {"eval_loss": self.total(terms)}
+        return metrics | self.host.metrics(self.student, self.examples)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> PaddedOrder:
         return PaddedOrder(super()._get_train_sampler(train_dataset), len(self.padded_train))
 
 
-# Arguments of transformers that follow from options of distillation.
+# Arguments of transformers that options of `distill` set.
 RESERVED_ARGUMENTS = {
     *("output_dir", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
     *("weight_decay", "warmup_steps", "max_grad_norm", "seed", "eval_strategy", "save_strategy", "logging_strategy"),
     *("eval_steps", "save_steps", "logging_steps", "load_best_model_at_end", "metric_for_best_model"),
     *("greater_is_better", "restore_callback_states_from_checkpoint", "remove_unused_columns", "accelerator_config"),
 }
-# Arguments that the loss, the order of problems or resuming would ignore, or break on.
+# Arguments that have no effect here, or that break the loss, the order of problems or resuming.
 UNSUITABLE_ARGUMENTS = {
     *("max_steps", "save_only_model", "ignore_data_skip", "label_smoothing_factor", "group_by_length"),
     *("train_sampling_strategy", "length_column_name", "label_names", "prediction_loss_only", "neftune_noise_alpha"),
@@ -272,19 +262,15 @@ UNSUITABLE_ARGUMENTS = {
 
 
 def check_arguments(options: DistillOptions) -> None:
-    """Refuse further arguments that transformers does not have, that options set, or that do nothing here.
-
-    Raises:
-        InputError: naming one of them.
-    """
-    known = {field.name for field in fields(TrainingArguments)} - RESERVED_ARGUMENTS - UNSUITABLE_ARGUMENTS
+    """Raise an `InputError` if a `trainer` argument is unknown, unsuitable, or set by another option."""
+    allowed = {field.name for field in fields(TrainingArguments)} - RESERVED_ARGUMENTS - UNSUITABLE_ARGUMENTS
     for name, value in options.trainer.items():
         if name in RESERVED_ARGUMENTS:
             raise InputError(f"trainer: {name} follows from the other options; leave it out")
         if name in UNSUITABLE_ARGUMENTS:
             raise InputError(f"trainer: {name} does not suit distillation; leave it out")
-        if name not in known:
-            raise InputError(f"trainer: TrainingArguments of transformers has no {name!r}{nearest(name, known)}")
+        if name not in allowed:
+            raise InputError(f"trainer: TrainingArguments of transformers has no {name!r}{did_you_mean(name, allowed)}")
         if isinstance(getattr(TrainingArguments, name, None), bool) and not isinstance(value, bool):
             raise InputError(f"trainer: {name}={value} is neither true nor false")
     try:
@@ -298,7 +284,7 @@ def check_arguments(options: DistillOptions) -> None:
 def distillation_arguments(
     options: DistillOptions, work: Path, stage: int = 1, best_by: tuple[str, bool] | None = None
 ) -> TrainingArguments:
-    """Make transformers' arguments of a stage; each has an order and dropout of its own."""
+    """Make transformers' arguments of a stage; each stage has its own seed."""
     others = {"per_device_eval_batch_size": 16, **options.trainer}
     seed = 1000 * stage + options.seed
     return training_arguments(options, work, options.rate, seed, best_by, options.save_steps, others)

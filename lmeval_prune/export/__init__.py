@@ -1,1 +1,1 @@
-"""Takes pruned variants to the engines that serve them: adapters, checkpoints, GGUF files."""
+"""Export pruned models for inference servers: LoRA adapters, checkpoints, GGUF files."""

@@ -1,9 +1,8 @@
-"""Heads as LoRA adapters: pruning a head is a low-rank update of its layer's output projection.
+"""Export heads as LoRA adapters: pruning heads is a low-rank update of their layer's output projection W.
 
-A selects the inputs of the pruned heads (rows of the identity), B holds their columns of the weight, negated: what is
-added cancels what the heads write. B is taken from the weights in the type in which the server computes. In that type
-the merged columns are exactly zero, which is checked before an adapter is written; unmerged, in 16 bits, what is left
-is of the size of rounding.
+A has the rows of the identity that select the inputs of the pruned heads, and B = -W Aᵀ, so W + B A has zero columns
+for these heads. B is computed from the weights in the server's type. Merged in that type, the columns are exactly zero,
+which is checked for each adapter. Servers do not merge: in 16 bits, rounding errors of the pruned heads remain.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import save
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
-from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
+from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lock, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
@@ -35,30 +34,29 @@ from lmeval_prune.export.manifest import (
     read_adapters,
 )
 from lmeval_prune.export.projections import Projections
-from lmeval_prune.export.servers import VLLM_RANKS, largest_rank
-from lmeval_prune.export.updates import Update
+from lmeval_prune.export.updates import VLLM_RANKS, Update
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.plan import hash_of
-from lmeval_prune.settings import typed
+from lmeval_prune.interventions.plan import tensors_digest
+from lmeval_prune.settings import parse_value
 
 Format = Literal["peft", "gguf"]
 ServerDtype = Literal["bfloat16", "float16", "float32"]
-PLAIN_LINEAR_CLASSES = ("Linear", "Conv1D", "FalconLinear")  # multiply by their weight, and do nothing else
+PLAIN_LINEAR_CLASSES = ("Linear", "Conv1D", "FalconLinear")  # compute x Wᵀ + b and nothing else
 
 
 class AdapterExport:
-    """An export of adapters, a folder each; adapters that exist already are kept.
+    """Exports an adapter for each mask to a folder of its own; existing adapters are kept.
 
     Args:
-        pretrained, revision: the model whose weights they are made from, as for lm_eval.
+        pretrained, revision: the model, as for lm_eval.
         masks: the heads of each adapter.
         output: folder for the adapters' folders.
-        dtype: type in which the server computes; default that of the weights.
+        dtype: type in which the server computes; default: the type of the weights.
         format: `peft`, or `gguf` for llama.cpp.
-        served: the server's name of the model, if not `pretrained`.
+        served: name of the model on the server; default `pretrained`.
 
     Raises:
-        InputError: a mask does not fit the model, or such a model cannot have adapters.
+        InputError: a mask does not fit the model, or adapters cannot prune this model.
     """
 
     def __init__(
@@ -71,8 +69,8 @@ class AdapterExport:
         served: str | None = None,
         revision: str | None = None,
     ) -> None:
-        typed("format", format, Format)
-        typed("dtype", dtype, ServerDtype | None)
+        parse_value("format", format, Format)
+        parse_value("dtype", dtype, ServerDtype | None)
         if Path(output).is_file():
             raise InputError(f"{output} is a file; name a folder for the adapters")
         self.output, self.format = Path(output), format
@@ -85,10 +83,10 @@ class AdapterExport:
         self.torch_dtype = SERVER_DTYPES[dtype] if dtype else stored
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
         if self.dtype not in SERVER_DTYPES and (format == "gguf" or self.torch_dtype != torch.float64):
-            raise InputError(f"the weights are {self.dtype}, in which no server computes; give --dtype float32")
+            raise InputError(f"the weights are {self.dtype}, which no server supports; give --dtype float32")
         if format == "gguf" and self.served.endswith(".gguf"):
             check_gguf_base(Path(self.served), self.architecture, self.model_map, self.torch_dtype)
-        self.masks = self._named(masks)
+        self.masks = self._by_name(masks)
         self.rank = max(self._rank(mask) for mask in self.masks.values())
         if format == "peft":
             self._check_rank(pretrained)
@@ -110,9 +108,9 @@ class AdapterExport:
                 f"--output FOLDER --heads {heads}{empty}`"
             )
 
-    def _named(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
-        """Return different masks by the names of their adapters, ordered by layer."""
-        has_origin = any(mask.origin for mask in masks)  # artefacts know the weights that they were made for
+    def _by_name(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
+        """Return the masks by adapter name, ordered by layer, without duplicates."""
+        has_origin = any(mask.origin for mask in masks)  # fitting an artefact compares its weights with the model's
         model_map = map_model(self.projections.model) if has_origin else self.model_map
         resolved = [mask.fit_to(model_map) for mask in masks]
         resolved.sort(key=lambda mask: [layer.index for layer, _ in self._layers(mask)])
@@ -125,14 +123,7 @@ class AdapterExport:
         return max(len(heads) * layer.head_dim for layer, heads in self._layers(mask))
 
     def run(self) -> Iterator[tuple[str, bool]]:
-        """Write the adapters.
-
-        Yields:
-            Name of an adapter, and whether it was written now; if not, it existed, made from the same weights.
-
-        Raises:
-            InputError: its folder holds something else, the adapter is not exact, or another export writes there.
-        """
+        """Write the adapters; yield the name of each, and whether it is new."""
         try:
             with output_lock(self.output):
                 self._check_folder()
@@ -140,7 +131,7 @@ class AdapterExport:
                     folder = self.output / name
                     exists = folder.exists()
                     if exists:
-                        self._check_kept(folder, mask)
+                        self._check_existing(folder, mask)
                     else:
                         updates = list(self.updates(mask))
                         with new_folder(folder) as temporary:
@@ -150,7 +141,7 @@ class AdapterExport:
             raise InputError(f"{self.output} cannot be written: {error.strerror or error}") from error
 
     def _check_folder(self) -> None:
-        """Refuse a folder whose adapters the same server would serve wrongly beside these."""
+        """Refuse a folder with adapters of other weights or another type for the same server, which would load them."""
         for name, adapter in read_adapters(self.output).items() if has_adapters(self.output) else ():
             if (adapter["format"], adapter["base"]["pretrained"]) != (self.format, self.served):
                 continue
@@ -163,16 +154,16 @@ class AdapterExport:
                 raise InputError(f"{self.output / name} is an adapter of another {differs}; name another folder")
 
     def updates(self, mask: HeadMask) -> Iterator[Update]:
-        """Compute a mask's updates, layer by layer, each checked."""
+        """Compute and check the update of each layer of a mask."""
         for layer, heads in self._layers(mask):
             weight = self.projections.weight(layer).to(self.torch_dtype)
             yield Update.of(self.projections.name(layer), layer, heads, weight, self.rank)
 
-    def _check_kept(self, folder: Path, mask: HeadMask) -> None:
+    def _check_existing(self, folder: Path, mask: HeadMask) -> None:
         try:
             manifest = read_adapter(folder)
         except InputError as error:
-            raise InputError(f"{folder} exists and is no adapter of lmeval-prune's; name another folder") from error
+            raise InputError(f"{folder} exists and is not an adapter of lmeval-prune; name another folder") from error
         expected = {"heads": list(mask.heads), "format": self.format, "dtype": self.dtype}
         expected["base"] = json.loads(json.dumps(self.base))
         differs = [name for name, value in expected.items() if manifest[name] != value]
@@ -180,7 +171,7 @@ class AdapterExport:
             raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
         for name, sha256 in manifest["files"].items():
             if not (folder / name).is_file() or content_digest(folder / name) != sha256:
-                raise InputError(f"{folder}/{name} is not as it was written; remove {folder} to make it again")
+                raise InputError(f"{folder}/{name} has changed since the export; remove {folder} to export it again")
 
     def _write(self, folder: Path, name: str, mask: HeadMask, updates: list[Update]) -> None:
         if self.format == "gguf":
@@ -202,7 +193,7 @@ class AdapterExport:
             "format": self.format,
             "dtype": self.dtype,
             "rank": self.rank,
-            "hash": digest([hash_of(columns), modules, self.dtype]),
+            "hash": digest([tensors_digest(columns), modules, self.dtype]),
             "base": self.base,
             "modules": modules,
             "files": {file.name: content_digest(file) for file in sorted(folder.iterdir())},
@@ -229,26 +220,17 @@ class AdapterExport:
             "inference_mode": True,
         }
 
-    def memory(self, slots: int, rank: int) -> int:
-        """Return the bytes that adapter slots of a rank take in vLLM, restricted to the output projections."""
-        widths = sum(in_features(layer.o_proj) + out_features(layer.o_proj) for layer in self.model_map.attention)
-        return slots * largest_rank(rank) * widths * self.torch_dtype.itemsize
-
 
 def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
-    """Refuse a model whose output projections no adapter can cancel.
-
-    Raises:
-        InputError: saying why.
-    """
+    """Refuse a model whose output projections LoRA cannot update exactly."""
     if is_quantised(model_map.model):
         raise InputError(
-            f"{pretrained} is quantised, and an adapter cannot cancel weights that are rounded as they are used; give "
-            f"its dequantised weights by --pretrained, and {pretrained} as --served"
+            f"{pretrained} is quantised, and an adapter cannot cancel quantised weights exactly; give its dequantised "
+            f"weights as --pretrained, and {pretrained} as --served"
         )
     for layer in model_map.attention:
         if type(layer.o_proj).__name__ not in PLAIN_LINEAR_CLASSES:
             raise InputError(
                 f"the output projection {layer.name} of this {model_map.model_type} model is a "
-                f"{type(layer.o_proj).__name__}, no plain projection, which LoRA cannot update"
+                f"{type(layer.o_proj).__name__}, not a plain linear layer: LoRA cannot update it"
             )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import as_options, either
+from lmeval_prune.options import mutually_exclusive
 
 
 def adapter(
@@ -44,57 +42,36 @@ def adapter(
     from lmeval_prune.architectures import Head, map_model
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.export.adapters import AdapterExport
+    from lmeval_prune.export.servers import adapter_lines
     from lmeval_prune.interventions import HeadMask
 
-    with as_options():
-        masks = [HeadMask(names, allow_empty_layer=allow_empty_layer) for names in heads]
-        masks += [_load_mask(path, allow_other_model, allow_empty_layer) for path in mask]
-        pool = [f"L{layer}H*" for layer in layers] + ([each] if each else [])
-        if pool:
-            model_map = map_model(skeleton_of(pretrained, revision))
-            masks += [HeadMask(str(head), allow_empty_layer=True) for head in Head.parse("+".join(pool), model_map)]
-        if not masks:
-            raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
-        export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
-        try:
-            counts = Counter(_print_new(export.output / name, is_new) for name, is_new in export.run())
-        except KeyboardInterrupt:
-            print(f"interrupted; run the same command again to resume {output}")
-            return 130
-        print(
-            f"{output}: {counts[True]} adapters written, {counts[False]} kept; rank {export.rank}, {export.dtype}; "
-            f"merged, all are exact"
-        )
-        _print_serving(export, None if served else revision)
-        return 0
-
-
-def _print_new(folder: Path, is_new: bool) -> bool:
-    if is_new:
-        print(folder, flush=True)
-    return is_new
-
-
-def _print_serving(export: Any, revision: str | None) -> None:
-    """Print how to serve an export's adapters, with those in its folder that the same server takes."""
-    from lmeval_prune.export.manifest import read_adapters
-    from lmeval_prune.export.servers import adapter_lines
-
-    alike = {"format": export.format, "base": export.base, "dtype": export.dtype}
-    adapters = [each for each in read_adapters(export.output).values() if alike.items() <= each.items()]
-    names, rank = [each["name"] for each in adapters], max(each["rank"] for each in adapters)
-    projection = next(iter(adapters[0]["modules"])).rpartition(".")[2]
-    server_model = (export.served, revision, export.output)
-    config = export.model_map.model.config
-    lines = adapter_lines(*server_model, export.format, names, rank, export.dtype, projection, config)
-    if any("vllm serve" in line for line in lines):
-        size = export.memory(len(names) + 1, rank) / 1e6
-        print(f"their slots take {size:.3g} MB in vLLM; with a smaller --max-loras some requests wait")
-    for line in lines:
+    masks = [HeadMask(names, allow_empty_layer=allow_empty_layer) for names in heads]
+    masks += [_load_mask(path, allow_other_model, allow_empty_layer) for path in mask]
+    pool = [f"L{layer}H*" for layer in layers] + ([each] if each else [])
+    if pool:
+        model_map = map_model(skeleton_of(pretrained, revision))
+        masks += [HeadMask(str(head), allow_empty_layer=True) for head in Head.parse("+".join(pool), model_map)]
+    if not masks:
+        raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
+    export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
+    written = kept = 0
+    try:
+        for name, is_new in export.run():
+            written, kept = written + is_new, kept + (not is_new)
+            if is_new:
+                print(export.output / name, flush=True)
+    except KeyboardInterrupt:
+        print(f"interrupted; run the same command again to resume {output}")
+        return 130
+    print(
+        f"{output}: {written} adapters written, {kept} kept; rank {export.rank}, {export.dtype}; merged, all are exact"
+    )
+    for line in adapter_lines(export, None if served else revision):
         print(f"\n{line}")
+    return 0
 
 
-@either("plan", "heads")
+@mutually_exclusive("plan", "heads")
 def model(
     pretrained: str,
     output: str,
@@ -115,10 +92,10 @@ def model(
         output: folder of the checkpoint, or the GGUF file
         plan: artefact of a plan or a mask
         heads: instead of a plan, e.g. L5H3+L15H0
-        format: checkpoint (transformers, vLLM, SGLang) or gguf (llama.cpp; without a plan: the model as it is)
+        format: checkpoint (transformers, vLLM, SGLang) or gguf (llama.cpp; without a plan: the unpruned model)
         zeroed: set what the plan removes to zero instead of removing it
         dtype: type of the matrices in a GGUF file: bfloat16, float16 or float32 (default: that of the weights)
-        splitting: llama.cpp's name of the rule by which the tokenizer splits text, where it is not recognised
+        splitting: llama.cpp's name of the pre-tokenizer, if it is not recognised
         revision: of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a plan of another model, if it fits
@@ -127,21 +104,20 @@ def model(
     from lmeval_prune.interventions.plan import Plan, load_plan
     from lmeval_prune.surgery.commands import write_cut
 
-    with as_options():
-        pruned = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
-        pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
-        config = None
-        if format == "gguf":
-            _write_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
-        elif pruned is None:
-            raise InputError("name what is to be removed: --plan FILE or --heads L5H3+L15H0")
-        elif dtype or splitting:
-            raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
-        else:
-            config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
-        for line in model_lines(output, format, config):
-            print(f"\n{line}")
-        return 0
+    pruned = Plan(heads, allow_empty_layer=allow_empty_layer) if heads else None
+    pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
+    config = None
+    if format == "gguf":
+        _write_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
+    elif pruned is None:
+        raise InputError("name what to remove: --plan FILE or --heads L5H3+L15H0")
+    elif dtype or splitting:
+        raise InputError("--dtype and --splitting are for --format gguf; a checkpoint keeps its type and tokenizer")
+    else:
+        config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
+    for line in model_lines(output, format, config):
+        print(f"\n{line}")
+    return 0
 
 
 def _write_gguf(
@@ -153,11 +129,11 @@ def _write_gguf(
     splitting: str | None,
     revision: str | None,
 ) -> None:
-    """Write a model, cut if there is a plan, as a GGUF file."""
+    """Write a model as a GGUF file, cut by a plan if there is one."""
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import manifest_of
-    from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
+    from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.export.gguf_format import SERVER_DTYPES
     from lmeval_prune.export.gguf_model import check_writable_as_gguf, write_gguf_model
@@ -169,7 +145,7 @@ def _write_gguf(
     if zeroed and not plan:
         raise InputError("--zeroed needs --plan FILE or --heads L5H3+L15H0")
     bare = skeleton_of(pretrained, revision)
-    check_plain(bare, pretrained)
+    check_unquantised(bare, pretrained)
     check_writable_as_gguf(map_model(bare))
     tokenizer = tokenizer_of(pretrained, revision)
     if tokenizer is not None:
@@ -191,7 +167,7 @@ def _write_gguf(
 
 
 def _load_mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> Any:
-    """Read a mask, or a plan that removes heads alone."""
+    """Load a mask, or a plan that removes only heads."""
     from dataclasses import replace
 
     from lmeval_prune.interventions import HeadMask, Plan, load_intervention

@@ -1,4 +1,4 @@
-"""Adapters as llama.cpp reads them, and the check of the model file that they are for."""
+"""Write adapters for llama.cpp, and check the model file that they apply to."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from lmeval_prune.export.updates import Update
 
 
 def write_gguf_adapter(path: Path, architecture: str, name: str, updates: Iterable[Update]) -> None:
-    """Write a GGUF file with an adapter.
-
-    Args:
-        path: of the file.
-        architecture: llama.cpp's name of the model's, which the server compares with that of the model.
-        name: of the adapter.
-        updates: of the output projections.
-    """
+    """Write a GGUF file with an adapter; the server checks that the model has the same architecture."""
     updates = list(updates)
     file = GGUFFile(path, architecture)
     file.writer.add_type("adapter")
@@ -38,26 +31,16 @@ def write_gguf_adapter(path: Path, architecture: str, name: str, updates: Iterab
 
 
 def check_gguf_base(path: Path, architecture: str, model_map: ModelMap, dtype: torch.dtype) -> None:
-    """Refuse a model file whose output projections an adapter cannot cancel.
-
-    Args:
-        path: of the file that is to be served.
-        architecture: of the adapter.
-        model_map: of the model that it is made from.
-        dtype: of the adapter.
-
-    Raises:
-        InputError: the file cannot be read, is another architecture's, or its projections are of another type or shape.
-    """
+    """Refuse a GGUF model file whose output projections differ from the adapter's in type or shape."""
     if not path.is_file():
         raise InputError(
-            f"there is no file {path}, and its types cannot be checked; name the file that is to be served"
+            f"there is no file {path}, so its types cannot be checked; name the file that the server loads"
         )
     try:
         file = GGUFReader(path)
         file_architecture = file.fields["general.architecture"].contents()
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise InputError(f"{path} is no whole GGUF file ({first_line(error)})") from error
+        raise InputError(f"{path} is not a complete GGUF file ({first_line(error)})") from error
     if file_architecture != architecture:
         raise InputError(f"{path} is a {file_architecture} model, and the adapter is for {architecture}")
     tensors = {tensor.name: tensor for tensor in file.tensors}

@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file format: names of architectures and tensors, and a file that is written tensor by tensor."""
+"""GGUF, llama.cpp's file format: names of architectures and tensors, and a writer."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ GGUF_TYPES = {
     torch.float16: GGMLQuantizationType.F16,
     torch.bfloat16: GGMLQuantizationType.BF16,
 }
-SERVER_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in GGUF_TYPES}  # in which engines compute
+SERVER_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in GGUF_TYPES}  # types that servers support
 _QWEN2_BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
 
 
 def gguf_architecture(model_map: ModelMap) -> str:
-    """Return the architecture of llama.cpp's that computes as a model does.
+    """Return llama.cpp's architecture for a model.
 
-    `llama` has one number of heads and channels for all layers, `deci` one a layer; both take biases anywhere. `qwen2`
-    divides the width by the heads and has no other biases than its own; where that does not fit, a Qwen2 is written as
-    one of the two, whose rotary embedding takes rows of queries and keys in another order. Queries and keys with norms
-    (`qwen3`) are in neither. Only these two read factors of frequencies, as Llama 3 has them.
-
-    Raises:
-        InputError: the family is not known here, or its layers differ in a way that llama.cpp has no architecture for.
+    - `llama` has the same numbers of heads and channels in all layers, `deci` different ones. Both allow biases
+      everywhere and Llama 3's rope factors, and rotate queries and keys in another order of rows.
+    - `qwen2` allows only its own biases, and its heads must fill the width. Any other Qwen2 is written as `llama` or
+      `deci`.
+    - `qwen3` normalises queries and keys, which no other architecture does.
     """
     family, config = model_map.model_type, model_map.model.config
     if family not in FAMILIES:
-        raise InputError(f"{family} models are not written as GGUF yet; known: {', '.join(FAMILIES)}")
+        raise InputError(f"{family} models are not written as GGUF yet; supported: {', '.join(FAMILIES)}")
     layers_alike = _layers_alike(model_map)
     has_biases = _has_unusual_biases(model_map)
     has_factors = rope_of(config)["rope_type"] == "llama3"
     plain = layers_alike and not has_biases and not has_factors
     if family == "qwen3" and not plain:
         what = "projections have biases" if has_biases else "rope is llama3's" if layers_alike else "layers differ"
-        hint = "" if has_factors else ", or plan the same number of heads and channels in all layers, without biases"
+        hint = "" if has_factors else ", or prune the same numbers of heads and channels in all layers, without biases"
         raise InputError(
             f"llama.cpp's qwen3 has no form for a model whose {what}; write a checkpoint instead of GGUF{hint}"
         )
@@ -68,46 +66,35 @@ def _has_unusual_biases(model_map: ModelMap) -> bool:
 
 
 def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:
-    """Return a function from transformers' names of parameters to an architecture's; None for what it has not."""
+    """Return a function that maps transformers' parameter names to GGUF tensor names, or to None."""
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(number, layers)
     return lambda name: names.get_name(name, (".weight", ".bias"))
 
 
 def output_projection(layer: int) -> str:
-    """Return llama.cpp's name of the weight of a layer's output projection."""
+    """Return the GGUF name of the output projection's weight."""
     return f"blk.{layer}.attn_output.weight"
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """Return the settings of a model's rotary embedding."""
+    """Return the rope parameters of a configuration."""
     return {"rope_type": "default", "rope_theta": 10000.0, **(getattr(config, "rope_parameters", None) or {})}
 
 
 class GGUFFile:
-    """A GGUF file whose tensors are converted one at a time, when they are written.
-
-    Attributes:
-        writer: of the file; settings are added to it.
-    """
+    """A GGUF file whose tensors are converted one at a time, when they are written."""
 
     def __init__(self, path: Path, architecture: str) -> None:
         self.writer = GGUFWriter(str(path), architecture)
         self._conversions: list[Callable[[], Any]] = []
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype, heads: int = 0) -> None:
-        """Add a tensor.
-
-        Args:
-            name: llama.cpp's.
-            tensor: its values.
-            dtype: type in which they are written.
-            heads: if not 0, the rows of so many heads are written in the order of `interleaved`.
-        """
+        """Add a tensor, to be written in a type; a number of heads reorders its rows by `interleave_rows`."""
         kind = GGUF_TYPES[dtype]
 
         def convert() -> Any:
-            values = interleaved(tensor, heads) if heads else tensor
+            values = interleave_rows(tensor, heads) if heads else tensor
             values = values.detach().cpu().to(dtype)
             if not values.isfinite().all():
                 raise InputError(f"{name} has weights that {kind.name} cannot hold; give another --dtype")
@@ -117,11 +104,7 @@ class GGUFFile:
         self._conversions.append(convert)
 
     def write(self) -> None:
-        """Write the file.
-
-        Raises:
-            InputError: a tensor has values that its type cannot hold.
-        """
+        """Write the file."""
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
         self.writer.write_ti_data_to_file()
@@ -130,10 +113,9 @@ class GGUFFile:
         self.writer.close()
 
 
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Return rows of queries or keys in the order in which llama.cpp's `llama` and `deci` rotate them.
+def interleave_rows(rows: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of a query or key projection, shape (heads * d, ...), for llama.cpp's `llama` and `deci`.
 
-    Rotary embedding turns pairs. Transformers pairs row i of a head with row i + d/2, these architectures rows 2i and
-    2i + 1: row i becomes row 2i, row i + d/2 becomes row 2i + 1.
+    Rope rotates pairs of rows: i and i + d/2 of a head in transformers, 2i and 2i + 1 in these architectures.
     """
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

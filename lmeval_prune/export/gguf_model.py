@@ -1,4 +1,4 @@
-"""Models as llama.cpp reads them, layers that differ included."""
+"""Write models as GGUF files, also with layers of different shapes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.export.gguf_format import GGUF_TYPES, GGUFFile, gguf_architecture, rope_of, tensor_names
 from lmeval_prune.export.gguf_tokenizer import add_tokenizer
 
-MANIFEST = "lmeval_prune.manifest"  # among the file's settings, as JSON
-INTERLEAVED_ARCHITECTURES = ("llama", "deci")  # rotate neighbouring rows of queries and keys
+MANIFEST = "lmeval_prune.manifest"  # key of the manifest, in JSON
+INTERLEAVED_ARCHITECTURES = ("llama", "deci")  # see `interleave_rows`
 
 
 def write_gguf_model(
@@ -30,21 +30,10 @@ def write_gguf_model(
     dtype: torch.dtype | None = None,
     splitting: str | None = None,
 ) -> str:
-    """Write a GGUF file with a model and its tokenizer; it appears whole.
+    """Write a model and its tokenizer atomically to a GGUF file, and return the architecture.
 
-    Args:
-        path: of the file, which is replaced.
-        model: a causal language model of a family in `gguf_format.FAMILIES`, its layers alike or not.
-        manifest: of the model, kept among the file's settings.
-        tokenizer: of the model; None: the file has none, and is asked by tokens.
-        dtype: of the matrices, if not the model's; vectors are float32.
-        splitting: llama.cpp's name of the rule by which the tokenizer splits text, where it is not recognised.
-
-    Returns:
-        The architecture.
-
-    Raises:
-        InputError: llama.cpp has no form for such a model or tokenizer, or nothing can be written.
+    Matrices have the type `dtype` (default: the model's), vectors float32. `splitting` names llama.cpp's
+    pre-tokenizer, if it cannot be recognised. Without a tokenizer, the server takes prompts as tokens only.
     """
     model_map = map_model(model)
     architecture = check_writable_as_gguf(model_map)
@@ -68,16 +57,12 @@ def write_gguf_model(
 
 
 def check_writable_as_gguf(model_map: ModelMap) -> str:
-    """Return the architecture that a model, with weights or without, is written as.
-
-    Raises:
-        InputError: llama.cpp has no form for it, or it is not written here yet.
-    """
+    """Return the architecture for a model, with or without weights; refuse a model that cannot be written."""
     config = model_map.model.config
     architecture = gguf_architecture(model_map)
     rope_type = rope_of(config)["rope_type"]
     if rope_type not in ("default", "linear", "llama3"):
-        raise InputError(f"rotary embedding of type {rope_type} is not written as GGUF yet; write a checkpoint instead")
+        raise InputError(f"rope of type {rope_type} is not written as GGUF yet; write a checkpoint instead")
     if config.hidden_act != "silu":
         raise InputError(f"llama.cpp's {architecture} computes with silu, this model with {config.hidden_act}")
     return architecture
@@ -90,7 +75,7 @@ def _add_settings(writer: GGUFWriter, model_map: ModelMap) -> None:
     writer.add_name(model_map.name)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(min(window, config.max_position_embeddings))  # llama.cpp's have no sliding window
+    writer.add_context_length(min(window, config.max_position_embeddings))  # these architectures have no sliding window
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(model_map.attention))
     writer.add_head_count(_number_or_list([layer.heads for layer in model_map.attention]))
@@ -122,7 +107,7 @@ def _add_tensors(file: GGUFFile, model_map: ModelMap, architecture: str, dtype: 
     gguf_name_of = tensor_names(architecture, len(model_map.attention))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
-            continue  # read from the embeddings where it is missing
+            continue  # llama.cpp uses the embeddings instead
         gguf_name = gguf_name_of(name)
         if gguf_name is None:
             raise InputError(f"llama.cpp's {architecture} has no tensor for {name} of this model")

@@ -1,4 +1,4 @@
-"""Writes a tokenizer as llama.cpp reads it."""
+"""Write a tokenizer to a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Names of llama.cpp's splitting rules (`pre` in its llama-vocab.cpp). Under the first ones it takes a piece that is a
-# token as it is (`ignore_merges`); under the others it always merges.
+# Names of llama.cpp's pre-tokenizers (`pre` in llama-vocab.cpp), with and without `ignore_merges`: whether a piece of
+# text that is a token is taken without merging.
 RULES_IGNORING_MERGES = _words("""
     falcon-h1 falcon3 glm4 glm5 granite-embed-multi-97m jina-v5-nano lfm2 llama-bpe llama-v3 llama3 midm-2.0
     minicpm5 pixtral tekken youtu
@@ -31,7 +31,7 @@ RULES_MERGING = _words("""
 """)
 RULES = RULES_IGNORING_MERGES | RULES_MERGING
 
-# The rules that are recognised, by the steps of `pre_tokenizer` in tokenizer.json.
+# Recognised pre-tokenizers, by the steps of `pre_tokenizer` in tokenizer.json.
 _CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _PUNCTUATION_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 RULE_OF_STEPS = {
@@ -45,7 +45,7 @@ RULE_OF_STEPS = {
         r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ): "tekken",
 }
-# Tokens at which llama.cpp stops by their text.
+# Tokens that llama.cpp recognises as end tokens by their text.
 END_TEXTS = _words("""
     <|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> <|end_of_text|>
     <end_of_utterance>
@@ -55,18 +55,7 @@ END_TEXTS = _words("""
 def add_tokenizer(
     writer: GGUFWriter, tokenizer: Any, size: int, splitting: str | None = None, ends: Sequence[int] = ()
 ) -> None:
-    """Add a tokenizer to a GGUF file.
-
-    Args:
-        writer: of the file.
-        tokenizer: transformers' fast one, byte-level BPE.
-        size: of the model's vocabulary, which may be larger.
-        splitting: llama.cpp's name of the rule by which text is split, where it is not recognised.
-        ends: tokens at which the model's generation stops.
-
-    Raises:
-        InputError: as of `check_tokenizer`, or the tokenizer has more tokens than the model.
-    """
+    """Add a byte-level BPE tokenizer to a GGUF file, padded to the model's vocabulary; `ends` are its end tokens."""
     check_tokenizer(tokenizer, splitting, ends)
     description = _read_description(tokenizer)
     writer.add_tokenizer_model("gpt2")
@@ -75,14 +64,14 @@ def add_tokenizer(
     pieces = {number: piece for piece, number in description["model"]["vocab"].items()}
     pieces |= {number: token["content"] for number, token in added.items()}
     if max(pieces) >= size:
-        raise InputError(f"the tokenizer has {max(pieces) + 1} tokens, the model {size}: it is another model's")
+        raise InputError(f"the tokenizer has {max(pieces) + 1} tokens, the model {size}: it belongs to another model")
     writer.add_token_list([pieces.get(number, f"[PAD{number}]") for number in range(size)])
     writer.add_token_types([_token_type(number, pieces, added) for number in range(size)])
     merges = description["model"]["merges"]
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     _add_special_tokens(writer, tokenizer, ends)
     writer.add_add_space_prefix(False)
-    templates = tokenizer.chat_template  # a text, or several by name
+    templates = tokenizer.chat_template  # a text, or a dictionary of texts
     if templates:
         named = isinstance(templates, dict)
         writer.add_chat_template(
@@ -92,7 +81,7 @@ def add_tokenizer(
 
 def _add_special_tokens(writer: GGUFWriter, tokenizer: Any, ends: Sequence[int]) -> None:
     numbers = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
-    for name, number in {**numbers, **_name_further_ends(tokenizer, ends)}.items():
+    for name, number in {**numbers, **_extra_end_tokens(tokenizer, ends)}.items():
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
     tokens = tokenizer("a")["input_ids"]
@@ -101,71 +90,58 @@ def _add_special_tokens(writer: GGUFWriter, tokenizer: Any, ends: Sequence[int])
 
 
 def check_tokenizer(tokenizer: Any, splitting: str | None = None, ends: Sequence[int] = ()) -> None:
-    """Refuse a tokenizer with which llama.cpp would make other tokens.
-
-    Raises:
-        InputError: it is no byte-level BPE, changes text or merges otherwise than llama.cpp, or splits it by a rule
-            that is not known.
-    """
+    """Refuse a tokenizer that llama.cpp cannot reproduce."""
     description = _read_description(tokenizer)
-    _name_further_ends(tokenizer, ends)
+    _extra_end_tokens(tokenizer, ends)
     rule = splitting or splitting_of(description)
     if rule not in RULES:
-        raise InputError(f"--splitting {rule} is no rule of llama.cpp's{nearest(rule, RULES)}")
+        raise InputError(f"--splitting {rule} is not a pre-tokenizer of llama.cpp{did_you_mean(rule, RULES)}")
     ignores_merges = bool(description["model"].get("ignore_merges"))
     if ignores_merges != (rule in RULES_IGNORING_MERGES):
         raise InputError(
-            f"the tokenizer has ignore_merges {str(ignores_merges).lower()}, and llama.cpp's {rule} the opposite: it "
-            f"would make other tokens; name another rule by --splitting, or write a checkpoint"
+            f"the tokenizer has ignore_merges {str(ignores_merges).lower()}, and llama.cpp's {rule} the opposite, so "
+            f"llama.cpp would tokenize differently; name another rule by --splitting, or write a checkpoint"
         )
 
 
-def _name_further_ends(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
-    """Give end tokens beside the tokenizer's own the names that llama.cpp has for them."""
-    first = tokenizer.eos_token_id
-    further = [token for token in ends if token != first and tokenizer.convert_ids_to_tokens(token) not in END_TEXTS]
-    names = ("eos", "eot", "eom") if first is None else ("eot", "eom")
-    if len(further) > len(names):
+def _extra_end_tokens(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
+    """Return the end tokens beside the tokenizer's own by their names in GGUF files."""
+    eos = tokenizer.eos_token_id
+    extra = [token for token in ends if token != eos and tokenizer.convert_ids_to_tokens(token) not in END_TEXTS]
+    names = ("eos", "eot", "eom") if eos is None else ("eot", "eom")
+    if len(extra) > len(names):
         raise InputError(
-            f"generation stops at {len(ends)} tokens, {further} among them, and llama.cpp has names for {len(names)} "
-            f"of these; take some out of eos_token_id in generation_config.json"
+            f"generation stops at {len(ends)} tokens, {extra} among them, and llama.cpp has names for {len(names)} of "
+            f"these; remove some from eos_token_id in generation_config.json"
         )
-    return dict(zip(names, further, strict=False))
+    return dict(zip(names, extra, strict=False))
 
 
 def _read_description(tokenizer: Any) -> dict[str, Any]:
-    """Return the content of tokenizer.json, if it is a byte-level BPE that llama.cpp can follow."""
+    """Return the content of tokenizer.json; refuse a tokenizer that is not byte-level BPE, or changes the text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     description: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {"model": {}}
     steps = _pre_tokenizer_steps(description)
     if description["model"].get("type") != "BPE" or not any(step["type"] == "ByteLevel" for step in steps):
         raise InputError(
-            "the tokenizer is no byte-level BPE (SentencePiece, for one), which is not written as GGUF yet; write a "
-            "checkpoint, and convert that with llama.cpp's own script"
+            "the tokenizer is not byte-level BPE; others (e.g. SentencePiece) are not written as GGUF yet: write a "
+            "checkpoint, and convert it with llama.cpp's own script"
         )
     normalizer = description.get("normalizer") or {"type": "Sequence", "normalizers": []}
     normalizers = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
-    unknown = [normalizer["type"] for normalizer in normalizers if normalizer["type"] != "NFC"]
-    unknown += ["add_prefix_space"] * any(step.get("add_prefix_space") for step in steps)
+    unsupported = [normalizer["type"] for normalizer in normalizers if normalizer["type"] != "NFC"]
+    unsupported += ["add_prefix_space"] * any(step.get("add_prefix_space") for step in steps)
     affixes = ("continuing_subword_prefix", "end_of_word_suffix")
-    unknown += [affix for affix in affixes if description["model"].get(affix)]
-    if unknown:
+    unsupported += [affix for affix in affixes if description["model"].get(affix)]
+    if unsupported:
         raise InputError(
-            f"the tokenizer has {unknown[0]}, which llama.cpp does not do: it would make other tokens; write a "
-            f"checkpoint instead of GGUF"
+            f"the tokenizer has {unsupported[0]}, which llama.cpp does not support; write a checkpoint instead of GGUF"
         )
     return description
 
 
 def splitting_of(description: dict[str, Any]) -> str:
-    """Return llama.cpp's name of the rule by which a tokenizer splits text.
-
-    Args:
-        description: content of its tokenizer.json.
-
-    Raises:
-        InputError: the rule is not recognised.
-    """
+    """Return llama.cpp's name of the pre-tokenizer in the content of a tokenizer.json."""
     steps = []
     for step in _pre_tokenizer_steps(description):
         if step["type"] == "Split":
@@ -179,8 +155,8 @@ def splitting_of(description: dict[str, Any]) -> str:
             steps.append(step["type"])
     if tuple(steps) not in RULE_OF_STEPS:
         raise InputError(
-            "the tokenizer splits text by a rule that is not known here; name llama.cpp's by --splitting (one of those "
-            f"in its llama-vocab.cpp; known by themselves: {', '.join(RULE_OF_STEPS.values())})"
+            "the tokenizer's pre-tokenizer is not recognised; name llama.cpp's by --splitting (the names are in its "
+            f"llama-vocab.cpp; recognised: {', '.join(RULE_OF_STEPS.values())})"
         )
     return RULE_OF_STEPS[tuple(steps)]
 

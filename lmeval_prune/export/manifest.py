@@ -1,4 +1,4 @@
-"""Names and manifests of exported adapters, by which a served adapter is known again."""
+"""Names and manifests of exported adapters, which identify served adapters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lmeval_prune.errors import InputError
 
 SCHEMA, VERSION = "lmeval-prune/adapter", 1
 MANIFEST = "lmeval_prune.json"
-LONGEST_NAME = 120  # file systems allow 255
+MAX_NAME_LENGTH = 120  # file systems allow 255
 
 
 class Base(TypedDict):
-    """The model that an adapter is for."""
+    """Base model of an adapter."""
 
     pretrained: str
     name: str
@@ -41,21 +41,13 @@ class Adapter(TypedDict):
 
 
 def adapter_name(heads: Sequence[str]) -> str:
-    """Return the name of the adapter of some heads: of its folder, and in the server.
-
-    Args:
-        heads: names of single heads, in the model's order: `("L5H3", "L15H0")` is `L5H3+L15H0`.
-    """
+    """Return an adapter's name on the server and of its folder: `("L5H3", "L15H0")` is `L5H3+L15H0`."""
     name = "+".join(heads)
-    return file_name(name) if len(name) <= LONGEST_NAME else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
+    return file_name(name) if len(name) <= MAX_NAME_LENGTH else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the manifest of an adapter.
-
-    Raises:
-        InputError: there is none, or it is broken.
-    """
+    """Read the manifest of an adapter."""
     path = Path(folder) / MANIFEST
     try:
         return read_artefact(path, SCHEMA, VERSION, Adapter)[0]
@@ -64,16 +56,12 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Read the manifests of all adapters in a folder, by name, fewest heads first.
-
-    Raises:
-        InputError: there is no such folder, it has no adapter, or a manifest is broken.
-    """
+    """Read the manifests of all adapters in a folder, by name, ordered by number of heads."""
     if not Path(folder).is_dir():
-        raise InputError(f"there is no folder {folder}; make it with `lmeval-prune export adapter`")
+        raise InputError(f"there is no folder {folder}; write it with `lmeval-prune export adapter`")
     adapters = [read_adapter(path) for path in _adapter_folders(Path(folder))]
     if not adapters:
-        raise InputError(f"{folder} has no adapters; make some with `lmeval-prune export adapter`")
+        raise InputError(f"{folder} has no adapters; write some with `lmeval-prune export adapter`")
     adapters.sort(key=lambda adapter: (len(adapter["heads"]), [len(x) for x in adapter["heads"]], adapter["heads"]))
     return {adapter["name"]: adapter for adapter in adapters}
 
@@ -84,7 +72,7 @@ def has_adapters(folder: str | os.PathLike[str]) -> bool:
 
 
 def _adapter_folders(folder: Path) -> list[Path]:
-    """Return the folders of adapters; checkpoints, whose manifests have the same file name, are left out."""
+    """Return the folders of adapters, without checkpoints, whose manifests have the same file name."""
     paths = [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
     return [path.parent for path in paths if not _is_checkpoint(path)]
 
@@ -93,4 +81,4 @@ def _is_checkpoint(manifest: Path) -> bool:
     try:
         return bool(read_json(manifest).get("schema", SCHEMA) != SCHEMA)
     except InputError:
-        return False  # broken: to be refused
+        return False  # a broken manifest is refused when it is read

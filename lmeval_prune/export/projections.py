@@ -1,4 +1,4 @@
-"""Output projections read one at a time, so that many adapters need no whole model in memory."""
+"""Read output projections one at a time, so that exports of large models need little memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from lmeval_prune.architectures import AttentionLayer, ModelMap, tensor_in_layer
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import broken_weights
+from lmeval_prune.checkpoints.loading import broken_weights_message
 from lmeval_prune.checkpoints.skeleton import with_weights
 from lmeval_prune.errors import InputError, first_line
 
 
 class Projections:
-    """Weights of output projections, from a checkpoint's safetensors files.
+    """Weights of output projections, read from the safetensors files of a checkpoint.
 
-    Where these do not have them by name (other formats, names that transformers changes as it loads), the model is
-    loaded once.
-
-    Args:
-        pretrained, revision: the model, as for lm_eval.
-        model_map: of the model without weights.
+    The whole model is loaded if the files do not have the names of its modules: other formats, and names that
+    transformers changes when it loads the model.
     """
 
     def __init__(self, pretrained: str, model_map: ModelMap, revision: str | None = None) -> None:
@@ -40,14 +36,10 @@ class Projections:
         return self.names[layer.o_proj]
 
     def weight(self, layer: AttentionLayer) -> Tensor:
-        """Return a projection's weight as it is stored, (outputs, inputs); the last one is kept in memory.
-
-        Raises:
-            InputError: it cannot be read.
-        """
+        """Return a projection's weight in its stored type, shape (outputs, inputs); the last weight is cached."""
         name = self.name(layer)
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next one is read
+            self._last = None  # free its memory before reading
             self._last = (name, self._read(name, layer.o_proj))
         return self._last[1]
 
@@ -55,25 +47,25 @@ class Projections:
         transposed = is_transposed(like)
         prefix = f"{self.model_map.model.base_model_prefix}."
         shape = [in_features(like), out_features(like)] if transposed else [out_features(like), in_features(like)]
-        for known in (name, name.removeprefix(prefix), prefix + name):
-            file = self._files.get(f"{known}.weight")
+        for stored_name in (name, name.removeprefix(prefix), prefix + name):
+            file = self._files.get(f"{stored_name}.weight")
             if file is None:
                 continue
             try:
                 with safe_open(file, "pt") as opened:
-                    weight: Tensor = opened.get_tensor(f"{known}.weight")
+                    weight: Tensor = opened.get_tensor(f"{stored_name}.weight")
             except (OSError, SafetensorError) as error:
                 raise InputError(f"the weights of {self.pretrained} cannot be read ({first_line(error)})") from error
             if list(weight.shape) == shape:
                 if not weight.isfinite().all():
-                    raise InputError(broken_weights(self.pretrained, tensor_in_layer(f"{name}.weight")))
+                    raise InputError(broken_weights_message(self.pretrained, tensor_in_layer(f"{name}.weight")))
                 return weight.T if transposed else weight
         weight = self.model.get_submodule(name).weight.detach()
         return weight.T if transposed else weight
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        """The file of each tensor."""
+        """Return the file of each tensor."""
         file_of: dict[str, Path] = {}
         for file in self._safetensors():
             try:
@@ -84,7 +76,7 @@ class Projections:
         return file_of
 
     def _safetensors(self) -> list[Path]:
-        """Return the safetensors files that transformers would read; a folder may hold older ones beside them."""
+        """Return the safetensors files that transformers would read; the folder may hold others."""
         source = embedded.resolve(self.pretrained)
         for name in ("model.safetensors", "model.safetensors.index.json"):
             try:
@@ -101,5 +93,5 @@ class Projections:
 
     @cached_property
     def model(self) -> Any:
-        """The whole model, loaded at first use."""
+        """Load the whole model."""
         return with_weights(self.model_map.model, self.pretrained, self.revision)

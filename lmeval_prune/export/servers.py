@@ -3,106 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lmeval_prune.checkpoints.loading import has_own_layers
+from lmeval_prune.architectures.blocks import in_features, out_features
+from lmeval_prune.checkpoints.loading import has_pruned_layers
+from lmeval_prune.export.adapters import AdapterExport
 from lmeval_prune.export.gguf_format import SERVER_DTYPES
+from lmeval_prune.export.manifest import read_adapters
+from lmeval_prune.export.updates import VLLM_RANKS
 from lmeval_prune.export.vllm_plugin import STOCK
 from lmeval_prune.surgery.model_class import unusual_head_dim
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as its largest
-# Families whose classes take adapters in vLLM 0.32; of others, some are not served, some without adapters.
+# Families whose classes in vLLM 0.32 support adapters.
 FAMILIES_WITH_ADAPTERS = frozenset(
     ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "cohere", "opt"]
 )
 
 
-def largest_rank(rank: int) -> int:
-    """Return the smallest `--max-lora-rank` of vLLM's that holds a rank.
+def max_lora_rank(rank: int) -> int:
+    """Return the smallest `--max-lora-rank` of vLLM that is at least `rank`."""
+    return next(allowed for allowed in VLLM_RANKS if allowed >= rank)
 
-    Raises:
-        StopIteration: it is above all of them.
-    """
-    return next(known for known in VLLM_RANKS if known >= rank)
+
+def slot_memory(export: AdapterExport, slots: int, rank: int) -> int:
+    """Return the bytes of vLLM's adapter slots, restricted to the output projections."""
+    widths = sum(in_features(layer.o_proj) + out_features(layer.o_proj) for layer in export.model_map.attention)
+    return slots * max_lora_rank(rank) * widths * export.torch_dtype.itemsize
 
 
 def vllm_options(config: Any) -> tuple[str, str]:
-    """Return the options by which vLLM loads a model, and a comment for the line before; empty for stock models."""
-    if has_own_layers(config):
-        known = config.architectures[0].removeprefix("Pruned") in STOCK
-        return (
-            " --trust-remote-code",
-            "# without --trust-remote-code where lmeval-prune is installed\n" if known else "",
-        )
+    """Return the options with which vLLM loads a model, and a comment line on them; both empty for stock models."""
+    if has_pruned_layers(config):
+        is_registered = config.architectures[0].removeprefix("Pruned") in STOCK
+        comment = "# without --trust-remote-code where lmeval-prune is installed\n" if is_registered else ""
+        return " --trust-remote-code", comment
     return (" --model-impl transformers" if unusual_head_dim(config) else ""), ""
 
 
-def adapter_lines(
-    model: str,
-    revision: str | None,
-    folder: Path,
-    format: str,
-    names: Sequence[str],
-    rank: int,
-    dtype: str,
-    projection: str,
-    config: Any,
-) -> list[str]:
-    """Return command lines of the servers that can read adapters, or a remark if none is known to.
+def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
+    """Return the command lines that serve an export's adapters, or a line that says why there are none.
 
-    Args:
-        model, revision: of the server's `--model`; for llama.cpp a GGUF file.
-        folder: of the adapters.
-        format: `peft` (vLLM, SGLang) or `gguf` (llama.cpp).
-        names: of all adapters in the folder.
-        rank: the largest of these adapters.
-        dtype: type in which the server is to compute.
-        projection: name of an output projection in its layer, e.g. `o_proj`.
-        config: of the model.
+    The commands include earlier adapters in the folder that the same server can load.
     """
-    if format == "gguf":
-        files = " ".join(f"--lora {quote(str(folder.resolve() / name / 'adapter.gguf'))}" for name in names)
-        file, remark = quote(model), ""
-        if not model.endswith(".gguf"):
-            file, remark = "MODEL.gguf", f"# MODEL.gguf: with weights in {dtype}, not quantised\n"
-        return [f"{remark}llama-server -m {file} --lora-init-without-apply {files}"]
+    settings = {"format": export.format, "base": export.base, "dtype": export.dtype}
+    adapters = [each for each in read_adapters(export.output).values() if settings.items() <= each.items()]
+    names = [each["name"] for each in adapters]
+    if export.format == "gguf":
+        return [_llamacpp_line(export, names)]
+    config = export.model_map.model.config
     if config.model_type not in FAMILIES_WITH_ADAPTERS:
-        return [
-            f"for PEFT (lm_eval --model hf … peft=FOLDER): {config.model_type} models with adapters are served by none"
-        ]
-    if dtype not in SERVER_DTYPES:
-        return [f"for PEFT (lm_eval --model hf … peft=FOLDER): servers do not compute in {dtype}; give them a --dtype"]
-    served = quote(model) + (f" --revision {quote(revision)}" if revision else "")
-    slots = len(names) + 1  # the last stays empty: requests without an adapter use it on a CPU
-    options, remark = vllm_options(config)
+        reason = f"no server supports adapters of {config.model_type} models"
+        return [f"for PEFT only (lm_eval --model hf … peft=FOLDER): {reason}"]
+    if export.dtype not in SERVER_DTYPES:
+        reason = f"servers do not compute in {export.dtype}; export with another --dtype"
+        return [f"for PEFT only (lm_eval --model hf … peft=FOLDER): {reason}"]
+    served = quote(export.served) + (f" --revision {quote(revision)}" if revision else "")
+    rank, slots = max(each["rank"] for each in adapters), len(names) + 1  # vLLM on a CPU needs an empty slot
+    projection = next(iter(adapters[0]["modules"])).rpartition(".")[2]
+    options, comment = vllm_options(config)
+    memory = slot_memory(export, slots, rank) / 1e6
     lines = [
-        f"{remark}VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
-        f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(folder.resolve()))} vllm serve {served}{options} --dtype {dtype} "
-        f"--enable-lora --max-lora-rank {largest_rank(rank)} --max-loras {slots} --max-cpu-loras {slots} "
-        f"--lora-target-modules {projection}"
+        f"# adapter slots take {memory:.3g} MB in vLLM; with a smaller --max-loras some requests wait\n{comment}"
+        f"VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+        f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(export.output.resolve()))} "
+        f"vllm serve {served}{options} --dtype {export.dtype} --enable-lora --max-lora-rank {max_lora_rank(rank)} "
+        f"--max-loras {slots} --max-cpu-loras {slots} --lora-target-modules {projection}"
     ]
     if not options:
-        paths = " ".join(quote(f"{name}={folder.resolve() / name}") for name in names)
+        paths = " ".join(quote(f"{name}={export.output.resolve() / name}") for name in names)
         lines.append(
-            f"python -m sglang.launch_server --model-path {served} --dtype {dtype} --enable-lora "
+            f"python -m sglang.launch_server --model-path {served} --dtype {export.dtype} --enable-lora "
             f"--lora-paths {paths} "
             f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
         )
     return lines
 
 
-def model_lines(path: str, format: str, config: Any = None) -> list[str]:
-    """Return command lines of the servers that can read a model.
+def _llamacpp_line(export: AdapterExport, names: Sequence[str]) -> str:
+    files = " ".join(f"--lora {quote(str(export.output.resolve() / name / 'adapter.gguf'))}" for name in names)
+    model, comment = quote(export.served), ""
+    if not export.served.endswith(".gguf"):
+        model, comment = "MODEL.gguf", f"# MODEL.gguf: with weights in {export.dtype}, not quantised\n"
+    return f"{comment}llama-server -m {model} --lora-init-without-apply {files}"
 
-    Args:
-        path: folder or file.
-        format: `checkpoint` (vLLM, SGLang) or `gguf` (llama.cpp).
-        config: of the model, for a checkpoint.
-    """
+
+def model_lines(path: str, format: str, config: Any = None) -> list[str]:
+    """Return the command lines that serve a checkpoint (with its configuration) or a GGUF file."""
     if format == "gguf":
         return [f"llama-server -m {quote(path)}"]
-    options, remark = vllm_options(config)
-    lines = [f"{remark}vllm serve {quote(path)}{options}"]
+    options, comment = vllm_options(config)
+    lines = [f"{comment}vllm serve {quote(path)}{options}"]
     return lines if options else [*lines, f"python -m sglang.launch_server --model-path {quote(path)}"]

@@ -1,4 +1,4 @@
-"""Low-rank updates of output projections, and the check that they prune exactly their heads."""
+"""Low-rank updates of output projections, and the check that they prune their heads exactly."""
 
 from __future__ import annotations
 
@@ -11,40 +11,23 @@ from torch import Tensor
 from lmeval_prune.architectures import AttentionLayer
 from lmeval_prune.errors import InputError
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
+
 
 @dataclass(frozen=True)
 class Update:
-    """A low-rank update of an output projection: `lora_b @ lora_a` is added to its weight.
+    """A low-rank update of an output projection: `lora_b @ lora_a` is added to its weight."""
 
-    Attributes:
-        module: full name of the projection.
-        index: number of its layer.
-        heads: the pruned ones.
-        lora_a: (rank, inputs), rows of the identity.
-        lora_b: (outputs, rank), the columns of those inputs, negated.
-        columns: how many rows of `lora_a` and columns of `lora_b` are used; the others are zero.
-    """
-
-    module: str
-    index: int
-    heads: tuple[int, ...]
-    lora_a: Tensor
-    lora_b: Tensor
-    columns: int
+    module: str  # full name of the projection
+    index: int  # of its layer
+    heads: tuple[int, ...]  # pruned heads
+    lora_a: Tensor  # (rank, inputs), rows of the identity
+    lora_b: Tensor  # (outputs, rank), the negated weight columns of these inputs
+    columns: int  # used columns of `lora_b` and rows of `lora_a`; the others are zero
 
     @classmethod
     def of(cls, module: str, layer: AttentionLayer, heads: Sequence[int], weight: Tensor, rank: int) -> Update:
-        """Return the update that prunes heads of a layer.
-
-        Args:
-            module: full name of its output projection.
-            layer, heads: the layer, and numbers of its heads.
-            weight: of the projection, (outputs, inputs), in the type of the adapter.
-            rank: of the adapter.
-
-        Raises:
-            InputError: the weights have values that are no numbers in that type, or merged, a column is not zero.
-        """
+        """Return the update that prunes heads of a layer; `weight` has shape (outputs, inputs)."""
         columns = [c for head in heads for c in range(layer.columns(head).start, layer.columns(head).stop)]
         if not weight.isfinite().all():
             kind = str(weight.dtype).removeprefix("torch.")
@@ -58,11 +41,7 @@ class Update:
         return update
 
     def check(self, weight: Tensor, columns: Sequence[int]) -> None:
-        """Refuse an update that merged into a weight does not zero just these columns.
-
-        Raises:
-            InputError: it does not.
-        """
+        """Check that merging the update into the weight zeroes these columns and changes no others."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         merged = weight + (self.lora_b.to(wide) @ self.lora_a.to(wide)).to(weight.dtype)
         expected = weight.clone()

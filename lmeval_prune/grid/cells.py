@@ -1,10 +1,9 @@
-"""Cells: evaluations of lm-eval's, each named by the hash of everything that its answers and scores depend on.
+"""Cells of a grid: evaluations by lm-eval, each identified by a hash of what its answers and scores depend on.
 
-The hash covers the weights (not their path), what is applied to the model, the preparation, the task's configuration,
-its questions and exemplars, the chat template, the seed where something is drawn, and the versions of lm-eval, of
-transformers and of this package, whose scoring changes. It does not cover names, paths, device, runner, or how many
-variants share a pass; and it covers batch size and decoding engine only if the model computes in half precision, where
-sums rounded in another order give other texts.
+The hash covers the weights, the interventions, the preparation, the task's configuration, code, questions and
+exemplars, the chat template, the seed where something is drawn, and the versions of lm-eval, transformers and this
+package. It does not cover names, paths, the device, the runner, or the number of variants in a pass. It covers batch
+size and decoding engine only in half precision, where another order of summation gives other texts.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,48 +21,37 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
-from lmeval_prune.grid.preparations import preparation, with_chat_template
+from lmeval_prune.grid.preparations import make_preparation, with_chat_template
 from lmeval_prune.grid.task_identity import TaskIdentity
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import ModelIdentity, by_content, code_versions
-from lmeval_prune.models.served import ServerOptions, without_server
-from lmeval_prune.tasks.named import task_manager
+from lmeval_prune.models.identity import ModelIdentity, argument_identity, code_versions
+from lmeval_prune.models.server_options import ServerOptions, without_server
+from lmeval_prune.tasks.loading import task_manager
+
+JSON_FIELDS = ("evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One variant on one task.
+    """One variant on one task."""
 
-    Attributes:
-        variant, task: the two.
-        evaluation: arguments of `simple_evaluate`.
-        metadata: for lm-eval's task manager.
-        identity: all that answers and scores depend on.
-        prepared: key of the preparation's result, or empty.
-        answers: folder of its answers among those of the grid.
-        batch_size, device, engine: how it is computed.
-    """
-
+    key: str  # hash of `identity`; name of the cell's folder
+    costs: str  # hash of everything that the model's costs depend on
     variant: Variant
     task: GridTask
-    evaluation: dict[str, Any]
-    metadata: dict[str, Any]
-    identity: dict[str, Any] = field(repr=False)
-    prepared: str
-    answers: str
+    evaluation: dict[str, Any]  # arguments of `simple_evaluate`
+    metadata: dict[str, Any]  # of lm-eval's task manager
+    identity: dict[str, Any] = field(repr=False)  # everything that answers and scores depend on
+    prepared: str  # key of the preparation's result, or empty
+    answers: str  # folder of its answers among those of the grid
     batch_size: int | str
     device: str | None
     engine: str
 
-    @cached_property
-    def key(self) -> str:
-        """The hash that names its folder."""
-        return digest(self.identity)
-
     @property
     def name(self) -> str:
-        """Return its name for people."""
+        """Return the cell's name for messages."""
         return f"{self.variant.name} on {self.task.name}"
 
     @property
@@ -72,33 +59,24 @@ class Cell:
         """Return the name of lm-eval's model class."""
         return "pruned-server" if self.variant.served else "pruned-hf"
 
-    @property
-    def costs(self) -> str:
-        """Return a digest of what its model's costs depend on: the model, and what is applied to it."""
-        return digest({name: self.identity[name] for name in ("model", "interventions", "preparation", "router")})
-
     def model_args(self, prepared: Path) -> dict[str, Any]:
-        """Return all model_args.
-
-        Args:
-            prepared: folder of preparations' results.
-        """
+        """Return all model_args, given the folder of preparations."""
         arguments = dict(self.variant.model_args)
         for name, settings in self.variant.prepare.items():
-            arguments |= preparation(name, settings).model_args(prepared / self.prepared)
+            arguments |= make_preparation(name, settings).model_args(prepared / self.prepared)
         if self.variant.served:
             return {**arguments, "seed": self.variant.seed}
         arguments.setdefault("engine", self.engine)
         if arguments["engine"] == "batched":
-            arguments.setdefault("deterministic", True)  # no answer depends on which others are decoded beside it
+            arguments.setdefault("deterministic", True)  # answers do not depend on the other rows of a batch
         return {name: value for name, value in arguments.items() if (name, value) != ("engine", "generate")}
 
-    def command(self, prepared: Path) -> str:
-        """Return the `lm_eval` command that evaluates it."""
+    def command(self, model_args: dict[str, Any]) -> str:
+        """Return the `lm_eval` command that evaluates the cell, given the result of `model_args`."""
         evaluation, template = self.evaluation, self.evaluation["apply_chat_template"]
         options: dict[str, Any] = {
             "model": self.model,
-            "model_args": json.dumps(self.model_args(prepared)),
+            "model_args": json.dumps(model_args),
             "tasks": self.task.task,
             "seed": self.variant.seed,
             "batch_size": self.batch_size,
@@ -116,8 +94,17 @@ class Cell:
         flags = ["--apply_chat_template"] if template is True else []
         return shlex.join([*words, *flags, "--log_samples", "--output_path", "OUT"])
 
-    def entry(self) -> dict[str, Any]:
-        """Return the fields that `grid.json` and `cell.json` have of it."""
+    def entry(self, model_args: dict[str, Any]) -> dict[str, Any]:
+        """Return the cell's entry in `grid.json`: everything that `grid compare` needs without opening the cell."""
+        return {"key": self.key, **self._settings(), "costs": self.costs, "command": self.command(model_args)}
+
+    def to_json(self, model_args: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of `cell.json`."""
+        own = {name: getattr(self, name) for name in JSON_FIELDS}
+        command = self.command(model_args)
+        return {**self._settings(), "seed": self.variant.seed, **own, "key": self.key, "command": command}
+
+    def _settings(self) -> dict[str, Any]:
         return {
             "variant": self.variant.name,
             "task": self.task.name,
@@ -127,11 +114,6 @@ class Cell:
             "prepare": self.variant.prepare,
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields that `cell.json` has of it."""
-        names = ("evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine")
-        return {**self.entry(), "seed": self.variant.seed, **{name: getattr(self, name) for name in names}}
-
 
 def versions() -> dict[str, Any]:
     """Return the versions of the code that answers and scores depend on."""
@@ -139,27 +121,28 @@ def versions() -> dict[str, Any]:
 
 
 def cells_of(grid: Grid) -> list[Cell]:
-    """Return all cells of a grid, after checking everything that can be known without weights.
+    """Return all cells of a grid, after every check that needs no weights.
 
     Raises:
-        InputError: something is unknown or does not fit, or two cells are the same.
+        InputError: a setting is unknown or does not fit, or two cells are the same.
     """
     planner = _Planner(grid)
     cells = [cell for variant in grid.variants for cell in planner.cells(variant)]
-    seen: dict[str, Cell] = {}
+    by_key: dict[str, Cell] = {}
     for cell in cells:
-        if (other := seen.setdefault(cell.key, cell)) is not cell:
+        if (other := by_key.setdefault(cell.key, cell)) is not cell:
             variants = " and ".join(dict.fromkeys((repr(other.variant.name), repr(cell.variant.name))))
             tasks = " and ".join(dict.fromkeys((other.task.name, cell.task.name)))
-            raise InputError(f"two cells are the same: {variants} on {tasks}; nothing tells them apart, leave one out")
+            raise InputError(f"two cells are the same: {variants} on {tasks}; leave one out")
     return cells
 
 
 class _Planner:
-    """Makes cells; reads each model and each task once."""
+    """Plans the cells of a grid; reads each model and each task once."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
+        self.versions = versions()
         self.models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
         self.tasks: dict[tuple[str, str], TaskIdentity] = {}
 
@@ -170,51 +153,76 @@ class _Planner:
         variant = replace(variant, prepare=prepare)
         try:
             arguments = Arguments.of(without_server(variant.model_args))
-            checkpoint, model = self._model(arguments.loading)
+            loading = arguments.loading
+            loading_key = digest({name: str(value) for name, value in loading.items()})
+            checkpoint, model = self._model(loading_key, loading)
             engine = _engine(variant, arguments, checkpoint)
             computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
-            identity = {**_variant_identity(variant, arguments, checkpoint, model), **computation}
+            identity = self._variant_identity(variant, arguments, checkpoint, model)
             template = checkpoint.chat_template(grid.apply_chat_template)
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
         answered_by = digest([model, computation] if computation else model)
+        costs = digest(identity)
         for grid_task in grid.tasks:
-            task = self._task(grid_task, {**arguments.loading, **grid.metadata})
+            task = self._task(grid_task, loading_key, loading)
             drawn: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
             drawn |= {"engine": engine} if task.samples else {}
             prompts = {"system": grid.system_instruction or "", "multiturn": chat}
             answers = (f"{Path(str(arguments.pretrained)).name}-{answered_by[:8]}", grid_task.name)
+            cell_identity = {
+                **identity,
+                **computation,
+                "task": {"tasks": task.content, **prompts},
+                "template": template,
+                "drawn": drawn,
+                "versions": self.versions,
+            }
             yield Cell(
-                variant,
-                grid_task,
-                _evaluation(grid_task, grid),
-                dict(grid.metadata),
-                {
-                    **identity,
-                    "task": {"tasks": task.content, **prompts},
-                    "template": template,
-                    "drawn": drawn,
-                    "versions": versions(),
-                },
-                identity["preparation"].get("key", ""),
-                "/".join(re.sub(r"[^\w.-]", "_", part) for part in answers),
-                grid.batch_size,
-                grid.device,
-                engine,
+                key=digest(cell_identity),
+                costs=costs,
+                variant=variant,
+                task=grid_task,
+                evaluation=_evaluation(grid_task, grid),
+                metadata=dict(grid.metadata),
+                identity=cell_identity,
+                prepared=identity["preparation"].get("key", ""),
+                answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in answers),
+                batch_size=grid.batch_size,
+                device=grid.device,
+                engine=engine,
             )
 
-    def _model(self, loading: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
-        key = digest({name: str(value) for name, value in loading.items()})
+    def _model(self, key: str, loading: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
         if key not in self.models:
             checkpoint = Checkpoint(loading)
             self.models[key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
         return self.models[key]
 
-    def _task(self, grid_task: GridTask, metadata: dict[str, Any]) -> TaskIdentity:
-        key = digest(metadata), grid_task.name
+    def _task(self, grid_task: GridTask, loading_key: str, loading: dict[str, Any]) -> TaskIdentity:
+        key = loading_key, grid_task.name
         if key not in self.tasks:
-            self.tasks[key] = TaskIdentity.of(task_manager(metadata), grid_task)
+            manager = task_manager({**loading, **self.grid.metadata})
+            self.tasks[key] = TaskIdentity.of(manager, grid_task)
         return self.tasks[key]
+
+    def _variant_identity(
+        self, variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Identify the model, the interventions, the router and the preparation."""
+        routing = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
+        applied = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
+        prepared: dict[str, Any] = {}
+        for name, settings in variant.prepare.items():
+            prepared = {"name": name, **make_preparation(name, settings).identity()}
+            prepared |= {"seed": variant.seed, "versions": self.versions}
+            prepared["key"] = digest([model, prepared])
+        return {
+            "model": model,
+            "interventions": [*applied, digest(checkpoint.map.signature())] if applied else [],
+            "router": {name: argument_identity(name, value) for name, value in routing.items()},
+            "preparation": prepared,
+        }
 
 
 def _evaluation(task: GridTask, grid: Grid) -> dict[str, Any]:
@@ -226,31 +234,12 @@ def _evaluation(task: GridTask, grid: Grid) -> dict[str, Any]:
         "gen_kwargs": dict(task.gen_kwargs),
         "system_instruction": grid.system_instruction,
         "apply_chat_template": grid.apply_chat_template,
-        "fewshot_as_multiturn": bool(grid.apply_chat_template),  # as lm-eval's command does
-    }
-
-
-def _variant_identity(
-    variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
-) -> dict[str, Any]:
-    """Identify the model, what is applied to it, and what is prepared."""
-    routing = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
-    applied = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
-    prepared: dict[str, Any] = {}
-    for name, settings in variant.prepare.items():
-        prepared = {"name": name, **preparation(name, settings).identity()}
-        prepared |= {"seed": variant.seed, "versions": versions()}
-        prepared["key"] = digest([model, prepared])
-    return {
-        "model": model,
-        "interventions": [*applied, digest(checkpoint.map.signature())] if applied else [],
-        "router": {name: by_content(name, value) for name, value in routing.items()},
-        "preparation": prepared,
+        "fewshot_as_multiturn": bool(grid.apply_chat_template),  # the default of lm-eval's command
     }
 
 
 def _engine(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> str:
-    """Return what decodes: a server's kind, the variant's own engine, or the faster way to the same texts."""
+    """Return the kind of server, the variant's own engine, or the fastest engine that gives the same texts."""
     if variant.served:
         return str(variant.model_args.get("server", ServerOptions.server))
     if engine := variant.model_args.get("engine"):
@@ -275,7 +264,7 @@ def _computation(
 
 
 def _adapters(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the hashes of a served variant's adapters, if their folder is named; with a router, of all in it."""
+    """Return the hashes of a served variant's adapters if their folder is named; with a router, of all of them."""
     if "adapters" not in variant.model_args:
         return {}
     known = read_adapters(str(variant.model_args["adapters"]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
-from lmeval_prune.errors import InputError, nearest
-from lmeval_prune.options import first
+from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.options import first_argument
 
 
-@first("grid")
+@first_argument("grid")
 def run(
     grid: str,
     output: str,
@@ -25,28 +25,31 @@ def run(
     Args:
         grid: YAML file of the grid; `--grid` may be left out
         output: folder of the grid
-        runner: here, or ray
-        retry_failed: try again what has failed
-        ray_address: of a Ray cluster (default: RAY_ADDRESS, else a local one is started)
-        cpus: of a job on Ray
-        gpus: of a job on Ray
-        memory: bytes of a job on Ray
+        runner: here (this process) or ray (a Ray cluster)
+        retry_failed: try failed cells again
+        ray_address: address of a Ray cluster (default: RAY_ADDRESS, else a local one is started)
+        cpus: processors of a job on Ray
+        gpus: GPUs of a job on Ray
+        memory: bytes of memory of a job on Ray
     """
     options = {"ray_address": ray_address, "cpus": cpus != 1, "gpus": gpus, "memory": memory}
-    if runner == "here" and (idle := [f"--{name}" for name, value in options.items() if value]):
-        raise InputError(f"{', '.join(idle)}: only Ray heeds it; add --runner ray, or leave it out")
+    if runner == "here" and (unused := [f"--{name}" for name, value in options.items() if value]):
+        raise InputError(f"{', '.join(unused)}: for Ray only; add --runner ray, or leave it out")
     from lmeval_prune.grid.configuration import Grid
 
     parsed = Grid.read(grid)
     _check_selected(parsed)
     from lmeval_prune.grid.run import run as run_grid
-    from lmeval_prune.grid.runners import Here, OnRay
+    from lmeval_prune.grid.runners import LocalRunner, RayRunner
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune.grid").setLevel(logging.INFO)
     try:
         summary = run_grid(
-            parsed, output, Here() if runner == "here" else OnRay(ray_address, cpus, gpus, memory), retry_failed
+            parsed,
+            output,
+            LocalRunner() if runner == "here" else RayRunner(ray_address, cpus, gpus, memory),
+            retry_failed,
         )
     except KeyboardInterrupt:
         print(f"interrupted; run the same command again to resume {output}")
@@ -54,31 +57,31 @@ def run(
     for variant, task, reason in summary.failed:
         print(f"failed: {variant} on {task}: {reason}")
     done = summary.cells - len(summary.failed)
-    print(f"{output}: {done} of {summary.cells} cells are there, {summary.new} of them new")
+    print(f"{output}: {done} of {summary.cells} cells are done, {summary.new} of them new")
     if summary.failed:
-        print("--retry-failed tries the others again")
+        print("add --retry-failed to try them again")
         return 1
     print(f"compare them: lmeval-prune grid compare {output}")
     return 0
 
 
-def _check_selected(grid: Any) -> None:  # a `Grid`, which `--help` would import to read the annotation
+def _check_selected(grid: Any) -> None:  # a `Grid`; importing it would slow down `--help`
     """Refuse a task in `selected_on` that is neither the grid's nor lm-eval's."""
     names = {name for task in grid.tasks for name in (task.name, task.task)}
     others = [(variant.name, name) for variant in grid.variants for name in variant.selected_on if name not in names]
     if not others:
         return
-    from lmeval_prune.tasks.named import task_manager
+    from lmeval_prune.tasks.loading import task_manager
 
     known = task_manager()
     for variant, name in others:
         if name not in known.task_index:
-            hint = nearest(name, {*names, *known.all_tasks})
-            raise InputError(f"variant {variant!r}: `selected_on:` names no task: {name!r}{hint}")
-        print(f"note: {variant} was selected on {name}, which this grid does not ask; its questions stay unknown")
+            hint = did_you_mean(name, {*names, *known.all_tasks})
+            raise InputError(f"variant {variant!r}: `selected_on:` has no task {name!r}{hint}")
+        print(f"note: {variant} was selected on {name}, which is not in this grid; its questions are unknown")
 
 
-@first("folder")
+@first_argument("folder")
 def compare(
     folder: str,
     baseline: str | None = None,
@@ -87,15 +90,15 @@ def compare(
     lm_eval: str | None = None,
     seed: int = 0,
 ) -> int:
-    """Compare a grid's variants with one of them, question by question: tables and a page.
+    """Compare a grid's variants with a baseline, question by question, in tables and on a page.
 
     Args:
-        folder: of the grid; `--folder` may be left out
-        baseline: name of a variant (default: the one that the grid names, else its first)
+        folder: folder of the grid; `--folder` may be left out
+        baseline: name of a variant (default: the grid's baseline, else its first variant)
         output: folder for the tables and the page (default: `compare` in the grid's folder)
-        without_texts: tasks whose questions and answers are left out of the page, as their licence may ask
+        without_texts: tasks whose questions and answers are left out of the page, for licences that forbid publishing
         lm_eval: folder for the results in lm-eval's own layout, for its visualisers
-        seed: of tests
+        seed: seed of the tests
     """
     from lmeval_prune.artefacts import output_lock
     from lmeval_prune.grid.folder import GridFolder

@@ -5,100 +5,64 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 import numpy as np
-from typing_extensions import TypedDict
 
 from lmeval_prune.errors import InputError
+from lmeval_prune.grid.costs import pareto_fronts, read_costs
 from lmeval_prune.grid.folder import GridFolder, check_name
-from lmeval_prune.grid.outcomes import read_cell_json, read_lower_is_better, read_outcomes, read_text_keys
-from lmeval_prune.grid.seen import seen
-from lmeval_prune.models.lengths import Lengths, cut_off, merged
+from lmeval_prune.grid.outcomes import read_lengths, read_lower_is_better, read_outcomes, read_text_keys
+from lmeval_prune.grid.selection import selection_questions
+from lmeval_prune.models.lengths import cut_off_note, merge_lengths
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
     holm,
     mcnemar_test,
     mean_interval,
-    pareto,
     sign_flip_test,
 )
 
 POOLED = "all tasks"
 LEVEL = 0.05  # of all tests of a comparison together
-# costs of a variant: key, label, and whether less is better
-COSTS = {
-    "parameters": ("parameters", True),
-    "flops_per_token": ("FLOPs a token", True),
-    "decode_tokens_per_second": ("tokens a second, decoding alone", False),
-    "prefill_tokens_per_second": ("tokens a second, reading", False),
-    "cache_bytes_per_token": ("bytes of cache a token", True),
-    "weights_bytes": ("bytes of weights", True),
-}
-TIMED = ("decode_tokens_per_second", "prefill_tokens_per_second")  # these vary from run to run
 Question = tuple[str, int, str]  # task, number and hash
 
 
 @dataclass
 class Row:
-    """One variant on one task, or on all tasks pooled.
-
-    Attributes:
-        variant, task: their names.
-        questions: number of them.
-        mean, low, high: of the metric, with a 95% interval.
-        difference, difference_low, difference_high: to the baseline; None for the baseline itself.
-        better, worse: questions on which only the variant, or only the baseline, is right (or has the better figure).
-        test: `McNemar` or `sign flips`.
-        p, p_holm: p-value, alone and corrected for all tests of the table.
-        detectable: smallest difference with a power of 0.8 after Holm's correction, whatever the other tests say; None
-            if no difference has it.
-        chosen_on: number of the questions that the variant was chosen on.
-        lower_is_better: for the metric.
-        cut_off, mean_tokens: share of the answers that `max_gen_toks` cut off, and tokens an answer; None where nothing
-            was generated, or a cell does not say.
-    """
+    """One variant on one task, or on all tasks pooled."""
 
     variant: str
     task: str
-    questions: int
+    questions: int  # number of questions
     mean: float
-    low: float
+    low: float  # ends of the mean's 95% interval
     high: float
-    difference: float | None = None
-    difference_low: float | None = None
+    difference: float | None = None  # to the baseline's mean; None for the baseline itself
+    difference_low: float | None = None  # ends of the difference's 95% interval
     difference_high: float | None = None
-    better: int | None = None
+    better: int | None = None  # number of questions on which the variant is better than the baseline
     worse: int | None = None
-    test: str = ""
+    test: str = ""  # `McNemar` or `sign flips`
     p: float | None = None
-    p_holm: float | None = None
-    detectable: float | None = None
-    chosen_on: int = 0
+    p_holm: float | None = None  # corrected for all tests of the comparison
+    detectable: float | None = None  # smallest difference with a power of 0.8 after Holm's correction; None: no such
+    chosen_on: int = 0  # number of the questions that the variant was selected on
     lower_is_better: bool = False
-    cut_off: float | None = None
-    mean_tokens: float | None = None
+    cut_off: float | None = None  # share of answers cut off by `max_gen_toks`; None for log-likelihoods
+    mean_tokens: float | None = None  # of an answer
 
 
 @dataclass(frozen=True)
 class Table:
-    """Figures of one task, or of all tasks pooled.
+    """Values of the compared metric on one task, or on all tasks pooled."""
 
-    Attributes:
-        variants: names of those that have the figures, the baseline among them.
-        values: the figures, shape (questions, variants).
-        texts: digest of each question's text, which is the same in other tasks.
-        questions: task, number and hash of each; empty where pooled.
-        columns: by task, the `METRIC,FILTER` that is compared.
-        lower_is_better: whether a smaller figure is the better one.
-    """
-
-    variants: list[str]
-    values: np.ndarray
-    texts: list[str]
-    questions: list[Question] = field(default_factory=list)
-    columns: dict[str, str] = field(default_factory=dict)
+    variants: list[str]  # that have values, including the baseline
+    values: np.ndarray  # shape (questions, variants)
+    texts: list[str]  # digest of each question's text, which is the same in all tasks
+    questions: list[Question] = field(default_factory=list)  # empty for pooled tasks
+    columns: dict[str, str] = field(default_factory=dict)  # the compared `METRIC,FILTER` by task
     lower_is_better: bool = False
 
     @property
@@ -106,12 +70,12 @@ class Table:
         """Return the compared `METRIC,FILTER`s."""
         return sorted(set(self.columns.values()))
 
-    def columns_of(self, names: Sequence[str]) -> np.ndarray:
-        """Return the figures of these variants."""
-        return self.values[:, [self.variants.index(name) for name in names]]
+    def values_of(self, variants: Sequence[str]) -> np.ndarray:
+        """Return the values of some variants, shape (questions, variants)."""
+        return self.values[:, [self.variants.index(name) for name in variants]]
 
     def repeats(self) -> Iterator[tuple[str, int]]:
-        """Yield each question's text, and how often its task asked the same text before."""
+        """Yield each question's text, and how many earlier questions of its task have the same text."""
         count: dict[tuple[str, str], int] = {}
         for (task, _, _), text in zip(self.questions, self.texts, strict=True):
             yield text, count.setdefault((task, text), 0)
@@ -120,31 +84,18 @@ class Table:
 
 @dataclass
 class Comparison:
-    """All rows of a grid.
-
-    Attributes:
-        title: of the grid.
-        baseline: name of the variant that the others are compared with.
-        variants: their names, in the grid's order.
-        tables: by task, in the grid's order; `POOLED` is the last if there are several.
-        rows: by variant and task.
-        costs: of each variant, its measured figures.
-        fronts: by task and key of `COSTS`, the names of the variants on the Pareto front.
-        missing: variant, task and reason of cells that are not done.
-        cells: the grid's entries, by variant and task.
-        notes: remarks for the reader, a line each.
-    """
+    """All rows of a grid."""
 
     title: str
     baseline: str
-    variants: list[str]
-    tables: dict[str, Table] = field(repr=False)
-    rows: dict[tuple[str, str], Row]
-    costs: dict[str, dict[str, Any]]
-    fronts: dict[str, dict[str, list[str]]]
-    missing: list[tuple[str, str, str]]
-    cells: dict[tuple[str, str], dict[str, Any]] = field(repr=False)
-    notes: list[str]
+    variants: list[str]  # in the grid's order
+    tables: dict[str, Table] = field(repr=False)  # by task, in the grid's order; last `POOLED` for several tasks
+    rows: dict[tuple[str, str], Row]  # by variant and task
+    costs: dict[str, dict[str, Any]]  # measured costs by variant
+    fronts: dict[str, dict[str, list[str]]]  # variants on the Pareto front, by task and key of `COSTS`
+    missing: list[tuple[str, str, str]]  # variant, task and reason of cells that are not done
+    cells: dict[tuple[str, str], dict[str, Any]] = field(repr=False)  # entries of `grid.json` by variant and task
+    notes: list[str]  # remarks for the reader, a line each
 
     @property
     def tasks(self) -> list[str]:
@@ -157,11 +108,11 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
 
     Args:
         path: folder of the grid.
-        baseline: name of a variant; default the one that the grid names, else its first.
-        seed: of tests.
+        baseline: name of a variant; default the grid's baseline, else its first variant.
+        seed: seed of the tests.
 
     Raises:
-        InputError: there is no such grid or baseline, or variants were not asked the same questions.
+        InputError: there is no such grid or baseline, or variants have different questions.
     """
     folder = GridFolder(path)
     contents = folder.read()
@@ -169,33 +120,46 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     variants, tasks = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     baseline = baseline or contents["baseline"] or variants[0]
     check_name("baseline", baseline, variants)
-    done = {names: entry for names, entry in cells.items() if folder.done(entry["key"])}
-    missing = [(*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done]
+    done = {names: entry for names, entry in cells.items() if folder.has_cell(entry["key"])}
     tables = _tables(folder, done, variants, tasks, baseline)
-    chosen, notes = _chosen_on(folder, done, variants, tables)
-    pooled, remarks = _pooled(tables, variants)
+    selected, selection_notes = _selected_on(folder, done, variants, tables)
+    pooled, pooling_notes = _pooled(tables, variants)
     tables |= pooled
     rows = _rows(tables, baseline, seed)
     for row in rows.values():
-        row.chosen_on = sum(text in chosen[row.variant] for text in tables[row.task].texts)
-        if (row.variant, row.task) in done:
-            remarks += _add_lengths(row, folder.cell(done[row.variant, row.task]["key"]))
-    costs = {name: _costs(folder, cells, name) for name in variants}
+        row.chosen_on = sum(text in selected[row.variant] for text in tables[row.task].texts)
+    length_notes = _add_lengths(rows, {names: folder.cell(entry["key"]) for names, entry in done.items()})
+    costs = _costs(folder, cells, variants)
     return Comparison(
-        contents["title"],
-        baseline,
-        variants,
-        tables,
-        rows,
-        costs,
-        {task: _fronts(rows, costs, task) for task in tables},
-        missing,
-        cells,
-        list(dict.fromkeys([*notes, *remarks])),
+        title=contents["title"],
+        baseline=baseline,
+        variants=variants,
+        tables=tables,
+        rows=rows,
+        costs=costs,
+        fronts={task: pareto_fronts(costs, _gains(rows, task)) for task in tables},
+        missing=[
+            (*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done
+        ],
+        cells=cells,
+        notes=list(dict.fromkeys([*selection_notes, *pooling_notes, *length_notes])),
     )
 
 
-# ---------------------------------------------------------------------- figures
+def _costs(folder: GridFolder, cells: Mapping[tuple[str, str], Any], variants: Sequence[str]) -> dict[str, Any]:
+    """Return the measured costs of each variant; empty if there are none."""
+    keys: dict[str, set[str]] = {name: set() for name in variants}
+    for (variant, _), entry in cells.items():
+        keys[variant].add(entry["costs"])
+    return {name: read_costs(folder, keys[name]) for name in variants}
+
+
+def _gains(rows: Mapping[tuple[str, str], Row], task: str) -> dict[str, float]:
+    """Return the means of a task by variant, negative where lower is better."""
+    return {row.variant: -row.mean if row.lower_is_better else row.mean for row in rows.values() if row.task == task}
+
+
+# ---------------------------------------------------------------------- values
 
 
 def _tables(
@@ -208,19 +172,12 @@ def _tables(
             entries = {name: done[name, task] for name in variants if (name, task) in done}
             tables[task] = _table(folder, task, baseline, entries)
     if not tables:
-        raise InputError(f"no cell of the baseline {baseline!r} is there; finish `lmeval-prune grid run` first")
+        raise InputError(f"no cell of the baseline {baseline!r} is done; finish `lmeval-prune grid run` first")
     return tables
 
 
 def _table(folder: GridFolder, task: str, baseline: str, entries: Mapping[str, dict[str, Any]]) -> Table:
-    """Read a task's figures.
-
-    Args:
-        entries: cells of the task in `grid.json`, by variant.
-
-    Raises:
-        InputError: a variant was asked other questions than the baseline, or lacks the figure that is compared.
-    """
+    """Read the values of a task, given its cells' entries in `grid.json` by variant."""
     path = folder.cell(entries[baseline]["key"])
     base = read_outcomes(path, entries[baseline]["metric"])
     keys = read_text_keys(path)
@@ -235,7 +192,7 @@ def _table(folder: GridFolder, task: str, baseline: str, entries: Mapping[str, d
         rows = [position[question] for question in outcomes.questions if question in position]
         if not len(rows) == len(outcomes.questions) == len(position):
             raise InputError(
-                f"{variant!r} and the baseline {baseline!r} were asked different questions of {task}: "
+                f"{variant!r} and the baseline {baseline!r} have different questions of {task}: "
                 f"{len(outcomes.questions)} and {len(position)}, {len(rows)} of them the same; compare runs of the "
                 f"same questions"
             )
@@ -245,25 +202,25 @@ def _table(folder: GridFolder, task: str, baseline: str, entries: Mapping[str, d
 
 
 def _pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[str, Table], list[str]]:
-    """Pool the tasks where higher is better, if there are several; and return notes on what is left out or merged."""
-    together = [table for table in tables.values() if not table.lower_is_better]
-    if len(together) < 2:
+    """Pool the tasks where higher is better, if there are several; return notes on left-out tasks and merged rows."""
+    higher = [table for table in tables.values() if not table.lower_is_better]
+    if len(higher) < 2:
         return {}, []
-    names = [name for name in variants if all(name in table.variants for table in together)]
-    stacked = np.concatenate([table.columns_of(names) for table in together])
-    texts, values = _merged([repeat for table in together for repeat in table.repeats()], stacked)
+    names = [name for name in variants if all(name in table.variants for table in higher)]
+    stacked = np.concatenate([table.values_of(names) for table in higher])
+    texts, values = _mean_by_text([repeat for table in higher for repeat in table.repeats()], stacked)
     notes = []
-    if left := [task for task, table in tables.items() if table.lower_is_better]:
-        notes.append(f"{POOLED}: without {', '.join(left)}, where lower is better")
+    if lower := [task for task, table in tables.items() if table.lower_is_better]:
+        notes.append(f"{POOLED}: without {', '.join(lower)}, where lower is better")
     if len(texts) < len(stacked):
         notes.append(
-            f"{POOLED}: {len(stacked)} outcomes of {len(texts)} questions; one asked by several tasks counts once"
+            f"{POOLED}: {len(stacked)} outcomes of {len(texts)} questions; a question of several tasks counts once"
         )
     return {POOLED: Table(names, values, texts)}, notes
 
 
-def _merged(repeats: list[tuple[str, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """Merge the rows of a question that several tasks ask into their mean: its outcomes are not independent."""
+def _mean_by_text(repeats: list[tuple[str, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Average the rows of a question that several tasks contain: its outcomes are not independent."""
     rows: dict[tuple[str, int], int] = {}
     row = np.array([rows.setdefault(repeat, len(rows)) for repeat in repeats])
     sums = np.zeros((len(rows), values.shape[1]))
@@ -285,10 +242,10 @@ def _rows(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple[s
 
 
 def _rows_of(task: str, table: Table, base: int, seed: int, tests: int) -> Iterator[Row]:
-    """Make the rows of one task, with `tests` the number of tests in the whole comparison."""
+    """Yield the rows of one task; `tests` is the number of tests of the whole comparison."""
     values, lower_is_better = table.values, table.lower_is_better
     is_binary = bool(np.isin(values, (0.0, 1.0)).all())
-    are_shares = ((values >= 0) & (values <= 1)).all() and not lower_is_better  # else there may be no largest value
+    are_shares = ((values >= 0) & (values <= 1)).all() and not lower_is_better  # other metrics may be unbounded
     unit = 1.0 if is_binary or are_shares else np.inf
     lows, highs = mean_interval(values, unit)
     differences = values - values[:, [base]]
@@ -297,7 +254,7 @@ def _rows_of(task: str, table: Table, base: int, seed: int, tests: int) -> Itera
     if is_binary:
         ps, test = mcnemar_test(better, worse), "McNemar"
     else:
-        draws = max(10_000, 20 * tests)  # so that the smallest possible p-value can pass Holm's correction
+        draws = max(10_000, 20 * tests)  # the smallest possible p-value must pass Holm's correction
         ps, test = sign_flip_test(differences, seed, draws), "sign flips"
         ps = np.where(better + worse == 0, 1.0, ps)
     difference_lows, difference_highs = difference_interval(differences, unit, ps)
@@ -314,97 +271,39 @@ def _rows_of(task: str, table: Table, base: int, seed: int, tests: int) -> Itera
         yield row
 
 
-# ---------------------------------------------------------------------- questions that a variant was chosen on
+# ---------------------------------------------------------------------- selection and lengths
 
 
-def _chosen_on(
+def _selected_on(
     folder: GridFolder, done: Mapping[tuple[str, str], Any], variants: Sequence[str], tables: Mapping[str, Table]
 ) -> tuple[dict[str, set[str]], list[str]]:
-    """Collect the texts of questions that each variant was chosen on, and notes on what is unknown."""
-    texts_of: dict[str, set[str]] = {}  # texts, by names of tasks, columns of the grid or parts of them
+    """Return the texts of questions that each variant was selected on, and notes on unknown ones."""
+    texts_of: dict[str, set[str]] = {}  # by names of tasks, and of the parts of groups
     for name, table in tables.items():
         texts_of.setdefault(name, set()).update(table.texts)
         for (task, _, _), text in zip(table.questions, table.texts, strict=True):
             texts_of.setdefault(task, set()).add(text)
-    chosen: dict[str, set[str]] = {name: set() for name in variants}
+    selected: dict[str, set[str]] = {name: set() for name in variants}
     notes = []
     for (variant, _), entry in done.items():
-        texts, lost = seen(folder, entry)
-        selected = [texts_of.get(task, set()) for task in entry["selected_on"]]
-        chosen[variant] |= texts.union(*selected)
-        notes += [f"{variant}: {name} is not there as it was used; its questions are unknown" for name in lost]
+        texts, unavailable = selection_questions(folder, entry)
+        selected[variant] |= texts.union(*(texts_of.get(task, set()) for task in entry["selected_on"]))
+        notes += [f"{variant}: {name} is missing or has changed; its questions are unknown" for name in unavailable]
         notes += [
             f"{variant}: selected on {task}, which is not compared here; its questions are unknown"
             for task in entry["selected_on"]
             if task not in texts_of
         ]
-    return chosen, notes
+    return selected, notes
 
 
-# ---------------------------------------------------------------------- lengths and costs
-
-
-class Pruning(TypedDict):
-    """Fields of `pruning` in lm-eval's results that are read here."""
-
-    answers: NotRequired[dict[str, Lengths]]
-
-
-class Config(TypedDict):
-    """Fields of `config` in lm-eval's results that are read here."""
-
-    pruning: NotRequired[Pruning]
-
-
-class Results(TypedDict):
-    """Fields of lm-eval's results that are read here."""
-
-    config: NotRequired[Config]
-
-
-def _add_lengths(row: Row, cell: Path) -> list[str]:
-    """Add the lengths of a cell's answers to a row, and return a note where many were cut off."""
-    results = read_cell_json(cell / "results.json", Results)
-    parts = list(results.get("config", {}).get("pruning", {}).get("answers", {}).values())
-    if not parts:  # nothing was generated, or an earlier version did not say
-        return []
-    lengths = merged(parts)
-    row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
-    reason = cut_off(lengths)
-    return [f"{row.variant} on {row.task}: {reason}"] if reason else []
-
-
-def _costs(folder: GridFolder, cells: Mapping[tuple[str, str], dict[str, Any]], variant: str) -> dict[str, Any]:
-    keys = {entry["costs"] for (name, _), entry in cells.items() if name == variant}
-    measured = next(filter(None, map(folder.measure, sorted(keys))), {})
-    envelope = {"schema", "schema_version", "created_by"}
-    return {name: value for name, value in measured.items() if name not in envelope}
-
-
-def _fronts(
-    rows: Mapping[tuple[str, str], Row], costs: Mapping[str, dict[str, Any]], task: str
-) -> dict[str, list[str]]:
-    """Return the Pareto front of each figure in which variants differ.
-
-    Speeds that were measured once have no front: their spread is unknown.
-    """
-    names = [name for name, other in rows if other == task]
-    gains = np.array([rows[name, task].mean * (-1 if rows[name, task].lower_is_better else 1) for name in names])
-    fronts = {}
-    for key, (_, less) in COSTS.items():
-        ranges = np.array([measured_range(costs[name], key) for name in names], dtype=float)
-        known = ~np.isnan(ranges).any(1)
-        lacks_range = key in TIMED and any(key in costs[names[i]] for i in np.flatnonzero(~known))
-        if not lacks_range and (ranges[known] != ranges[known][:1]).any():
-            front = pareto(ranges if less else -ranges[:, ::-1], gains)
-            fronts[key] = [name for name, is_on in zip(names, front, strict=True) if is_on]
-    return fronts
-
-
-def measured_range(costs: Mapping[str, Any], key: str) -> tuple[float, float]:
-    """Return the ends of what was measured of a variant's figure; NaN where that is not known."""
-    if key in TIMED:
-        low, high = costs.get("ranges", {}).get(key, (np.nan, np.nan))
-        return low, high
-    value = costs.get(key)
-    return (np.nan if value is None else value,) * 2
+def _add_lengths(rows: Mapping[tuple[str, str], Row], folders: Mapping[tuple[str, str], Path]) -> list[str]:
+    """Add the lengths of answers to the rows of single tasks, and return notes on many cut-off answers."""
+    notes = []
+    for names, row in rows.items():
+        if names in folders and (parts := read_lengths(folders[names])):
+            lengths = merge_lengths(parts)
+            row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
+            if reason := cut_off_note(lengths):
+                notes.append(f"{row.variant} on {row.task}: {reason}")
+    return notes

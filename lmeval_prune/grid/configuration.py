@@ -1,4 +1,4 @@
-"""A grid's YAML: variants (with axes), tasks, and how they are evaluated.
+"""A grid's YAML: variants (with axes), tasks, and evaluation settings.
 
 ```yaml
 model: {pretrained: smollm2-135m, dtype: float32}
@@ -11,8 +11,8 @@ tasks:
   - {task: prune_gsm8k, limit: 200}
 ```
 
-A variant's settings are model_args of `pruned-hf` (with `base_url`: of `pruned-server`), which are joined to those of
-`model`, and `prepare`, `seed`, `selected_on`. `each:` anywhere in them spans an axis; axes are multiplied.
+A variant's settings are model_args of `pruned-hf` (with `base_url`: of `pruned-server`), merged with those of `model`,
+and `prepare`, `seed`, `selected_on`. `each:` spans an axis anywhere in them; several axes are multiplied.
 """
 
 from __future__ import annotations
@@ -25,35 +25,38 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 from lm_eval.models.huggingface import HFLM
 
-from lmeval_prune.errors import InputError, nearest, yaml_fault
+from lmeval_prune.errors import InputError, did_you_mean, yaml_error_text
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.models.arguments import argument_names
-from lmeval_prune.models.served import API_OPTIONS, SERVER_ARGUMENTS
+from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
 from lmeval_prune.settings import Count, Natural, Positive, Settings
 
 SEED = 1234
-MOST_VARIANTS = 10_000  # of one entry of `variants:`
-VARIANT_SETTINGS = ("prepare", "seed", "selected_on")  # that are no model_args
+MAX_VARIANTS = 10_000  # of one entry of `variants:`
+VARIANT_SETTINGS = ("prepare", "seed", "selected_on")  # besides model_args
+SHARED_TASK_SETTINGS = ("limit", "num_fewshot", "gen_kwargs", "metric")  # that a grid may set for all tasks
 FROM_PRETRAINED_ARGUMENTS = {"attn_implementation", "variant", "use_safetensors"}  # that `hf` passes on
+# settings of the whole run, and what to do instead of setting them for a variant
 RUN_ARGUMENTS = {"responses": "leave it out", "batch_size": "set `batch_size:` once", "device": "set `device:` once"}
 
 
 @dataclass(frozen=True)
 class Variant(Settings):
-    """A model as it is evaluated.
+    """A model under interventions.
 
     Attributes:
-        name: in tables and on pages.
-        model_args: of `pruned-hf` or `pruned-server`.
-        prepare: result to make first: `{NAME: fields}` of one of `PREPARATIONS`, or empty.
-        seed: of everything that is drawn; lm-eval's four seeds.
-        selected_on: tasks whose questions the variant was chosen on.
+        name: name in tables and on pages.
+        model_args: arguments of `pruned-hf` or `pruned-server`.
+        prepare: the preparation as `{NAME: fields}`, or empty.
+        seed: lm-eval's four seeds.
+        selected_on: tasks whose questions the variant was selected on.
     """
 
     name: str
@@ -67,14 +70,14 @@ class Variant(Settings):
         if not isinstance(self.model_args.get("pretrained"), str):
             raise InputError("it names no model; give `model: {pretrained: NAME}`")
         if self.served and self.prepare:
-            raise InputError("it is served and cannot be prepared here; give its heads or its mask")
-        if not self.served and (stray := sorted(SERVER_ARGUMENTS & self.model_args.keys())):
-            raise InputError(f"{stray[0]} is a server's; name the server, base_url: http://HOST:PORT")
+            raise InputError("a served model cannot be prepared; give its heads or its mask")
+        if not self.served and (unserved := sorted(SERVER_ARGUMENTS & self.model_args.keys())):
+            raise InputError(f"{unserved[0]} belongs to a server; name the server, base_url: http://HOST:PORT")
         for name, remedy in RUN_ARGUMENTS.items():
             if name in self.model_args:
                 raise InputError(f"{name} is no axis; {remedy}")
 
-    @property
+    @cached_property
     def served(self) -> bool:
         """Return whether a server answers."""
         return "base_url" in self.model_args
@@ -82,14 +85,14 @@ class Variant(Settings):
 
 @dataclass(frozen=True)
 class GridTask(Settings):
-    """One column of the grid: a task or group of lm-eval's, and how it is evaluated.
+    """A task or group of lm-eval and its evaluation settings.
 
     Attributes:
-        task: its name, or a YAML file.
-        name: in the grid; default the task.
+        task: name of the task, or path of its YAML.
+        name: name in the grid; default the task.
         limit: as for lm_eval: number of questions, or a share below 1.
         num_fewshot, gen_kwargs: as for lm_eval.
-        metric: `METRIC` or `METRIC,FILTER` that is compared; default `exact_match`, `acc`, `pass@N`, else the first.
+        metric: the compared `METRIC` or `METRIC,FILTER`; default `exact_match`, `acc`, `pass@N`, else the first.
     """
 
     task: str
@@ -105,21 +108,18 @@ class GridTask(Settings):
         object.__setattr__(self, "name", self.name or stem)
 
 
-SHARED_TASK_SETTINGS = ("limit", "num_fewshot", "gen_kwargs", "metric")  # that a grid may set for all tasks
-
-
 @dataclass(frozen=True)
 class Grid(Settings):
-    """A parsed grid: its cells are every variant on every task.
+    """A parsed grid. Its cells are all pairs of a variant and a task.
 
     Attributes:
         variants, tasks: the two axes.
-        title: of the page.
+        title: title of the page.
         apply_chat_template, system_instruction, metadata: as for lm_eval.
-        batch_size, device: as for lm_eval; in half types their rounding can change an answer.
-        together: most variants that are only masks and share one pass of the decoding engine.
+        batch_size, device: as for lm_eval; in half precision they can change an answer by rounding.
+        together: maximum number of masks in one pass of the decoding engine.
         measure: measure parameters, FLOPs, speed and memory of each variant.
-        baseline: name of the variant that the others are compared with, unless `compare` names another.
+        baseline: variant that the others are compared with, unless `grid compare` names another.
     """
 
     variants: tuple[Variant, ...]
@@ -138,8 +138,8 @@ class Grid(Settings):
         super().__post_init__()
         for kind in ("variants", "tasks"):
             names = Counter(member.name for member in getattr(self, kind))
-            if twice := next((name for name, count in names.items() if count > 1), None):
-                raise InputError(f"two {kind} are called {twice!r}; give each a name of its own")
+            if duplicate := next((name for name, count in names.items() if count > 1), None):
+                raise InputError(f"two {kind} are called {duplicate!r}; give each its own name")
         if self.baseline is not None:
             check_name("baseline", self.baseline, [variant.name for variant in self.variants])
         if isinstance(self.batch_size, bool) or not re.fullmatch(r"[1-9]\d*|auto(:\d+)?", str(self.batch_size)):
@@ -157,7 +157,7 @@ class Grid(Settings):
         try:
             return cls.of(yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is not valid YAML: {yaml_fault(error)}") from None
+            raise InputError(f"{path} is not valid YAML: {yaml_error_text(error)}") from None
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
@@ -172,7 +172,7 @@ class Grid(Settings):
             raise InputError("a grid has `variants:` and `tasks:`")
         settings = dict(content)
         for name in ("variants", "model", "metadata", "gen_kwargs"):
-            _check_pairs(name, settings.get(name))
+            _check_mapping(name, settings.get(name))
         model, seed = settings.pop("model", None) or {}, settings.pop("seed", SEED)
         blocks, tasks = settings["variants"].items(), settings["tasks"]
         defaults = {name: settings.pop(name) for name in SHARED_TASK_SETTINGS if name in settings}
@@ -183,29 +183,29 @@ class Grid(Settings):
         return cls.from_dict(settings, "a grid")
 
 
-def _check_pairs(name: str, value: Any) -> None:
-    """Refuse what is not written as pairs, such as lm-eval's own `NAME=VALUE`."""
+def _check_mapping(name: str, value: Any) -> None:
+    """Refuse anything but a mapping, such as lm-eval's own `NAME=VALUE`."""
     if value is not None and not isinstance(value, dict):
         raise InputError(f"`{name}:` holds {{NAME: VALUE}} pairs, not {value!r}")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A loader that refuses a key that is repeated; YAML itself would keep the last."""
+    """A loader that refuses repeated keys; YAML itself keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the pairs."""
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
-        if twice := next((key for key, count in keys.items() if count > 1), None):
-            raise InputError(f"{twice!r} stands twice in one place (line {node.start_mark.line + 1}); leave one out")
+        if duplicate := next((key for key, count in keys.items() if count > 1), None):
+            raise InputError(f"the key {duplicate!r} is repeated (line {node.start_mark.line + 1}); leave one out")
         return super().construct_mapping(node, deep)
 
 
 def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
-    """Read an entry of `tasks:`, a name or a dictionary; gen_kwargs are joined to those of the grid."""
+    """Read an entry of `tasks:`, a name or a dictionary; its gen_kwargs are merged with those of the grid."""
     settings = {"task": settings} if isinstance(settings, str) else settings
     if not isinstance(settings, dict) or not isinstance(settings.get("task"), str):
         raise InputError(f"a task is a name, or has `task: NAME`, not {settings!r}")
-    _check_pairs("gen_kwargs", settings.get("gen_kwargs"))
+    _check_mapping("gen_kwargs", settings.get("gen_kwargs"))
     merged = {**defaults, **settings}
     merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}
     values = {str(name): value for name, value in merged.items() if value is not None}
@@ -216,7 +216,7 @@ def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
 
 
 def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant]:
-    """Make the variants of an entry of `variants:`: the product of its axes."""
+    """Yield the variants of an entry of `variants:`: the product of its axes."""
     if not isinstance(block, dict | None):
         raise InputError(f"variant {name!r} holds settings as NAME: VALUE, not {block!r}")
     block = {**(block or {}), **{key: value for key, value in shared.items() if key not in (block or {})}}
@@ -224,10 +224,10 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
         _check_settings(block)
         axes = dict(_axes(block))
         count = math.prod(map(len, axes.values()))
-        if count > MOST_VARIANTS:
+        if count > MAX_VARIANTS:
             raise InputError(
-                f"it stands for {count:,} variants, the product of its `each:` lists, and at most {MOST_VARIANTS:,} "
-                f"are taken: shorten the lists, or share them out among several grids"
+                f"its `each:` lists multiply to {count:,} variants, more than {MAX_VARIANTS:,}: shorten the lists, or "
+                f"split them into several grids"
             )
         labels = _axis_labels(list(axes))
         for values in itertools.product(*axes.values()):
@@ -242,15 +242,15 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 def _check_settings(block: Mapping[str, Any]) -> None:
     hf_arguments = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
     known = {*argument_names(), *hf_arguments, *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
-    known |= API_OPTIONS if "base_url" in block else set()
+    known |= SERVER_OPTIONS if "base_url" in block else set()
     for name in block:
         if name not in known:
-            hint = nearest(str(name), known) or "; it is no model_arg of pruned-hf or pruned-server"
+            hint = did_you_mean(str(name), known) or "; it is no model_arg of pruned-hf or pruned-server"
             raise InputError(f"unknown axis or setting {str(name)!r}{hint}")
 
 
 def _variant(name: str, settings: dict[str, Any]) -> Variant:
-    """Make a variant of settings without axes; what is null is left out."""
+    """Create a variant from settings without axes; null values are left out."""
     arguments = {key: value for key, value in settings.items() if value is not None}
     separate = {key: arguments.pop(key) for key in VARIANT_SETTINGS if key in arguments}
     if isinstance(tasks := separate.get("selected_on", ()), str):
@@ -270,14 +270,14 @@ def _preparation(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
-    """Find the paths at which `each:` stands, and its lists."""
+    """Yield the path and the list of each `each:`."""
     if not isinstance(value, dict):
         return
     if "each" not in value:
         for key, inner in value.items():
             yield from _axes(inner, (*path, key))
     elif len(value) > 1 or not isinstance(value["each"], list) or not value["each"]:
-        raise InputError(f"`each:` at {'.'.join(map(str, path))} stands alone and has a list that is not empty")
+        raise InputError(f"`each:` at {'.'.join(map(str, path))} is the only key and has a list that is not empty")
     else:
         yield path, value["each"]
 
@@ -287,7 +287,7 @@ def _replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def _axis_labels(paths: list[tuple[Any, ...]]) -> list[str]:
-    """Label each axis by its last key, or by its whole path where two have the same last key."""
+    """Label each axis by its last key, or by its whole path if two axes share their last key."""
     count = Counter(str(path[-1]) for path in paths)
     return [str(path[-1]) if count[str(path[-1])] == 1 else "_".join(map(str, path)) for path in paths]
 
@@ -297,6 +297,6 @@ def _name(template: str, values: dict[str, Any]) -> str:
     texts = {label: value if isinstance(value, str) else json.dumps(value) for label, value in values.items()}
     for placeholder in re.findall(r"\{(\w+)\}", template):
         if placeholder not in texts:
-            raise InputError(f"its name has no axis {placeholder!r}{nearest(placeholder, texts)}")
+            raise InputError(f"its name has no axis {placeholder!r}{did_you_mean(placeholder, texts)}")
     name = re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], template)
     return " ".join([name, *(f"{label}={text}" for label, text in texts.items() if f"{{{label}}}" not in template)])

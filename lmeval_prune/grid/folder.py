@@ -1,22 +1,21 @@
-"""A grid's folder: its list of cells, and the cells that are done.
+"""Folder of a grid: the list of its cells, and the cells that are done.
 
     grid.json                   all cells of the grid as of the last run
-    cells/KEY/                  a cell: cell.json, results.json (lm-eval's), samples_TASK.jsonl (lm-eval's),
-                                outcomes.parquet and answers.parquet (the same in columns, for comparisons)
-    failed/KEY.json             why a cell or a preparation failed; measure-KEY.json: why costs are not known
-    prepared/KEY/               the result of a preparation
-    measures/KEY.json           what a variant costs
-    answers/                    answers as they come, so that a killed cell goes on
+    cells/KEY/                  a cell: cell.json, results.json and samples_TASK.jsonl (both lm-eval's),
+                                outcomes.parquet and answers.parquet (the samples in columns, for comparisons)
+    failed/KEY.json             reason why a cell or a preparation failed; measure-KEY.json: why costs are missing
+    prepared/KEY/               result of a preparation
+    measures/KEY.json           costs of a variant
+    answers/                    answers, stored one by one, so that a killed cell can resume
 
-A cell's folder appears whole or not at all. The process that evaluates a cell holds its lock.
+A cell's folder is written completely before it appears. The process that evaluates a cell holds its lock.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -25,14 +24,14 @@ from filelock import Timeout
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import file_lock, file_name, new_folder, read_artefact, write_artefact
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean, first_few
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
 
 
 class Entry(TypedDict):
-    """Fields of a cell in `grid.json`."""
+    """A cell in `grid.json`."""
 
     key: str
     variant: str
@@ -61,8 +60,8 @@ class Failure(TypedDict):
 Finite = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
 
 
-class Measure(TypedDict):
-    """Costs of a variant."""
+class Costs(TypedDict):
+    """Measured costs of a variant."""
 
     device: NotRequired[str]
     threads: NotRequired[int]
@@ -76,26 +75,28 @@ class Measure(TypedDict):
 
 
 class GridFolder:
-    """The folder of a grid.
+    """The folder of a grid. It is created when something is written.
 
     Args:
-        path: made when something is written.
+        path: path of the folder.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
+        self._list = self.path / "grid.json"
+        self.prepared = self.path / "prepared"
 
-    def begin(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
-        """Write `grid.json`: the cells that the grid is to hold.
+    def create(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
+        """Write `grid.json` with the cells of the grid.
 
         Raises:
-            InputError: the folder holds something else, or cannot be written.
+            InputError: the folder holds other files, or cannot be written.
         """
         if self.path.is_file():
             raise InputError(f"{self.path} is a file; name a folder")
         files = [file for file in self.path.iterdir() if not file.name.startswith(".")] if self.path.is_dir() else []
-        if files and not self._list.exists():  # hidden files are left by a kill, or nobody's
-            raise InputError(f"{self.path} holds something that is no grid; name a new folder")
+        if files and not self._list.exists():  # a killed run may leave hidden files
+            raise InputError(f"{self.path} is not empty and holds no grid; name a new folder")
         write_artefact(self._list, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
 
     def read(self) -> dict[str, Any]:
@@ -108,46 +109,13 @@ class GridFolder:
             if self.path.is_file():
                 raise InputError(f"{self.path} is a file; name the folder of a grid")
             raise InputError(
-                f"{self.path} holds no grid; `lmeval-prune grid run GRID.yaml --output {self.path}` makes one"
+                f"{self.path} holds no grid; create one by `lmeval-prune grid run GRID.yaml --output {self.path}`"
             )
         return read_artefact(self._list, GRID, VERSION, Contents)[0]
 
-    @property
-    def _list(self) -> Path:
-        return self.path / "grid.json"
-
-    @property
-    def prepared(self) -> Path:
-        """Folder of the results of preparations."""
-        return self.path / "prepared"
-
-    def cell(self, key: str) -> Path:
-        """Return the folder of a cell."""
-        return self.path / "cells" / file_name(key)
-
-    def answers(self, name: str) -> Path:
-        """Return the folder of the answers of one model on one task."""
-        return self.path / "answers" / file_name(name)
-
-    def done(self, key: str) -> bool:
-        """Return whether a cell is done."""
-        return self.cell(key).is_dir()
-
-    def is_prepared(self, key: str) -> bool:
-        """Return whether a preparation is done."""
-        return (self.prepared / file_name(key)).is_dir()
-
-    def making(self, key: str) -> Any:
-        """Return a context that makes a cell's folder; see `new_folder`."""
-        return new_folder(self.cell(key))
-
-    def preparing(self, key: str) -> Any:
-        """Return a context that makes the folder of a preparation; see `new_folder`."""
-        return new_folder(self.prepared / file_name(key))
-
     @contextmanager
     def lock(self, key: str) -> Iterator[bool]:
-        """Hold a cell, a preparation or a measurement; yields False if another process does."""
+        """Hold the lock of a cell, a preparation or a measurement; yield False if another process holds it."""
         folder = self.path / "locks"
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -158,51 +126,80 @@ class GridFolder:
                 is_held = False
             yield is_held
 
-    # ------------------------------------------------------------------ failures and measures
+    # ------------------------------------------------------------------ cells and preparations
 
-    def fail(self, key: str, reason: str, trace: str) -> None:
-        """Record why a cell failed."""
-        write_artefact(self._failed(key), FAILED, VERSION, {"reason": reason, "trace": trace})
+    def cell(self, key: str) -> Path:
+        """Return the folder of a cell."""
+        return self.path / "cells" / file_name(key)
+
+    def has_cell(self, key: str) -> bool:
+        """Return whether a cell is done."""
+        return self.cell(key).is_dir()
+
+    def done_cells(self) -> set[str]:
+        """Return the keys of all cells that are done."""
+        folder = self.path / "cells"
+        return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+    def new_cell(self, key: str) -> AbstractContextManager[Path]:
+        """Return a context that writes a cell's folder; see `new_folder`."""
+        return new_folder(self.cell(key))
+
+    def has_preparation(self, key: str) -> bool:
+        """Return whether a preparation is done."""
+        return (self.prepared / file_name(key)).is_dir()
+
+    def new_preparation(self, key: str) -> AbstractContextManager[Path]:
+        """Return a context that writes the folder of a preparation; see `new_folder`."""
+        return new_folder(self.prepared / file_name(key))
+
+    def answers(self, name: str) -> Path:
+        """Return the answer store of one model on one task."""
+        return self.path / "answers" / file_name(name)
+
+    # ------------------------------------------------------------------ failures and costs
+
+    def record_failure(self, key: str, reason: str, trace: str) -> None:
+        """Record the reason of a failure."""
+        write_artefact(self._failure(key), FAILED, VERSION, {"reason": reason, "trace": trace})
 
     def failure(self, key: str) -> str | None:
-        """Return why a cell failed, in one line; None if it did not."""
-        path = self._failed(key)
+        """Return the reason of a failure in one line; None without a failure."""
+        path = self._failure(key)
         return str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) if path.is_file() else None
 
-    def forget_failure(self, key: str) -> None:
-        """Let a cell be tried again."""
-        self._failed(key).unlink(missing_ok=True)
+    def failures(self) -> dict[str, str]:
+        """Return the reasons of all failures by key."""
+        paths = (self.path / "failed").glob("*.json")
+        return {path.stem: str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"]) for path in paths}
 
-    def _failed(self, key: str) -> Path:
+    def clear_failure(self, key: str) -> None:
+        """Delete a failure, so that the work is tried again."""
+        self._failure(key).unlink(missing_ok=True)
+
+    def _failure(self, key: str) -> Path:
         return self.path / "failed" / f"{file_name(key)}.json"
 
-    def write_measure(self, key: str, content: dict[str, Any]) -> None:
+    def write_costs(self, key: str, content: dict[str, Any]) -> None:
         """Write the costs of a variant."""
-        write_artefact(self._measure(key), MEASURE, VERSION, content)
+        write_artefact(self._costs(key), MEASURE, VERSION, content)
 
-    def measure(self, key: str) -> dict[str, Any] | None:
-        """Read the costs of a variant, if they were measured."""
-        path = self._measure(key)
-        return read_artefact(path, MEASURE, VERSION, Measure)[0] if path.is_file() else None
+    def costs(self, key: str) -> dict[str, Any] | None:
+        """Read the costs of a variant; None if they were not measured."""
+        path = self._costs(key)
+        return read_artefact(path, MEASURE, VERSION, Costs)[0] if path.is_file() else None
 
-    def needs_measure(self, key: str) -> bool:
-        """Return whether the costs of a variant are neither known nor known to be out of reach."""
-        return not self._measure(key).is_file() and self.failure(measuring(key)) is None
+    def needs_costs(self, key: str) -> bool:
+        """Return whether the costs of a variant are still to be measured."""
+        return not self._costs(key).is_file() and self.failure(costs_failure(key)) is None
 
-    def _measure(self, key: str) -> Path:
+    def _costs(self, key: str) -> Path:
         return self.path / "measures" / f"{file_name(key)}.json"
 
 
-def measuring(key: str) -> str:
-    """Return the key of a measurement's failure and lock."""
+def costs_failure(key: str) -> str:
+    """Return the key of the failure and of the lock of a measurement."""
     return f"measure-{key}"
-
-
-def dumped(value: Any) -> str:
-    """Return a value as JSON, as lm-eval writes it."""
-    from lm_eval.utils import handle_non_serializable
-
-    return json.dumps(value, default=handle_non_serializable, ensure_ascii=False)
 
 
 def samples_file(cell: Path, task: str) -> Path:
@@ -211,11 +208,7 @@ def samples_file(cell: Path, task: str) -> Path:
 
 
 def check_name(kind: str, name: str, known: list[str]) -> None:
-    """Refuse a name that a grid does not have.
-
-    Raises:
-        InputError: naming those that it has.
-    """
+    """Refuse a name that the grid does not have."""
     if name not in known:
-        names = ", ".join(known[:8]) + (", …" if len(known) > 8 else "")
-        raise InputError(f"there is no {kind} {name!r} in the grid{nearest(name, known) or f'; it has {names}'}")
+        hint = did_you_mean(name, known) or f"; it has {first_few(known)}"
+        raise InputError(f"there is no {kind} {name!r} in the grid{hint}")

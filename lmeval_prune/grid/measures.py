@@ -1,4 +1,4 @@
-"""Measure what a variant costs on the live model with one fixed text: parameters, arithmetic, speed and memory."""
+"""Measure the costs of a variant on the loaded model with one fixed text: parameters, FLOPs, speed and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lmeval_prune.profiling.costs import flops_of, parameters
 from lmeval_prune.profiling.speed import decoding_rates
 
-# Everyday prose of about 250 tokens: what a variant skips depends on the text, so the text is fixed.
+# Everyday prose of about 250 tokens. The text is fixed because the tokens that a variant skips depend on it.
 TEXT = """The ferry to the island leaves at seven, but on windy days the captain waits until the harbour master has
 read the gauges twice. Mara carried two crates of apples, a roll of canvas and the clock that her brother had repaired.
 She counted the passengers as they came aboard: nine farmers, four pupils on their way home, a doctor with a folded
@@ -25,13 +25,13 @@ PREFILL, DECODED, REPEATS = 192, 32, 5
 
 
 def measure(lm: Any) -> dict[str, Any]:
-    """Measure the model with what is applied to it.
+    """Measure the model with its interventions.
 
     Args:
-        lm: the loaded `PrunedHFLM`; a causal model.
+        lm: a loaded causal `PrunedHFLM`.
 
     Returns:
-        `parameters`, `parameters_without_embeddings`; `flops_per_token` of reading the text (torch's counter);
+        `parameters`, `parameters_without_embeddings`; `flops_per_token` of the prefill (torch's counter);
         `prefill_tokens_per_second`, `decode_tokens_per_second` at batch 1 (the median of `REPEATS` runs) and their
         `ranges` (slowest, fastest); `weights_bytes`, `cache_bytes_per_token` after the text; on a GPU `peak_bytes`;
         `text_tokens`, `device`, `threads`.
@@ -63,7 +63,7 @@ def measure(lm: Any) -> dict[str, Any]:
 
 
 def _cache_bytes(cache: Any) -> int:
-    """Add up the bytes of all keys and values, of filtered layers too."""
+    """Return the bytes of all keys and values, including filtered layers."""
     layers = getattr(cache, "layers", None) or []
     holders = [getattr(layer, "sequences", None) or layer for layer in layers]
     tensors = [getattr(holder, name, None) for holder in holders for name in ("keys", "values")]

@@ -1,10 +1,12 @@
-"""Outcomes of a cell in columns: a row a question, a column a metric; and, beside them, questions and answers.
+"""Files of a cell: lm-eval's results and samples, and the samples in columns.
 
-lm-eval's samples files hold whole prompts; comparing a thousand cells by them would read gigabytes.
+`outcomes.parquet` has a row for each question and a column for each metric; `answers.parquet` has the questions and
+answers. lm-eval's samples files hold whole prompts: a comparison of a thousand cells would read gigabytes of them.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,49 +18,80 @@ import pyarrow as pa
 from typing_extensions import TypedDict
 
 from lmeval_prune import artefacts
-from lmeval_prune.artefacts import digest, read_json
+from lmeval_prune.artefacts import digest, read_json, write_artefact, write_text
 from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.grid.folder import CELL, VERSION, samples_file
 from lmeval_prune.models.answer_store import write_table
+from lmeval_prune.models.lengths import Lengths
 
 OUTCOMES, ANSWERS = "outcomes.parquet", "answers.parquet"
 PREFERRED_METRICS = ("exact_match", "acc")  # compared unless the grid names a metric
 
 
-class Results(TypedDict):
-    """Fields of lm-eval's results that are read here."""
+class Pruning(TypedDict):
+    """The section `pruning` of lm-eval's results."""
 
+    answers: NotRequired[dict[str, Lengths]]
+
+
+class Config(TypedDict):
+    """The section `config` of lm-eval's results."""
+
+    pruning: NotRequired[Pruning]
+
+
+class Results(TypedDict):
+    """Fields of lm-eval's results that comparisons read."""
+
+    config: NotRequired[Config]
     higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
 
 
-def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs: dict[str, Any]) -> None:
-    """Write a cell's outcomes and answers.
+def write_cell(folder: Path, content: dict[str, Any], results: dict[str, Any]) -> None:
+    """Write the files of a cell.
 
     Args:
-        folder: of the cell.
-        samples: lm-eval's, by task.
-        configs: lm-eval's, by task.
+        folder: folder of the cell.
+        content: fields of `cell.json`.
+        results: lm-eval's results with samples.
     """
+    from lm_eval.utils import handle_non_serializable
+
+    def to_json(value: Any) -> str:
+        return json.dumps(value, default=handle_non_serializable, ensure_ascii=False)
+
+    samples = results["samples"]
+    write_text(folder / "results.json", to_json({name: part for name, part in results.items() if name != "samples"}))
+    for task, rows in samples.items():
+        write_text(samples_file(folder, task), "".join(to_json(row) + "\n" for row in rows))
+    write_tables(folder, samples, results["configs"])
+    write_artefact(folder / "cell.json", CELL, VERSION, content)
+
+
+def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs: dict[str, Any]) -> None:
+    """Write a cell's outcomes and answers, given lm-eval's samples and configurations by task."""
     outcomes: dict[tuple[str, int], dict[str, Any]] = {}
     answers: dict[tuple[str, int], dict[str, Any]] = {}
     for task, rows in sorted(samples.items()):
         for row in rows:
             key = task, int(row["doc_id"])
-            figures = outcomes.setdefault(key, {"task": task, "doc_id": key[1], "question": row["doc_hash"]})
-            figures |= _figures(row)
+            outcome = outcomes.setdefault(key, {"task": task, "doc_id": key[1], "question": row["doc_hash"]})
+            outcome |= _metrics(row)
             answers.setdefault(key, _answer(task, row, configs.get(task) or {}))
     for name, table in ((OUTCOMES, outcomes), (ANSWERS, answers)):
         frame = pd.DataFrame([table[key] for key in sorted(table)])
         write_table(folder / name, pa.Table.from_pandas(frame, preserve_index=False))
 
 
-def _figures(row: dict[str, Any]) -> dict[str, float]:
+def _metrics(row: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a sample as `METRIC,FILTER`."""
     values = {f"{metric},{row['filter']}": row[metric] for metric in row["metrics"]}
     numbers = {name: value for name, value in values.items() if isinstance(value, bool | int | float | np.number)}
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
 def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return question and answer as people read them, and the digest by which the question is known."""
+    """Return question and answer as readers see them, and the digest that identifies the question's text."""
     doc, arguments, likelihood = row["doc"], row["arguments"][0], ""
     field = (config.get("metadata") or {}).get("question_field") or "question"
     text = doc.get(field) if isinstance(doc, dict) else None
@@ -80,7 +113,7 @@ def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str,
 
 
 def _likeliest(row: dict[str, Any]) -> tuple[list[str], str]:
-    """Return the choice with the highest log-likelihood (none where there is no choice), and that likelihood."""
+    """Return the choice with the highest log-likelihood (empty for a single text), and its log-likelihood."""
     first = [responses[0] for responses in row["resps"]]
     scores = [response[0] if isinstance(response, list | tuple) else response for response in first]
     best = max(range(len(scores)), key=lambda i: scores[i])
@@ -89,25 +122,15 @@ def _likeliest(row: dict[str, Any]) -> tuple[list[str], str]:
 
 @dataclass(frozen=True)
 class CellOutcomes:
-    """One metric of one cell.
+    """The compared metric of one cell."""
 
-    Attributes:
-        questions: task, number and hash of each.
-        values: of the metric.
-        columns: by task, its `METRIC,FILTER`.
-    """
-
-    questions: list[tuple[str, int, str]]
-    values: np.ndarray
-    columns: dict[str, str]
+    questions: list[tuple[str, int, str]]  # task, number and hash of each
+    values: np.ndarray  # shape (questions,)
+    columns: dict[str, str]  # `METRIC,FILTER` by task
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """Read one of a cell's tables, or these columns of it.
-
-    Raises:
-        InputError: it is damaged.
-    """
+    """Read a table of a cell, or some of its columns."""
     remedy = f"delete {path.parent} and run the grid"
     try:
         table = artefacts.read_table(path, remedy, columns)
@@ -118,35 +141,35 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def read_outcomes(folder: Path, metric: str | None, columns: dict[str, str] | None = None) -> CellOutcomes:
-    """Read the metric that is compared.
+    """Read the compared metric of a cell.
 
     Args:
-        folder: of the cell.
+        folder: folder of the cell.
         metric: `METRIC` or `METRIC,FILTER`; None for the task's own.
-        columns: by task, the columns of the baseline's cell, which are read whatever `metric` says.
+        columns: columns of the baseline's cell by task; they take precedence over `metric`.
 
     Raises:
-        InputError: the cell is damaged, or has no such metric for all of its questions.
+        InputError: the cell is damaged, or lacks the metric for some of its questions.
     """
     table = read_table(folder / OUTCOMES)
     tasks, numbers, hashes = (table[name].to_pylist() for name in ("task", "doc_id", "question"))
-    figures = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names if "," in name}
+    metrics = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names if "," in name}
     values, task_of = np.full(len(tasks), np.nan), np.array(tasks)
     chosen: dict[str, str] = {}
     for task in dict.fromkeys(tasks):
         rows = task_of == task
-        chosen[task] = _column(task, columns.get(task) if columns else metric, figures, rows)
-        values[rows] = figures[chosen[task]][rows]
+        chosen[task] = _column(task, columns.get(task) if columns else metric, metrics, rows)
+        values[rows] = metrics[chosen[task]][rows]
     return CellOutcomes(list(zip(tasks, numbers, hashes, strict=True)), values, chosen)
 
 
-def _column(task: str, name: str | None, figures: dict[str, np.ndarray], rows: np.ndarray) -> str:
-    """Choose a column that has a figure for each of a task's questions: the named one, or the preferred one."""
-    named = [column for column in figures if name in (None, column, _metric(column))]
-    complete = [column for column in figures if np.isfinite(figures[column][rows]).all()]
+def _column(task: str, name: str | None, metrics: dict[str, np.ndarray], rows: np.ndarray) -> str:
+    """Choose a column with a value for each of a task's questions: the named one, or the preferred one."""
+    named = [column for column in metrics if name in (None, column, _metric(column))]
+    complete = [column for column in metrics if np.isfinite(metrics[column][rows]).all()]
     if candidates := [column for column in complete if column in named]:
         return max(candidates, key=_preference)
-    known = ", ".join(complete) or "no figure a question"
+    known = ", ".join(complete) or "no metric of single questions"
     partly = " for all questions" if name and named else ""
     advice = "run the grid with `metric: NAME` for the task"
     raise InputError(f"{task} has {known}, and not {name or 'one to compare'}{partly}; {advice}")
@@ -157,7 +180,7 @@ def _metric(column: str) -> str:
 
 
 def _preference(column: str) -> tuple[int, int]:
-    """Rank a column: preferred metrics first, then the pass@N of the largest N; of equals, `max` takes the first."""
+    """Rank a column: preferred metrics first, then the pass@N of the largest N; `max` takes the first of equals."""
     metric = _metric(column)
     if metric in PREFERRED_METRICS:
         return 2, -PREFERRED_METRICS.index(metric)
@@ -166,42 +189,38 @@ def _preference(column: str) -> tuple[int, int]:
 
 
 def read_text_keys(folder: Path) -> dict[tuple[str, int], str]:
-    """Read the digests by which a cell's questions are known in all tasks, by task and number."""
+    """Read the digests of a cell's questions, which identify a text across tasks, by task and number."""
     table = read_table(folder / ANSWERS, ["task", "doc_id", "text_key"])
     return {(row["task"], row["doc_id"]): row["text_key"] for row in table.to_pylist()}
 
 
-def read_cell_json(path: Path, fields: Any) -> Any:
-    """Read a JSON file of a cell, as `read_json` does.
-
-    Raises:
-        InputError: it is missing or damaged; the message says what to do.
-    """
+def _read_results(folder: Path) -> Any:
     try:
-        return read_json(path, fields)
+        return read_json(folder / "results.json", Results)
     except InputError as error:
-        raise InputError(f"{error}; delete {path.parent} and run the grid") from None
+        raise InputError(f"{error}; delete {folder} and run the grid") from None
+
+
+def read_lengths(folder: Path) -> list[Lengths]:
+    """Read the lengths of a cell's answers, one part for each task; empty for log-likelihoods and earlier versions."""
+    return list(_read_results(folder).get("config", {}).get("pruning", {}).get("answers", {}).values())
 
 
 def read_lower_is_better(folder: Path, columns: dict[str, str]) -> bool:
-    """Return whether a smaller figure is the better one, by lm-eval's results.
-
-    Args:
-        folder: of the cell.
-        columns: by task, the `METRIC,FILTER` that is compared.
+    """Read from lm-eval's results whether smaller values of the compared `METRIC,FILTER`s are better.
 
     Raises:
-        InputError: the results are damaged, or the tasks of a group differ in it.
+        InputError: the results are damaged, or the tasks of a group differ.
     """
-    higher = read_cell_json(folder / "results.json", Results).get("higher_is_better", {})
+    higher = _read_results(folder).get("higher_is_better", {})
     lower = {(higher.get(task) or {}).get(_metric(column), True) is False for task, column in columns.items()}
     if len(lower) > 1:
         names = ", ".join(f"{column} of {task}" for task, column in columns.items())
-        raise InputError(f"of {names} some are better when they are higher, some when lower; give `metric: NAME`")
+        raise InputError(f"higher is better for some of {names}, lower for others; give `metric: NAME`")
     return lower == {True}
 
 
 def read_answers(folder: Path) -> dict[tuple[str, int], dict[str, str]]:
-    """Read a cell's questions, gold answers, answers and their likelihoods, by task and number."""
+    """Read a cell's questions, gold answers, answers and log-likelihoods, by task and number."""
     rows = read_table(folder / ANSWERS).to_pylist()
     return {(row["task"], row["doc_id"]): {"likelihood": "", **row} for row in rows}

@@ -1,4 +1,4 @@
-"""Prune as a preparation: a plan by any pruner, or the smaller checkpoint, made once and evaluated like any variant."""
+"""The preparation `prune`: a plan by any pruner, or the smaller checkpoint."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prune(Preparation):
-    """A plan, or the checkpoint cut by it, as `lmeval-prune prune` makes it.
+    """A plan as `lmeval-prune prune` makes it, or the checkpoint cut by the plan.
 
     Attributes:
-        method: of the scores.
-        ratio: share that is removed, by default of the parameters of what the method removes.
-        budget: what the ratio counts, `parameters` or `heads`.
-        options: of the method.
-        more: other settings of a plan: `unit`, `allocation`, `compensation`, …
+        method: name of the pruner.
+        ratio: share to remove, in units of `budget`.
+        budget: `parameters` or `heads`.
+        options: options of the pruner.
+        more: other settings of the plan: `unit`, `allocation`, `compensation`, …
         task, text: calibration text: the training split of a task, or a file.
-        windows, tokens, batch, seed: of the calibration text.
-        apply_chat_template: of the calibration text; default the grid's, where `task` is read.
-        cut: evaluate the smaller checkpoint, so that its speed and memory are measured; else the plan, tried out.
+        windows, tokens, batch, seed: settings of the calibration text.
+        apply_chat_template: format the calibration questions of `task` as a chat; default: the grid's setting.
+        cut: evaluate the smaller checkpoint, to measure its speed and memory; otherwise the plan is applied by hooks.
     """
 
     method: str
@@ -56,39 +56,35 @@ class Prune(Preparation):
             raise InputError("prune: give the calibration text by task or by text, not both")
 
     def prune_options(self) -> PruneOptions:
-        """Return the options of the plan.
-
-        Raises:
-            InputError: one is unknown, or not of its type.
-        """
-        if twice := {"ratio", "budget"} & self.more.keys():
-            raise InputError(f"prune.more has no {min(twice)!r}; it is a setting beside `more`")
+        """Return the options of the plan."""
+        if duplicates := {"ratio", "budget"} & self.more.keys():
+            raise InputError(f"prune.more has no {min(duplicates)!r}; it is a setting beside `more`")
         values = {**self.more, "ratio": self.ratio, "budget": self.budget}
         return PruneOptions.from_dict(values, "prune.more")
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields, and the content of a text file."""
+        """Return the fields, and a digest of the text file."""
         path = Path(self.text) if self.text else None
         return super().settings() | ({"text_content": content_digest(path)} if path and path.is_file() else {})
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the result depends on, with the version of the method."""
+        """Return everything that the result depends on, including the version of the pruner."""
         return {**super().identity(), "method": make_pruner(self.method, self.options).version}
 
     def make(self, lm: Any, folder: Path) -> None:
         """Write the plan, and the checkpoint if `cut`."""
         from lmeval_prune.pruners.calibration import check_length, read_calibration
-        from lmeval_prune.pruners.schedule import check_methods, settled, stages
+        from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
         from lmeval_prune.surgery.cut import cut_to
 
         pruner, model_map, text = make_pruner(self.method, self.options), lm.model_map, None
-        options = settled(self.prune_options(), pruner, model_map)
+        options = resolve_options(self.prune_options(), pruner, model_map)
         check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
         if self.task or self.text:
             check_length(model_map.model, self.tokens)
             reading = (self.windows, self.tokens, self.batch, self.seed, self.apply_chat_template, lm.add_bos_token)
             text = read_calibration(lm.tokenizer, self.text, self.task, *reading)
-        work = final_path(folder).with_name(f".{folder.name}.layers")  # a run that was killed goes on there
+        work = final_path(folder).with_name(f".{folder.name}.layers")  # a killed run resumes here
         *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=work)
         plan.save(folder / "plan.json", model_map)
         if self.cut:

@@ -1,4 +1,4 @@
-"""A random set of heads: what any choice of heads must be compared with."""
+"""The preparation `random_heads`: a random set of heads, the control for any selection of heads."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lmeval_prune.interventions import HeadMask
 
 @dataclass(frozen=True)
 class RandomHeads(Preparation):
-    """A random share of a model's heads, never all of a layer, as a mask artefact.
+    """A mask of a random share of a model's heads, which keeps at least one head of each layer.
 
     Attributes:
-        share: of all heads, rounded to a whole number of them.
-        seed: of the draw.
+        share: share of all heads, rounded to a whole number of heads.
+        seed: seed of the draw.
     """
 
     share: Annotated[float, Interval(gt=0, lt=1)]
     seed: int = 0
 
     def make(self, lm: Any, folder: Path) -> None:
-        """Draw heads, passing over the last one of a layer."""
+        """Draw heads, skipping the last remaining head of a layer."""
         layers = lm.model_map.attention
         heads = [(layer, head) for layer in layers for head in range(layer.heads)]
         count = round(self.share * len(heads))
@@ -40,7 +40,7 @@ class RandomHeads(Preparation):
                 chosen.append(f"{layer.label}H{head}")
         if len(chosen) < max(count, 1):
             raise InputError(
-                f"random_heads.share={self.share} of {len(heads)} heads leaves a layer none, or draws none"
+                f"random_heads.share={self.share} of {len(heads)} heads removes all heads of a layer, or none at all"
             )
         HeadMask(chosen).save(folder / "mask.json", lm.model_map)
 

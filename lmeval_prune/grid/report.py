@@ -1,4 +1,4 @@
-"""`lmeval-prune grid compare`: Markdown, CSV, JSON, a picture and the page; and results in lm-eval's own layout."""
+"""Output of `lmeval-prune grid compare`: Markdown, CSV, JSON, a plot, the page, and results in lm-eval's layout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pandas as pd
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import CREATED_BY, digest, file_name, read_json, read_lines, write_text
-from lmeval_prune.errors import InputError, nearest
-from lmeval_prune.grid.comparison import COSTS, POOLED, TIMED, Comparison, Row, compare, measured_range
+from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.grid.comparison import POOLED, Comparison, Row, compare
+from lmeval_prune.grid.costs import COSTS, cost_range
 from lmeval_prune.grid.folder import GridFolder, samples_file
 from lmeval_prune.grid.page import write_page
 from lmeval_prune.reporting.documents import one_line, render
@@ -24,13 +25,13 @@ TEXT_COLUMNS = ["variant"]
 
 
 class Results(TypedDict):
-    """Fields of lm-eval's results that are read here."""
+    """Fields of lm-eval's results that its writer needs."""
 
     configs: dict[str, Any]
 
 
 class Sample(TypedDict):
-    """Fields of a sample that lm-eval's writer reads."""
+    """Fields of a sample that lm-eval's writer needs."""
 
     doc_hash: str
     prompt_hash: str
@@ -48,20 +49,20 @@ def write(
     seed: int = 0,
     without_texts: Sequence[str] = (),
 ) -> tuple[str, list[str], list[Path]]:
-    """Compare a grid and write everything.
+    """Compare a grid and write the report, the page and their data.
 
     Args:
         path: folder of the grid.
-        baseline: name of a variant; default the grid's.
-        output: folder; default `compare` in the grid's.
-        seed: of tests.
+        baseline: name of a variant; default the grid's baseline.
+        output: output folder; default `compare` in the grid's folder.
+        seed: seed of the tests.
         without_texts: tasks whose questions and answers the page leaves out.
 
     Returns:
-        The table of the last task or of all together, notes for the reader, a line each, and the files.
+        The table of the last task or of the pooled tasks; notes for the reader, a line each; and the written files.
 
     Raises:
-        InputError: as for `compare`; or the output is a file, or there is no such task.
+        InputError: as for `compare`; or the output is a file, or a task is unknown.
     """
     target = Path(output) if output else GridFolder(path).path / "compare"
     if target.is_file():
@@ -70,7 +71,7 @@ def write(
     tasks = [task for task in comparison.tasks if task != POOLED]
     for task in without_texts:
         if task not in tasks:
-            raise InputError(f"without_texts: the grid has no task {task!r}{nearest(task, tasks)}")
+            raise InputError(f"without_texts: the grid has no task {task!r}{did_you_mean(task, tasks)}")
     rows = [asdict(row) for row in comparison.rows.values()]
     notes = comparison.notes
     if comparison.missing:
@@ -79,7 +80,7 @@ def write(
     write_text(target / "table.csv", csv(pd.DataFrame(rows)))
     write_text(target / "comparison.json", _json(comparison, rows))
     if costs:
-        _draw_front(comparison, costs, target / "pareto")
+        _draw_pareto(comparison, costs, target / "pareto")
     write_text(target / "report.md", _report(comparison, notes, costs, without_texts))
     write_page(comparison, GridFolder(path), target / "page.html", without_texts)
     pictures = ["pareto.png", "pareto.svg"] if costs else []
@@ -105,12 +106,9 @@ def _missing(cells: list[tuple[str, str, str]]) -> str:
 
 
 def _report(comparison: Comparison, notes: list[str], costs: list[str], without_texts: Sequence[str]) -> str:
-    hooked = {
-        name
-        for (name, _), cell in comparison.cells.items()
-        if {"heads", "mask", "plan"} & set(cell["model_args"]) or cell["prepare"]
-    }
-    rows = comparison.rows.values()
+    cells, rows = comparison.cells.items(), comparison.rows.values()
+    by_hooks = {"heads", "mask", "plan"}
+    hooked = {name for (name, _), cell in cells if by_hooks & cell["model_args"].keys() or cell["prepare"]}
     return render(
         Path(__file__).with_name("report.md.jinja"),
         comparison=comparison,
@@ -121,8 +119,8 @@ def _report(comparison: Comparison, notes: list[str], costs: list[str], without_
         hooked=[name for name in comparison.variants if name in hooked],
         marked=any(row.chosen_on for row in rows),
         costs=_costs(comparison, costs) if costs else "",
-        timed=any(key in TIMED for key in costs),
-        front_of_speeds=any(key in TIMED for key in comparison.fronts[comparison.tasks[-1]]),
+        timed=any(COSTS[key].timed for key in costs),
+        front_of_speeds=any(COSTS[key].timed for key in comparison.fronts[comparison.tasks[-1]]),
         devices=", ".join(sorted({_device(figures) for figures in comparison.costs.values() if figures})),
     )
 
@@ -164,7 +162,7 @@ def _costs(comparison: Comparison, keys: list[str]) -> str:
     rows = []
     for variant in comparison.variants:
         if figures := comparison.costs[variant]:
-            cells = {COSTS[key][0]: _cost(figures, key, variant in fronts.get(key, ())) for key in keys}
+            cells = {COSTS[key].label: _cost(figures, key, variant in fronts.get(key, ())) for key in keys}
             rows.append({"variant": variant, **cells})
     return markdown(pd.DataFrame(rows), TEXT_COLUMNS)
 
@@ -172,24 +170,25 @@ def _costs(comparison: Comparison, keys: list[str]) -> str:
 def _cost(costs: dict[str, Any], key: str, on_front: bool) -> str:
     if costs.get(key) is None:
         return ""
-    value, low, high = (f"{x:,.0f}" if x >= 1000 else f"{x:.1f}" for x in (costs[key], *measured_range(costs, key)))
-    spread = f" ({low} … {high})" if measured_range(costs, key)[0] < measured_range(costs, key)[1] else ""
+    low, high = cost_range(costs, key)
+    value, *ends = (f"{x:,.0f}" if x >= 1000 else f"{x:.1f}" for x in (costs[key], low, high))
+    spread = f" ({' … '.join(ends)})" if low < high else ""
     return f"{value}{spread}{' ◆' if on_front else ''}"
 
 
-def _draw_front(comparison: Comparison, keys: list[str], stem: Path) -> None:
-    """Draw the mean of the last task against the cost in which the variants differ most."""
+def _draw_pareto(comparison: Comparison, keys: list[str], stem: Path) -> None:
+    """Plot the mean of the last task against the cost in which the variants differ most."""
     task, costs = comparison.tasks[-1], comparison.costs
     rows = {name: comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows}
-    key = max(keys, key=lambda key: _spread([costs[name].get(key) for name in rows], key in TIMED))
-    label, front = COSTS[key][0], comparison.fronts[task].get(key, [])
+    key = max(keys, key=lambda key: _spread([costs[name].get(key) for name in rows], COSTS[key].timed))
+    label, front = COSTS[key].label, comparison.fronts[task].get(key, [])
     canvas, axes = figure(8.2, 4.6, one_line(f"{comparison.title}: mean ({task}) against {label}"))
     marks, labels = [], []
     for name, row in rows.items():
         if costs[name].get(key) is None:
             continue
         x, y = costs[name][key], 100 * row.mean
-        low, high = measured_range(costs[name], key)
+        low, high = cost_range(costs[name], key)
         colour = COLOURS[1] if name == comparison.baseline else COLOURS[0] if name in front else COLOURS[6]
         is_labelled = name in front or name == comparison.baseline
         line = {"color": colour, "lw": 1, "alpha": 0.5, "zorder": 2 + is_labelled}
@@ -210,7 +209,7 @@ def _draw_front(comparison: Comparison, keys: list[str], stem: Path) -> None:
 
 
 def _spread(values: Sequence[float | None], timed: bool) -> float:
-    """Return the ratio of the largest to the smallest value; figures that do not vary by chance come first."""
+    """Return the ratio of the largest to the smallest value; costs that are not timed take precedence."""
     known = [value for value in values if value]
     if not known:
         return 0.0
@@ -218,13 +217,9 @@ def _spread(values: Sequence[float | None], timed: bool) -> float:
 
 
 def write_lm_eval(path: str, output: str) -> Path:
-    """Write the cells that are done by lm-eval's own writer, a folder a variant.
+    """Write the cells that are done with lm-eval's own writer, a folder for each variant.
 
     Folders are named as lm-eval names them; variants with the same folder name get a digest, except the first.
-
-    Args:
-        path: folder of the grid.
-        output: folder for the results.
 
     Raises:
         InputError: there is no grid, or lm-eval could not write.
@@ -234,13 +229,13 @@ def write_lm_eval(path: str, output: str) -> Path:
 
     folder = GridFolder(path)
     entries = folder.read()["cells"]
-    names: dict[str, str] = {}  # of folders, by variant
+    folder_names: dict[str, str] = {}  # by variant
     for variant in dict.fromkeys(entry["variant"] for entry in entries):
         name = file_name(sanitize_model_name(variant))
-        is_taken = name.casefold() in {other.casefold() for other in names.values()}
-        names[variant] = f"{name}__{digest(variant)}" if is_taken else name
+        is_taken = name.casefold() in {other.casefold() for other in folder_names.values()}
+        folder_names[variant] = f"{name}__{digest(variant)}" if is_taken else name
     for entry in entries:
-        if not folder.done(entry["key"]):
+        if not folder.has_cell(entry["key"]):
             continue
         cell = folder.cell(entry["key"])
         results = read_json(cell / "results.json", Results)
@@ -249,7 +244,7 @@ def write_lm_eval(path: str, output: str) -> Path:
         tracker = EvaluationTracker(output_path=output)
         general = tracker.general_config_tracker
         general.model_source, general.model_name = "pruned-hf", entry["variant"]
-        general.model_name_sanitized = names[entry["variant"]]
+        general.model_name_sanitized = folder_names[entry["variant"]]
         tracker.save_results_aggregated(results=results, samples=samples)
         for task, rows in samples.items():
             tracker.save_results_samples(task_name=file_name(task), samples=rows)

@@ -1,4 +1,4 @@
-"""Runners do the jobs of a grid: in this process, or on a Ray cluster."""
+"""Runners of a grid's jobs: in this process, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from lmeval_prune.errors import DiskError, InputError, first_line
-from lmeval_prune.grid.folder import GridFolder, measuring
-from lmeval_prune.grid.work import FAILED, Finished, Job, LoadedModel, Worker
+from lmeval_prune.grid.folder import GridFolder, costs_failure
+from lmeval_prune.grid.worker import FAILED, Job, LoadedModel, Result, Worker
 from lmeval_prune.models.registered import TARGETS
 
-# environment variables by which a job on Ray finds the same data and models
-CARRIED = ("LMEVAL_PRUNE_DATA", "LMEVAL_PRUNE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+# environment variables that a Ray worker needs to find the same data and models
+ENVIRONMENT = ("LMEVAL_PRUNE_DATA", "LMEVAL_PRUNE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 class Runner(Protocol):
-    """Does jobs."""
+    """Runs jobs."""
 
-    def do(self, jobs: Sequence[Job]) -> Iterator[Finished]:
-        """Do jobs, in any order.
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Run jobs in any order.
 
-        A job that cannot be ended (its machine is gone for good) is reported as failed, cell by cell; no exception.
+        A job that cannot finish (its machine is lost) yields a failure for each of its cells; it raises nothing.
 
         Yields:
-            The end of each of their cells, as soon as it is known.
+            The result of each cell, as soon as it is known.
         """
 
     def close(self) -> None:
-        """Release what it holds, after the last job."""
+        """Release all resources, after the last job."""
 
 
-class Here:
-    """Does jobs one after another, in this process; a model is loaded once."""
+class LocalRunner:
+    """Runs jobs one after another in this process. A model is loaded once."""
 
     def __init__(self) -> None:
         self._loaded = LoadedModel()
 
-    def do(self, jobs: Sequence[Job]) -> Iterator[Finished]:
-        """Do jobs in their order."""
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Run jobs in their order."""
         for job in jobs:
             yield from Worker(job, self._loaded).run()
 
@@ -53,16 +53,16 @@ class Here:
 
 
 @dataclass(frozen=True)
-class OnRay:
-    """Does jobs as Ray tasks. Every node must see the grid's folder under the same path.
+class RayRunner:
+    """Runs jobs as Ray tasks. Every node must see the grid's folder under the same path.
 
-    A job whose node dies is done again elsewhere, and goes on with the answers that are stored.
+    If a node dies, its jobs are restarted elsewhere and reuse the stored answers.
 
     Attributes:
-        address: of the cluster; default `RAY_ADDRESS`, else a local one is started.
-        cpus, gpus: of a job.
+        address: address of the cluster; default `RAY_ADDRESS`, else a local cluster is started.
+        cpus, gpus: resources of a job.
         memory: bytes of a job, for Ray's scheduling.
-        retries: of a job whose worker or node died.
+        retries: restarts of a job whose worker or node died.
     """
 
     address: str | None = None
@@ -71,33 +71,33 @@ class OnRay:
     memory: float | None = None
     retries: int = 5
 
-    def do(self, jobs: Sequence[Job]) -> Iterator[Finished]:
-        """Do jobs at once, as the cluster has room.
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Run jobs in parallel.
 
         Raises:
-            InputError: Ray is not installed, the cluster cannot be reached, or a job requests more than it has.
+            InputError: Ray is not installed, the cluster cannot be reached, or a job requests more than a node has.
         """
-        ray = self._connected()
+        ray = self._connect()
         options: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_retries": self.retries}
         if self.memory:
             options["memory"] = self.memory
-        task = ray.remote(**options)(_do_in_worker)
-        environment = {name: os.environ[name] for name in CARRIED if name in os.environ}
-        waiting = {task.remote(job, TARGETS.get("process"), str(Path.cwd()), environment): job for job in jobs}
-        while waiting:
-            (ready,), _ = ray.wait(list(waiting), num_returns=1)
-            job = waiting.pop(ready)
+        task = ray.remote(**options)(_run_in_worker)
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        pending = {task.remote(job, TARGETS.get("process"), str(Path.cwd()), environment): job for job in jobs}
+        while pending:
+            (ready,), _ = ray.wait(list(pending), num_returns=1)
+            job = pending.pop(ready)
             try:
                 yield from ray.get(ready)
             except DiskError as error:
                 raise DiskError(str(getattr(error, "cause", error))) from None
-            except Exception as error:  # Ray gave up: the worker died again and again, or never saw the folder
+            except Exception as error:  # Ray gave up: the worker died repeatedly, or never saw the folder
                 yield from self._lost(job, error)
 
     def close(self) -> None:
-        """Leave the models to Ray's workers."""
+        """Do nothing: Ray's workers hold the models."""
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         try:
             import ray
         except ImportError:
@@ -115,25 +115,25 @@ class OnRay:
             largest = max((resources.get(name, 0) for resources in nodes), default=0)
             if request > largest:
                 raise InputError(
-                    f"a job asks for {request:g} {name}, and no node of the Ray cluster has more than {largest:g}"
+                    f"a job requests {request:g} {name}, and no node of the Ray cluster has more than {largest:g}"
                 )
         return ray
 
-    def _lost(self, job: Job, error: Exception) -> Iterator[Finished]:
-        """Record as failed what is missing of a job that Ray gave up."""
+    def _lost(self, job: Job, error: Exception) -> Iterator[Result]:
+        """Record everything that a lost job did not finish as failed."""
         folder, reason = GridFolder(job.folder), f"lost by Ray: {first_line(getattr(error, 'cause', None) or error)}"
-        for key in _missing(job, folder):
-            folder.fail(key, reason, str(error))
-            yield Finished(key, FAILED, reason)
+        for key in _unfinished(job, folder):
+            folder.record_failure(key, reason, str(error))
+            yield Result(key, FAILED, reason)
 
 
-def _missing(job: Job, folder: GridFolder) -> list[str]:
-    """Return the keys of a job's cells, preparations or measurements that are not there."""
+def _unfinished(job: Job, folder: GridFolder) -> list[str]:
+    """Return the keys of a job's cells, preparations and measurements that are not done."""
     if job.prepares:
-        return [cell.prepared for cell in job.cells if not folder.is_prepared(cell.prepared)]
-    costs = {cell.costs for cell in job.cells if folder.done(cell.key)} if job.measures else set()
-    measures = [measuring(key) for key in sorted(costs) if folder.needs_measure(key)]
-    return [cell.key for cell in job.cells if not folder.done(cell.key)] + measures
+        return [cell.prepared for cell in job.cells if not folder.has_preparation(cell.prepared)]
+    costs = {cell.costs for cell in job.cells if folder.has_cell(cell.key)} if job.measures else set()
+    measures = [costs_failure(key) for key in sorted(costs) if folder.needs_costs(key)]
+    return [cell.key for cell in job.cells if not folder.has_cell(cell.key)] + measures
 
 
 @cache
@@ -141,8 +141,8 @@ def _loaded_in_worker() -> LoadedModel:
     return LoadedModel()
 
 
-def _do_in_worker(job: Job, registration: str | None, folder: str, environment: dict[str, str]) -> list[Finished]:
-    """Do a job in a Ray worker, with the folder and the environment of the process that started the grid."""
+def _run_in_worker(job: Job, registration: str | None, folder: str, environment: dict[str, str]) -> list[Result]:
+    """Run a job in a Ray worker, with the current folder and the environment of the main process."""
     import torch
 
     os.environ.update(environment)

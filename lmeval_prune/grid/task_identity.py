@@ -1,4 +1,4 @@
-"""Identity of a task: the configuration, questions, exemplars and code that determine its prompts and scores."""
+"""Identity of a task: the configuration, questions, exemplars and code that its prompts and scores depend on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lm_eval.evaluator_utils import get_sample_size
 from transformers import GenerationConfig
 
 from lmeval_prune import scoring, tasks
-from lmeval_prune.artefacts import content_digest, digest
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.artefacts import digest, files_digest
+from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.models import generation
-from lmeval_prune.tasks.named import load_tasks
+from lmeval_prune.tasks.loading import load_tasks
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
     from lmeval_prune.grid.configuration import GridTask
 
-# fields of a task's configuration that say where its data is (the questions themselves count), and names
+# fields of a task's configuration that name the task or locate its data; the questions themselves are hashed
 IGNORED_FIELDS = {
     *("dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "metadata", "tag", "group", "task_alias"),
     *("training_split", "validation_split", "test_split", "fewshot_split"),
@@ -36,24 +36,18 @@ LM_EVAL_GENERATION_SETTINGS = ("max_gen_toks", "max_tokens", "max_completion_tok
 
 @dataclass(frozen=True)
 class TaskIdentity:
-    """A task, or the tasks of a group, as far as prompts and scores depend on them.
+    """A task, or the tasks of a group, as far as prompts and scores depend on them."""
 
-    Attributes:
-        content: JSON value by the names of tasks.
-        draws: whether exemplars or answers are drawn.
-        samples: whether answers are sampled.
-    """
-
-    content: dict[str, Any]
-    draws: bool
-    samples: bool
+    content: dict[str, Any]  # JSON value by task name
+    draws: bool  # exemplars or answers are drawn at random
+    samples: bool  # answers are sampled
 
     @classmethod
     def of(cls, manager: TaskManager, grid_task: GridTask) -> TaskIdentity:
         """Load a task and identify it.
 
         Raises:
-            InputError: there is no such task, or it lacks the metric, or a setting of generation is unknown.
+            InputError: the task, its metric or a generation setting is unknown.
         """
         content: dict[str, Any] = {}
         draws = samples = False
@@ -63,21 +57,23 @@ class TaskIdentity:
             config = task.dump_config()
             shots = task.get_config("num_fewshot") or 0
             generates = task.get_config("output_type") == "generate_until"
-            samples |= generates and generation.samples(config["generation_kwargs"])
+            samples |= generates and generation.is_sampling(config["generation_kwargs"])
             draws |= samples or bool(shots)
             exemplars = list(task.fewshot_docs()) if shots else []
             questions = list(_first(task.eval_docs, get_sample_size(task, grid_task.limit)))
             content[name] = {
                 "class": f"{type(task).__module__}.{type(task).__qualname__}",
                 "version": str((config.get("metadata") or {}).get("version", "")),
-                "config": _digest({key: value for key, value in config.items() if key not in IGNORED_FIELDS}),
-                "code": code_digest(
-                    task, {key: value for key, value in vars(task.config).items() if key not in IGNORED_FIELDS}
-                ),
+                "config": _digest(_counted(config)),
+                "code": code_digest(task, _counted(vars(task.config))),
                 "questions": _digest([*questions, *_built(task, questions)]),
                 "exemplars": _digest([*exemplars, *_built(task, exemplars)]),
             }
         return cls(content, draws, samples)
+
+
+def _counted(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in IGNORED_FIELDS}
 
 
 def _configure(task: Any, grid_task: GridTask) -> None:
@@ -95,15 +91,15 @@ def _check(name: str, task: Any, grid_task: GridTask) -> None:
     metric, _, filter_name = (grid_task.metric or "").partition(",")
     metrics = list(task.aggregation())
     if metric and metric not in metrics:
-        raise InputError(f"{name} has no metric {metric!r}{nearest(metric, metrics)}; it has {', '.join(metrics)}")
+        raise InputError(f"{name} has no metric {metric!r}{did_you_mean(metric, metrics)}; it has {', '.join(metrics)}")
     filters = [each.name for each in getattr(task, "_filters", ())]
     if filter_name and filters and filter_name not in filters:
-        hint = nearest(filter_name, filters)
+        hint = did_you_mean(filter_name, filters)
         raise InputError(f"{name} has no filter {filter_name!r}{hint}; it has {', '.join(filters)}")
     known = [*LM_EVAL_GENERATION_SETTINGS, *GenerationConfig().to_dict()]
     for setting in grid_task.gen_kwargs:
         if setting not in known:
-            raise InputError(f"gen_kwargs: there is no setting {setting!r}{nearest(setting, known)}; leave it out")
+            raise InputError(f"gen_kwargs: there is no setting {setting!r}{did_you_mean(setting, known)}; leave it out")
 
 
 def _built(task: Any, docs: list[Any]) -> list[Any]:
@@ -111,7 +107,7 @@ def _built(task: Any, docs: list[Any]) -> list[Any]:
     names = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if task.get_config("doc_to_choice") else [])]
     state = random.getstate()
     try:
-        random.seed(0)  # what is drawn belongs to the evaluation
+        random.seed(0)  # random parts of a prompt belong to the evaluation
         return [_part(getattr(task, name), doc) for doc in docs for name in names]
     finally:
         random.setstate(state)
@@ -120,7 +116,7 @@ def _built(task: Any, docs: list[Any]) -> list[Any]:
 def _part(build: Callable[[Any], Any], doc: Any) -> Any:
     try:
         return build(doc)
-    except Exception as error:  # some kinds of tasks lack a part
+    except Exception as error:  # some types of tasks lack a part
         return type(error).__name__
 
 
@@ -134,7 +130,7 @@ def _digest(value: Any) -> str:
 
 
 def _named(value: Any) -> str:
-    """Name a value that is no JSON, without the address at which it is."""
+    """Name a value that has no JSON form, without its memory address."""
     kind = type(value) if type(value).__str__ is object.__str__ else None
     return getattr(value, "__qualname__", None) or (kind.__qualname__ if kind else str(value))
 
@@ -143,19 +139,19 @@ def _named(value: Any) -> str:
 
 
 def code_digest(task: Any, settings: dict[str, Any]) -> str:
-    """Return a digest of a task's code, wherever its folder is.
+    """Return a digest of a task's code that does not depend on where the code is stored.
 
-    It covers the files of its functions and classes and what these import from beside them; and where they import from
-    this package, the code of all its tasks and its scoring with its word lists. Other packages count by their versions.
+    It covers the files of the task's functions and classes and the files that these import from the same folders. If
+    they import this package, it covers all code of the package's tasks and scoring, with the word lists. Other packages
+    count by their versions.
 
     Args:
-        task: of lm-eval's.
+        task: a task of lm-eval.
         settings: its configuration, with functions among the values.
     """
     classes = [kind for kind in type(task).__mro__ if not _is_harness(kind.__module__)]
     sources = {path for each in [*_callables(settings), *classes] if (path := _source(each))}
-    files = set().union(*(_with_imports(path, path.stat().st_mtime_ns) for path in sources))
-    return digest(sorted([path.name, content_digest(path)] for path in files))
+    return files_digest(set().union(*(_with_imports(path, path.stat().st_mtime_ns) for path in sources)))
 
 
 def _is_harness(module: str) -> bool:
@@ -174,27 +170,24 @@ def _source(value: Any) -> Path | None:
     """Return the file of a function, a class, or an object's class."""
     try:
         path = Path(inspect.getfile(value)).resolve()
-    except TypeError:  # built in, or an object that can be called
+    except TypeError:  # a built-in, or a callable object
         return None if isinstance(value, type) else _source(type(value))
     return path if path.is_file() else None
 
 
 @cache
 def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
-    """Return a file, those that it imports, and word lists beside them."""
+    """Return a file, the files that it imports directly or indirectly, and the word lists beside them."""
     files: set[Path] = set()
-    waiting, imports_us = [path], False
-    while waiting:
-        file = waiting.pop()
-        if file in files:
-            continue
-        files.add(file)
-        for folder, parts in _imports(file):
-            imports_us |= parts[0] == "lmeval_prune"
-            names = [folder.joinpath(*parts[: number + 1]) for number in range(len(parts))]
-            modules = [module for name in names for module in (name.with_suffix(".py"), name / "__init__.py")]
-            waiting += [module.resolve() for module in modules if module.is_file()]
-    if imports_us:
+    pending, imports_package = [path], False
+    while pending:
+        file = pending.pop()
+        if file not in files:
+            files.add(file)
+            imports = list(_imports(file))
+            imports_package |= any(parts[0] == "lmeval_prune" for _, parts in imports)
+            pending += _modules(imports)
+    if imports_package:
         roots = [Path(root).resolve() for package in (scoring, tasks) for root in package.__path__]
         files |= {file for root in roots for file in root.rglob("*.py")}
     words = {words for folder in {file.parent for file in files} for words in folder.glob("words/*.yaml")}
@@ -202,10 +195,10 @@ def _with_imports(path: Path, mtime: int) -> frozenset[Path]:
 
 
 def _imports(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield what a file imports, anywhere in it: the folder to look in, and the parts of the name."""
+    """Yield each import of a file: the folder that it starts from, and the parts of the module's name."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # of a compiled module
+    except (SyntaxError, ValueError):  # a compiled module
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -214,3 +207,11 @@ def _imports(path: Path) -> Iterator[tuple[Path, list[str]]]:
             folder = path.parents[max(node.level - 1, 0)]
             module = node.module.split(".") if node.module else []
             yield from ((folder, [*module, alias.name]) for alias in node.names)
+
+
+def _modules(imports: list[tuple[Path, list[str]]]) -> Iterator[Path]:
+    """Yield the existing files of imports: modules, and `__init__.py` of packages."""
+    for folder, parts in imports:
+        for number in range(len(parts)):
+            name = folder.joinpath(*parts[: number + 1])
+            yield from (path.resolve() for path in (name.with_suffix(".py"), name / "__init__.py") if path.is_file())

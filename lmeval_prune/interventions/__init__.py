@@ -1,4 +1,4 @@
-"""Interventions change how a model computes for as long as they are applied; nothing stays behind."""
+"""Interventions: reversible changes to the computation of a stock model."""
 
 from lmeval_prune.interventions.base import Intervention, Origin, combined, interventions_on, load_intervention
 from lmeval_prune.interventions.head_mask import HeadMask

@@ -1,8 +1,8 @@
-"""Interventions on a model: recorded on the model itself, and protected from what would silently undo them.
+"""The record of interventions on a model, and checks that nothing silently disables them.
 
-While anything is applied, the `forward` of each module that is changed, or holds one that is, is a checked one. It runs
-eagerly, since compiled code does not see hooks and what is compiled meanwhile would keep them; and it refuses to run
-without a changed module. Copies and interventions of another thread are refused, too.
+While an intervention is applied, each changed module, and each module above it, has a checked `forward`. It runs
+eagerly, because compiled code ignores later hooks and keeps those from its compilation. It refuses to run if a changed
+module was replaced. Copies of the model and interventions from another thread are refused, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from threading import RLock, Thread, current_thread
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -25,63 +25,59 @@ from lmeval_prune.interventions.table import method_name
 _ATTRIBUTE = "_lmeval_prune_applied"
 _LOCK = RLock()
 
-Link = tuple[nn.Module, str, nn.Module, bool]  # a module, a name in it, the module that has it, and if that is changed
-Parents = Mapping[nn.Module, tuple[nn.Module, str] | None]  # of each module of a model: what holds it under which name
+Parents = Mapping[nn.Module, tuple[nn.Module, str] | None]  # parent of each module of a model, and its name there
 
 
-class Attachable(Protocol):
-    """An intervention, as far as this module knows it."""
+class Link(NamedTuple):
+    """A child on the way from the model to a changed module."""
 
-    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Change the model, and leave in `stack` whatever undoes the change."""
+    parent: nn.Module
+    name: str
+    child: nn.Module
+    is_changed: bool
 
 
 @dataclass(eq=False)
 class _Entry:
-    """An intervention on a model.
-
-    Attributes:
-        thread: which may alone apply more; None: any.
-        links: the ways from the model to the modules that it changes, by the module that calls.
-    """
+    """An applied intervention."""
 
     intervention: Any
-    thread: Thread | None
-    links: Mapping[nn.Module, list[Link]] = field(default_factory=dict)
+    thread: Thread | None  # the only thread that may apply more; None: any thread
+    links: Mapping[nn.Module, list[Link]] = field(default_factory=dict)  # by the calling module
 
 
 class _Record:
-    """The interventions on a model, in order: an attribute of the modules that they change, and of those above."""
+    """The interventions on a model: an attribute of the changed modules and of those above them."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
         self.links: dict[nn.Module, tuple[Link, ...]] = {}  # of all entries
-        self.forwards: dict[nn.Module, tuple[Any, Any]] = {}  # of an instance: the checked one, and what it replaces
+        self.forwards: dict[nn.Module, tuple[Any, Any]] = {}  # checked forward, and the instance's previous one or None
         self.modules: set[nn.Module] = set()
 
     def add(self, entry: _Entry, changed: set[nn.Module]) -> None:
         """Record an intervention that changes these modules."""
         self.entries.append(entry)
-        _LIVE.add(self)
+        _RECORDS.add(self)
         for module in changed.union(entry.links) - self.modules:
             self.modules.add(module)
             vars(module)[_ATTRIBUTE] = self
-        self._update(entry)
+        self._update_links(entry)
         for module in entry.links:
             if module not in self.forwards:
-                previous = vars(module).get("forward")  # another library's, if any
+                previous = vars(module).get("forward")  # set by another library
                 vars(module)["forward"] = checked = _checked_forward(module, previous)
                 self.forwards[module] = checked, previous
 
     def remove(self, entry: _Entry) -> None:
-        """Forget an intervention, if it was recorded."""
+        """Remove an intervention; with the last one, restore the modules."""
         if entry not in self.entries:
             return
         self.entries.remove(entry)
-        self._update(entry)
+        self._update_links(entry)
         if self.entries:
             return
-        _LIVE.discard(self)
+        _RECORDS.discard(self)
         for module, (checked, previous) in self.forwards.items():
             if vars(module).get("forward") is checked:
                 del vars(module)["forward"]
@@ -89,7 +85,7 @@ class _Record:
         for module in self.modules:
             del vars(module)[_ATTRIBUTE]
 
-    def _update(self, entry: _Entry) -> None:
+    def _update_links(self, entry: _Entry) -> None:
         for module in entry.links:
             self.links[module] = tuple({link: None for each in self.entries for link in each.links.get(module, ())})
 
@@ -97,32 +93,21 @@ class _Record:
         return ", ".join(method_name(type(entry.intervention)) for entry in self.entries)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled with the model: its hooks would stay in the copy.
-
-        Raises:
-            InputError: always.
-        """
+        """Refuse to copy or pickle the model: the copy would keep the hooks."""
         raise InputError(
             f"a model cannot be copied or pickled while something is applied to it ({self}); end that first"
         )
 
     def check_thread(self) -> None:
-        """Refuse the interventions of two threads at once: both would run under both.
-
-        Raises:
-            InputError: another thread has applied some.
-        """
+        """Refuse an intervention while another thread has one: both threads would run under both."""
         threads = {entry.thread for entry in self.entries} - {None, current_thread()}
         if any(thread and thread.is_alive() for thread in threads):
             raise InputError(f"another thread has {self} applied to this model; end that first, or load another model")
 
     def check_links(self, module: nn.Module) -> None:
-        """Refuse to call a module when what is changed in it has been replaced, wrapped or deleted.
+        """Refuse to run a module if a changed module in it was replaced, wrapped or deleted.
 
-        What only holds changed modules may stand in a wrapper: they are called all the same.
-
-        Raises:
-            InputError: naming it.
+        Unchanged modules in between may be wrapped.
         """
         for parent, name, child, is_changed in self.links[module]:
             current = parent._modules.get(name)
@@ -133,13 +118,13 @@ class _Record:
                 )
 
 
-_LIVE: set[_Record] = set()
+_RECORDS: set[_Record] = set()
 
 
 def _checked_forward(module: nn.Module, previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a module's `forward` that runs eagerly, and refuses to run without a changed module in it.
+    """Return an eager `forward` for an instance that first checks the links below it.
 
-    Code that was compiled for the class's `forward` is not run: Dynamo guards on whether an instance has one.
+    Dynamo guards on whether an instance has a `forward`, so code compiled for the class is not used.
     """
     if previous is None:
         return MethodType(_checked(type(module).forward), module)
@@ -153,7 +138,7 @@ def _checked_forward(module: nn.Module, previous: Callable[..., Any] | None) -> 
     return checked
 
 
-@cache  # Dynamo guards on the function, too: code that calls it is compiled once, not for each block
+@cache  # Dynamo guards on the function, too: with a new one for each block it would compile again
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     @torch.compiler.disable
     @wraps(forward)
@@ -170,16 +155,11 @@ def _check(module: nn.Module) -> None:
 
 
 @contextmanager
-def attached(intervention: Attachable, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
-    """Attach an intervention that fits a model inside a block, and record it.
-
-    Args:
-        intervention: resolved for the model.
-        model_map: of the model.
-        any_thread: other threads may apply more inside the block.
+def attached(intervention: Any, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
+    """Attach and record a resolved intervention inside a block; `any_thread`: other threads may apply more.
 
     Raises:
-        InputError: another thread has some applied.
+        InputError: another thread has applied an intervention.
     """
     stack = ExitStack()
     try:
@@ -191,16 +171,16 @@ def attached(intervention: Attachable, model_map: ModelMap, any_thread: bool) ->
             stack.close()
 
 
-def _attach(intervention: Attachable, model_map: ModelMap, thread: Thread | None, stack: ExitStack) -> None:
+def _attach(intervention: Any, model_map: ModelMap, thread: Thread | None, stack: ExitStack) -> None:
     record = _record_on(model_map.model) or _Record()
     record.check_thread()
     parents = _parents_in(model_map.model)
     before = _hooks_in(parents)
     entry = _Entry(intervention, thread)
-    stack.callback(record.remove, entry)  # after the model's own `forward`s are back
+    stack.callback(record.remove, entry)  # runs last, when the intervention has restored its own `forward`s
     intervention.attach(model_map, stack)
     changed = {module for module, hooks in _hooks_in(parents).items() if hooks != before.get(module)}
-    changed = changed or {layer.module for layer in model_map.attention}  # it answers their attention calls
+    changed = changed or {layer.module for layer in model_map.attention}  # an attention handler leaves no hooks
     entry.links = _links_to(changed, parents, model_map.model)
     record.add(entry, changed)
 
@@ -215,36 +195,37 @@ def _hooks_in(modules: Iterable[nn.Module]) -> dict[nn.Module, tuple[Any, ...]]:
 
 def _parents_in(model: nn.Module) -> Parents:
     parents: dict[nn.Module, tuple[nn.Module, str] | None] = {model: None}
-    modules = [model]
-    for parent in modules:  # it grows
+    queue = [model]
+    for parent in queue:
         for name, child in parent._modules.items():
             if child is not None and child not in parents:
                 parents[child] = (parent, name)
-                modules.append(child)
+                queue.append(child)
     return parents
 
 
 def _links_to(changed: set[nn.Module], parents: Parents, model: nn.Module) -> dict[nn.Module, list[Link]]:
-    """Return the ways to some modules, by the module whose `forward` goes there, and of the model itself."""
+    """Return the links from the model to changed modules, by the module whose `forward` calls the child."""
     links: dict[nn.Module, list[Link]] = {model: []}
-    known = {model}
+    visited = {model}
     for module in changed:
-        while module not in known and (above := parents[module]):
-            known.add(module)
-            parent, name = caller, _ = above
-            while type(caller).forward is nn.Module.forward and (over := parents[caller]):
-                caller = over[0]  # a list of modules is not called
-            links.setdefault(caller, []).append((parent, name, module, module in changed))
+        while module not in visited and (entry := parents[module]):
+            visited.add(module)
+            parent, name = entry
+            caller = parent
+            while type(caller).forward is nn.Module.forward and (above := parents[caller]):
+                caller = above[0]  # a ModuleList is not called itself
+            links.setdefault(caller, []).append(Link(parent, name, module, module in changed))
             module = parent
     return links
 
 
 def _record_on(model: nn.Module) -> _Record | None:
-    modules = model.modules() if _LIVE else ()
+    modules = model.modules() if _RECORDS else ()
     return next((vars(module)[_ATTRIBUTE] for module in modules if _ATTRIBUTE in vars(module)), None)
 
 
 def applied_on(model: nn.Module) -> list[Any]:
-    """Return what is applied to a model, or to what it wraps, in the order in which it was applied."""
+    """Return the interventions on a model or the model that it wraps, first applied first."""
     record = _record_on(model)
     return [entry.intervention for entry in record.entries] if record else []

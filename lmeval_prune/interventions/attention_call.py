@@ -1,9 +1,8 @@
-"""Attention calls: the function that is registered with transformers, and what stands before and behind it.
+"""Attention calls: one attention function, registered with transformers, that runs handlers and stores.
 
-Whatever needs queries, keys and values after rotary embedding goes through it: *handlers* stand in front of a layer's
-attention (a token filter, a probe of its entropy), the last one put in first; behind them, in place of the attention
-itself, there may be a *store* of keys and values (the decoding engine's). So a handler works with the model's own
-attention and with the engine's alike.
+A *handler* intercepts the attention of all layers after rotary embedding (a token filter, a probe). The last added
+runs first. After the handlers runs the model's own attention or, in the decoding engine, a *store* of keys and values
+that replaces it. So the same handler works with both.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
 
-NAME = "lmeval_prune"  # among transformers' attention functions; masks are the store's business
-WRAPPABLE = ("sdpa", "eager")  # implementations that handlers can stand in front of
+NAME = "lmeval_prune"  # of the attention function that calls a store; a store needs no masks of transformers
+WRAPPABLE = ("sdpa", "eager")  # implementations that handlers can intercept
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class UnsupportedAttention(Exception):  # noqa: N818 - a reason to fall back, not a failure
-    """A model's attention asks for something that is not done here."""
+    """The attention of a model needs a feature that the engine lacks."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of a packed batch (1, tokens), one after another.
+    """Consecutive sequences of a packed batch (1, tokens).
 
     Attributes:
-        slots: of each sequence, where a store has it.
-        starts: how many of its tokens the store has seen; 0 for one that begins.
-        counts: how many are new.
+        slots: slot of each sequence in the store.
+        starts: number of earlier tokens of each sequence; 0 at its beginning.
+        counts: number of new tokens of each sequence.
     """
 
     slots: Sequence[int]
@@ -49,57 +48,60 @@ class Packed:
 
 
 class SlotState(Protocol):
-    """Memory of a handler about the sequences in a store, slot by slot; it moves with them."""
+    """State of a handler for the sequences in a store's slots; the store calls these methods."""
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Begin other sequences there."""
+        """Reset the slots for new sequences."""
 
     def move(self, source: int, target: int) -> None:
         """Move a sequence to another slot."""
 
-    def take(self, slot: int) -> Any:
-        """Return a copy of what is remembered of a sequence."""
+    def snapshot(self, slot: int) -> Any:
+        """Return a copy of a sequence's state."""
 
-    def put(self, slot: int, taken: Any) -> None:
-        """Let another sequence go on from a copy."""
+    def restore(self, slot: int, state: Any) -> None:
+        """Continue a slot from a snapshot."""
 
 
 State = TypeVar("State", bound=SlotState)
 
 
 class Store(Protocol):
-    """Keys and values of many sequences, and the attention over them, in place of the model's own.
+    """Keys and values of many sequences, with the attention over them.
 
     Attributes:
-        count: how many slots it has.
-        packed: what the pass that runs is about.
+        count: number of slots.
+        packed: the sequences of the running pass.
     """
 
     count: int
     packed: Packed
 
     def attend(self, call: AttentionCall) -> Attended:
-        """Compute the attention of new tokens, and store their keys and values."""
+        """Store the keys and values of new tokens, and compute their attention."""
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
-        """Return the memory of `owner` in a layer, made at first use; what begins in this pass is told to begin."""
+        """Return the state of the handler `owner` in the call's layer; `make` creates it at the first call.
+
+        Slots of sequences that begin in this pass are reset.
+        """
 
 
 @dataclass
 class AttentionCall:
-    """A call of an attention module.
+    """A call of a layer's attention.
 
     Attributes:
-        layer: the attention layer that is computed.
+        layer: the attention layer.
         module: the calling module: the layer's attention module, or in some families a part of it.
         query: (batch, heads, tokens, width).
-        key, value: (batch, key-value heads, keys, width), after rotary embedding, as they are cached.
-        mask: the model's own mask, as its implementation takes it (None may mean causal); always None before a store.
+        key, value: (batch, key-value heads, keys, width), after rotary embedding, as cached.
+        mask: the model's own mask in its implementation's format (None may mean causal); always None with a store.
         options: `scaling`, `softcap`, `sliding_window`, `dropout` and the like.
-        store: the engine's store, which replaces the model's own attention, or None; with a store the batch is packed.
-        stored_mask: for a store, the new tokens that it keeps, (tokens,); None: all. No token attends to the others. A
+        store: the engine's store, or None for the model's own attention. With a store the batch is packed.
+        stored_mask: with a store, the new tokens to store, (tokens,); None: all. No token attends to the others. A
             layer sets it in all calls or in none.
-        query_mask: for a store, the tokens that attend, (tokens,); None: all stored ones. The others get zeros.
+        query_mask: with a store, the tokens that attend, (tokens,); None: all stored ones. The others get zeros.
     """
 
     layer: AttentionLayer
@@ -120,63 +122,77 @@ Handler = Callable[[AttentionCall, Attend], Attended]
 
 @dataclass
 class _Wiring:
-    """Handlers and stores that a model's attention modules call."""
+    """Handlers and stores of a model."""
 
-    originals: list[tuple[Any, str]]  # configurations, and the implementations that they named
+    originals: list[tuple[Any, str]]  # configurations, and their attention implementations
     handlers: list[Handler] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
 
-    @property
-    def original(self) -> str:
-        return self.originals[0][1]
 
-
-# Of all modules of a model: what they were wired to, and which attention layer they belong to, if to any.
+# For each module of a wired model: the wiring, and the attention layer that the module belongs to, if any.
 _WIRED: WeakKeyDictionary[nn.Module, tuple[_Wiring, AttentionLayer | None]] = WeakKeyDictionary()
 
 
-def put_in_front(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
-    """Let `handler(call, attend)` answer all attention calls of a model until `stack` closes.
+def intercept_attention(model_map: ModelMap, handler: Handler, stack: ExitStack) -> None:
+    """Pass all attention calls of a model to `handler(call, attend)` until `stack` closes.
 
-    It may change the call, call `attend` or not, and change what comes back: attention outputs (batch, tokens, heads,
+    The handler may change the call, skip `attend`, or change its result: attention outputs (batch, tokens, heads,
     width), and weights or None.
 
     Raises:
-        InputError: the model does not call attention functions, or uses one that nothing can stand in front of.
+        InputError: the model's attention cannot be intercepted.
     """
     check_attention_calls(model_map)
     wiring = _wiring_of(model_map)
-    wiring.handlers.append(handler)
-    stack.callback(_take_out, model_map, wiring, wiring.handlers, handler)
-    _name_implementation(wiring)
+    _add(wiring, wiring.handlers, handler, stack)
 
 
 def replace_attention(model_map: ModelMap, store: Store, stack: ExitStack) -> None:
-    """Let `store` compute the attention of all layers, behind what stands in front, until `stack` closes."""
+    """Replace the attention of all layers, after the handlers, by a store until `stack` closes."""
     wiring = _wiring_of(model_map)
-    wiring.stores.append(store)
-    stack.callback(_take_out, model_map, wiring, wiring.stores, store)
-    _name_implementation(wiring)
+    _add(wiring, wiring.stores, store, stack)
 
 
 def check_attention_calls(model_map: ModelMap) -> None:
-    """Refuse a model whose attention cannot be handled; on a model without weights, too.
+    """Refuse a model whose attention cannot be intercepted; works on a model without weights, too.
 
     Raises:
-        InputError: saying why.
+        InputError: naming the reason.
     """
     model: Any = model_map.model
     model = getattr(model, "get_base_model", lambda: model)()  # PEFT
     if not type(model)._can_set_attn_implementation():
         raise InputError(f"{model_map.model_type} models do not compute attention through transformers' interface")
     implementation = model.config._attn_implementation
-    if implementation not in (NAME, *WRAPPABLE, *map(_in_front, WRAPPABLE)):
+    if implementation not in (NAME, *WRAPPABLE, *map(_intercepted, WRAPPABLE)):
         raise InputError(f"attn_implementation={implementation} cannot be intercepted; use {' or '.join(WRAPPABLE)}")
+
+
+def valid_tokens(call: AttentionCall) -> torch.Tensor:
+    """Return a mask of the new tokens that are not padding, (rows, tokens): those that attend to themselves.
+
+    Raises:
+        InputError: the mask is not causal, or a row contains several texts.
+    """
+    rows, tokens = call.query.shape[0], call.query.shape[2]
+    if call.mask is None:
+        return torch.ones(rows, tokens, dtype=torch.bool, device=call.query.device)
+    visible = call.mask[:, 0, :, -tokens:]
+    visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
+    valid = visible.diagonal(dim1=1, dim2=2).expand(rows, tokens)
+    if tokens > 1:
+        positions = torch.arange(tokens, device=visible.device)
+        causal = (positions <= positions[:, None]) & valid[:, None]
+        if (window := call.options.get("sliding_window")) is not None:
+            causal &= positions > positions[:, None] - window
+        if not torch.equal(visible & valid[..., None], causal & valid[..., None]):
+            raise InputError("this method needs causal attention to one text a row; give packed texts row by row")
+    return valid
 
 
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
-    """Let a model compute its attention by its plain formula inside the block, and give out its weights if asked."""
+    """Use transformers' eager attention, which can return attention weights, inside the block."""
     implementations = [(config, config._attn_implementation) for config in _configs_of(model)]
     try:
         for config, _ in implementations:
@@ -188,7 +204,7 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
-    """Return the configurations of a model's modules that name an attention implementation, each once."""
+    """Return the distinct configurations of a model's modules that name an attention implementation."""
     configs: dict[int, Any] = {
         id(module.config): module.config for module in model.modules() if hasattr(module, "config")
     }
@@ -196,11 +212,7 @@ def _configs_of(model: nn.Module) -> list[Any]:
 
 
 def _wiring_of(model_map: ModelMap) -> _Wiring:
-    """Return the wiring of a model, or a new one of all its modules.
-
-    Raises:
-        InputError: another model with the same configuration object is wired.
-    """
+    """Return the wiring of a model, new if nothing is attached yet."""
     if entry := _WIRED.get(model_map.attention[0].module):
         return entry[0]
     configs = _configs_of(model_map.model)
@@ -210,18 +222,25 @@ def _wiring_of(model_map: ModelMap) -> _Wiring:
             "another model with the same configuration object has its attention handled at the moment; build this "
             "one with a copy of the configuration (copy.deepcopy)"
         )
-    # a configuration that was copied while it was wired names this module's function
+    # a copy of a wired configuration names this module's function
     wiring = _Wiring([(config, config._attn_implementation.removeprefix(f"{NAME}_")) for config in configs])
     for module in model_map.model.modules():
         _WIRED[module] = (wiring, None)
     for layer in model_map.attention:
-        for module in layer.module.modules():  # in some families a part of it calls
+        for module in layer.module.modules():  # in some families a submodule calls
             _WIRED[module] = (wiring, layer)
     return wiring
 
 
-def _take_out(model_map: ModelMap, wiring: _Wiring, stack: list[Any], handler: Any) -> None:
-    del stack[next(i for i in reversed(range(len(stack))) if stack[i] is handler)]
+def _add(wiring: _Wiring, items: list[Any], item: Any, stack: ExitStack) -> None:
+    """Add a handler or a store, and register its removal."""
+    items.append(item)
+    stack.callback(_remove, wiring, items, item)
+    _name_implementation(wiring)
+
+
+def _remove(wiring: _Wiring, items: list[Any], item: Any) -> None:
+    del items[next(i for i in reversed(range(len(items))) if items[i] is item)]
     if wiring.handlers or wiring.stores:
         _name_implementation(wiring)
         return
@@ -231,13 +250,14 @@ def _take_out(model_map: ModelMap, wiring: _Wiring, stack: list[Any], handler: A
         config._attn_implementation = implementation
 
 
-def _in_front(original: str) -> str:
-    return f"{NAME}_{original}"
+def _intercepted(implementation: str) -> str:
+    """Return the name of our attention function for handlers on an implementation."""
+    return f"{NAME}_{implementation}"
 
 
 def _name_implementation(wiring: _Wiring) -> None:
     for config, original in wiring.originals:
-        config._attn_implementation = NAME if wiring.stores else _in_front(original)
+        config._attn_implementation = NAME if wiring.stores else _intercepted(original)
 
 
 def _attend(
@@ -249,27 +269,26 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> Attended:
-    """Answer transformers' call; `implementation` is the model's, if the name says it."""
-    entry = _WIRED.get(module)
-    if entry is None and implementation:  # another model, whose configuration is the same or a copy
+    """Answer a call of transformers; `implementation` is the model's own, None with a store."""
+    wiring, layer = _WIRED.get(module, (None, None))
+    if wiring is None and implementation:  # another model with a copy of the configuration
         return _function(implementation, module)(module, query, key, value, attention_mask, **options)
-    wiring, layer = entry or (None, None)
     if wiring is None or layer is None:
         raise UnsupportedAttention("its attention is computed by modules that are not known")
     store = wiring.stores[-1] if wiring.stores else None
-    attend: Attend = store.attend if store else _original
+    attend: Attend = store.attend if store else _original_attention
     for handler in wiring.handlers:
-        attend = _after(handler, attend)
+        attend = _chain(handler, attend)
     return attend(AttentionCall(layer, module, query, key, value, attention_mask, options, store))
 
 
-def _after(handler: Handler, attend: Attend) -> Attend:
+def _chain(handler: Handler, attend: Attend) -> Attend:
     return lambda call: handler(call, attend)
 
 
-def _original(call: AttentionCall) -> Attended:
-    """Compute the model's own attention."""
-    function = _function(_WIRED[call.module][0].original, call.module)
+def _original_attention(call: AttentionCall) -> Attended:
+    original = _WIRED[call.module][0].originals[0][1]
+    function = _function(original, call.module)
     return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
 
 
@@ -282,5 +301,5 @@ def _function(implementation: str, module: nn.Module) -> Callable[..., Attended]
 
 AttentionInterface.register(NAME, partial(_attend, None))
 for _implementation in WRAPPABLE:
-    AttentionInterface.register(_in_front(_implementation), partial(_attend, _implementation))
-    AttentionMaskInterface.register(_in_front(_implementation), AttentionMaskInterface()[_implementation])
+    AttentionInterface.register(_intercepted(_implementation), partial(_attend, _implementation))
+    AttentionMaskInterface.register(_intercepted(_implementation), AttentionMaskInterface()[_implementation])

@@ -1,8 +1,7 @@
-"""Interventions: each changes how a stock model computes while it is applied, and nothing stays behind.
+"""The base class of interventions: changes to a stock model that last as long as a `with` block.
 
-To add a method, write a dataclass in a file of its own, with `attach` and, where something can fail to fit, `resolve`.
-Its fields are its model_args. Its identity in every store of answers, its entry in the results file and its artefact
-follow from the fields, so that none can be forgotten.
+A method is a frozen dataclass with `attach` and, if some values do not fit every model, `resolve`. Its fields are its
+model_args. Its identity in stores of answers, its report and its artefact follow from the fields.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
-from lmeval_prune.artefacts import checked, read_artefact, write_artefact
+from lmeval_prune.artefacts import read_artefact, validate_json, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_class, method_name
-from lmeval_prune.settings import Settings, as_json, required_fields
+from lmeval_prune.settings import Settings, required_fields, to_plain_json
 
 logger = logging.getLogger(__name__)
-SCHEMA_VERSION = 3  # 1: without weights; 2: settings beside the envelope
+SCHEMA_VERSION = 3  # 1: without weights; 2: settings at the top level
 
 
-class OfModel(TypedDict):
-    """The model that an artefact was made for."""
+class ModelRecord(TypedDict):
+    """The model of an artefact."""
 
     name: str
     revision: str
@@ -42,22 +41,22 @@ class OfModel(TypedDict):
     weights: NotRequired[list[str]]
 
 
-class Contents(TypedDict):
+class ArtefactContents(TypedDict):
     """Fields of an intervention's artefact."""
 
-    model: OfModel
-    settings: NotRequired[dict[str, Any]]  # before version 3 they stood beside the envelope
+    model: ModelRecord
+    settings: NotRequired[dict[str, Any]]  # at the top level before version 3
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The artefact that an intervention was read from, and the model that it was made for.
+    """The artefact that an intervention was loaded from.
 
     Attributes:
         path, sha256: the file, and the hash of its content.
-        model: `name`, `revision`, `model_type`, `heads` (shapes by layer) and `weights` (fingerprints of the weights,
-            as they are and rounded to smaller types).
-        any_model: accept another model, if the intervention fits it.
+        model: the artefact's model: `name`, `revision`, `model_type`, `heads` (shapes by layer) and `weights`
+            (fingerprints of the weights, also rounded to smaller types).
+        any_model: accept another model if the intervention fits it.
     """
 
     path: str
@@ -66,83 +65,86 @@ class Origin:
     any_model: bool = False
 
     def check(self, model_map: ModelMap) -> None:
-        """Refuse another model: by its weights, offloaded ones too; by its name, where weights cannot tell.
+        """Refuse a model other than the artefact's.
 
         Raises:
-            InputError: naming what differs.
+            InputError: naming the difference.
         """
         if self.any_model:
             return
-        made, fix = f"{self.path} was made for", "make one for this model, or give allow_other_model=true if it fits"
+        subject = f"{self.path} was made for"
+        fix = "make one for this model, or give allow_other_model=true if it fits"
         name, family = self.model["name"], self.model["model_type"]
         if family != model_map.model_type:
-            raise InputError(f"{made} a {family} model, this one is {model_map.model_type}; {fix}")
+            raise InputError(f"{subject} a {family} model, this one is {model_map.model_type}; {fix}")
         if model_map.signature() != {key: self.model[key] for key in ("model_type", "heads")}:
-            raise InputError(f"{made} {name}, whose layers or heads differ from this model's; {fix}")
-        check_weights(self.model.get("weights") or [], name, self.model["revision"], model_map, made, fix)
+            raise InputError(f"{subject} {name}, whose layers or heads differ from this model's; {fix}")
+        check_weights(self.model.get("weights") or [], name, self.model["revision"], model_map, subject, fix)
 
 
-def check_weights(known: list[str], name: str, revision: str, model_map: ModelMap, made: str, fix: str) -> None:
-    """Refuse a model that something was not made for: by its weights; quantised, or made for unknown ones, by its name.
+def check_weights(
+    fingerprints: list[str], name: str, revision: str, model_map: ModelMap, subject: str, fix: str
+) -> None:
+    """Refuse a model with other weights, or with another name if the weights cannot be compared.
 
     Args:
-        known: fingerprints of the weights that it was made for, as they are and rounded to smaller types.
-        name, revision: of that model.
-        model_map: of the model at hand.
-        made, fix: beginning and end of the message.
+        fingerprints: of the expected weights, also rounded to smaller types; empty if unknown.
+        name, revision: of the expected model.
+        model_map: the actual model.
+        subject, fix: beginning and end of the message.
 
     Raises:
-        InputError: naming what differs.
+        InputError: naming the difference.
     """
-    if known and _is_bare(model_map.model):
+    if fingerprints and _is_skeleton(model_map.model):
         return
-    if known and not getattr(model_map.model, "is_quantized", False):
+    if fingerprints and not getattr(model_map.model, "is_quantized", False):
         if model_map.weights is None:
-            raise InputError(f"{made} certain weights ({name}), and some of this model's cannot be read; {fix}")
-        if model_map.weights not in known:
-            raise InputError(f"{made} other weights ({name}) than this model's ({model_map.name}); {fix}")
+            raise InputError(f"{subject} certain weights ({name}), and some of this model's cannot be read; {fix}")
+        if model_map.weights not in fingerprints:
+            raise InputError(f"{subject} other weights ({name}) than this model's ({model_map.name}); {fix}")
         return
-    if not known and model_map.weights:
-        logger.warning("%s %s, and does not say for which weights: its name decides", made, name)
+    if not fingerprints and model_map.weights:
+        logger.warning("%s %s, without fingerprints of the weights: only the name is compared", subject, name)
     if _differ(name.lower(), model_map.name.lower()):
-        raise InputError(f"{made} {name}, this model is {model_map.name}; {fix}")
+        raise InputError(f"{subject} {name}, this model is {model_map.name}; {fix}")
     if _differ(revision, model_map.revision):
-        raise InputError(f"{made} revision {revision[:12]}, this one is {model_map.revision[:12]}; {fix}")
+        raise InputError(f"{subject} revision {revision[:12]}, this one is {model_map.revision[:12]}; {fix}")
 
 
-def _is_bare(model: nn.Module) -> bool:
+def _is_skeleton(model: nn.Module) -> bool:
     """Return whether a model's weights are not loaded yet."""
     return all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model)
 
 
-def _differ(known: str, other: str) -> bool:
-    return bool(known and other) and known != other
+def _differ(expected: str, actual: str) -> bool:
+    """Return whether two names differ; an empty name is unknown."""
+    return bool(expected and actual) and expected != actual
 
 
 @dataclass(frozen=True)
 class Intervention(Settings, ABC):
     """A change to a model's computation.
 
-    A subclass is a frozen dataclass. Its fields are read by their types and bounds (`ratio: ShareBelowOne`, see
-    `Settings`): numbers, texts, booleans, None, or lists and dictionaries of these. A field declared with
-    `compare=False` says how an intervention is checked or carried out, not what it computes, and is no part of its
-    identity. A subclass with a `__post_init__` of its own calls this one.
+    A subclass is a frozen dataclass. Its fields are parsed and checked by their types and bounds (`ratio:
+    ShareBelowOne`, see `Settings`): numbers, texts, booleans, None, or lists and dictionaries of these. A field with
+    `compare=False` changes checks or execution, not the result, and is not part of the identity. A `__post_init__` in a
+    subclass calls `super().__post_init__()`.
 
     Attributes:
-        contents: (of the class) the fields of its artefact, a `TypedDict`.
-        version: (of the class) raised whenever the method computes something else than before, so that answers, cells
-            and outcomes of the earlier arithmetic are not taken for those of this one.
-        tokenwise: (of the class, or set by what the fields say) what it does to a token depends on that token alone.
-            Then rows of different requests can stand in one packed batch, and the decoding engine runs it.
-        by_sequence: (of the class) what it does to a token depends on those before it in the same sequence. Of packed
-            tokens it tells whose they are, and keeps what it remembers of each sequence in the store behind it
-            (`AttentionCall.store`). The engine runs it, too, but takes no token back. A method that is neither is left
-            to `generate`.
+        contents: (class variable) the fields of the artefact, a `TypedDict`.
+        version: (class variable) raise it when the method computes something else, so that stored answers, cells and
+            outcomes of the earlier version are not used.
+        tokenwise: (class variable, or set from the fields) the effect on a token depends on that token alone. The
+            decoding engine runs such methods: tokens of different requests share one packed batch.
+        by_sequence: (class variable) the effect on a token depends on earlier tokens of the same sequence, and the
+            method keeps its state of each sequence in the engine's store (`AttentionCall.store`). The engine runs such
+            methods, but never removes tokens. Any other method falls back to `generate`.
         origin: the artefact that it was loaded from.
     """
 
     hashable: ClassVar[bool] = True
-    contents: ClassVar[Any] = Contents
+    contents: ClassVar[Any] = ArtefactContents
     version: ClassVar[int] = 1
     tokenwise: ClassVar[bool] = False
     by_sequence: ClassVar[bool] = False
@@ -150,13 +152,13 @@ class Intervention(Settings, ABC):
 
     @classmethod
     def label(cls, message: str) -> str:
-        """Return a message that begins with `METHOD.field`."""
+        """Prefix a message about a field with the method's name: `METHOD.field`."""
         return f"{method_name(cls)}.{message}"
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Fill in what the fields leave open for this model (ranges, defaults), and refuse what does not fit it.
+        """Fill in defaults and ranges for a model, and refuse values that do not fit it.
 
-        It is called before the weights are loaded, too, on a model without any.
+        Also called on a model without weights, before they are loaded.
 
         Raises:
             InputError: the intervention does not fit the model.
@@ -165,42 +167,42 @@ class Intervention(Settings, ABC):
 
     @abstractmethod
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Change the model, and leave in `stack` whatever undoes the change.
+        """Change the model, and register callbacks that undo the change.
 
         Args:
-            model_map: where everything is in the model. `self` has been resolved for it.
-            stack: its callbacks run, last first, when the intervention ends, by an exception too.
+            model_map: the parts of the model. `self` is resolved for it.
+            stack: runs its callbacks in reverse order when the intervention ends, also after an exception.
         """
 
     @property
     def needs_order(self) -> bool:
-        """Return whether answers depend on earlier answers, so that they cannot come from a store."""
+        """Return whether answers depend on earlier answers, so that stored answers cannot be used."""
         return False
 
     def slot_bytes(self, model_map: ModelMap, length: int) -> int:
-        """Return the memory it takes beside keys and values in the engine's store, for a sequence of so many tokens."""
+        """Return the bytes of state that the engine's store needs for a sequence of `length` tokens."""
         return 0
 
-    def uncounted(self) -> AbstractContextManager[None]:
-        """Open a block whose forward passes are trials, which do not count in what is measured."""
+    def preserve_state(self) -> AbstractContextManager[None]:
+        """Restore counters and state after a block of trial passes."""
         return nullcontext()
 
-    def compared(self) -> AbstractContextManager[None]:
-        """Open an `uncounted` block whose results are compared: what a rounding could turn is made certain in it."""
-        return self.uncounted()
+    def self_check(self) -> AbstractContextManager[None]:
+        """Preserve state in a block, and fix decisions that rounding could change: the engine compares logits in it."""
+        return self.preserve_state()
 
-    def joined(self, other: Intervention) -> Self | None:
-        """Return this and another one as a single intervention; None if they only nest."""
+    def merged_with(self, other: Intervention) -> Self | None:
+        """Return one intervention with the effect of both; None if they only nest."""
         return None
 
     def converted(self, kind: type[Intervention]) -> Intervention | None:
-        """Return this as an intervention of another kind; None if it is none."""
+        """Return this as an intervention of another class; None if that class cannot express it."""
         return self if isinstance(self, kind) else None
 
-    # ------------------------------------------------------------------ what follows from the fields
+    # ------------------------------------------------------------------ derived from the fields
 
     def fit_to(self, model_map: ModelMap) -> Self:
-        """Resolve it, after checking that the model is the one that an artefact was made for."""
+        """Resolve it for a model, after checking that an artefact belongs to this model."""
         if self.origin:
             self.origin.check(model_map)
         return self.resolve(model_map)
@@ -211,21 +213,21 @@ class Intervention(Settings, ABC):
     ) -> Iterator[ModelMap]:
         """Apply the intervention to `model` inside a `with` block; blocks nest and compose.
 
-        Whatever runs the model inside the block, in any thread, runs it under the intervention, eagerly where it was
-        compiled. Copying or pickling the model, calling it when a module that is changed has been replaced, and
-        applying more in another thread are refused.
+        Every call of the model inside the block, in any thread, runs under the intervention, and eagerly if the model
+        was compiled. Inside the block, a copied or pickled model, a call of a model with a replaced module, and another
+        intervention from another thread are refused.
 
         Args:
             model: a stock transformers model.
-            model_map: its `map_model`, where it is already at hand or the family needs describing.
-            any_thread: let other threads apply more, one after another.
+            model_map: its `map_model`, for a family that needs a description, or to save the time.
+            any_thread: let other threads apply further interventions.
 
         Yields:
             The model's map.
 
         Raises:
-            InputError: the intervention does not fit the model, alone or with what is applied already; the model is
-                then unchanged.
+            InputError: the intervention does not fit the model, alone or with those already applied; the model is then
+                unchanged.
         """
         model_map = model_map or map_model(model)
         resolved = self.fit_to(model_map)
@@ -235,15 +237,15 @@ class Intervention(Settings, ABC):
             yield model_map
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields that make up its identity, as JSON values."""
-        return {item.name: as_json(item.name, getattr(self, item.name)) for item in fields(self) if item.compare}
+        """Return the fields of its identity as JSON values."""
+        return {item.name: to_plain_json(item.name, getattr(self, item.name)) for item in fields(self) if item.compare}
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return a JSON value that determines what it does to this model."""
+        """Return a JSON value that determines its effect on this model."""
         return {"method": method_name(type(self)), "version": self.version, **self.fit_to(model_map).settings()}
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return its entry in the results file, by default `{METHOD: its fields}`."""
+        """Return its entry in the results file, by default `{METHOD: fields}`."""
         report: dict[str, Any] = {method_name(type(self)): self.fit_to(model_map).settings()}
         return report | ({"file": self.origin.path, "file_sha256": self.origin.sha256} if self.origin else {})
 
@@ -260,87 +262,88 @@ class Intervention(Settings, ABC):
         return "lmeval-prune/" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
     def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
-        """Write it as an artefact for this model: JSON, atomically.
+        """Write an artefact for this model: JSON, atomically.
 
         Raises:
             InputError: it does not fit the model, or the file cannot be written.
         """
         self._write(path, model_map, {})
 
-    def _write(self, path: str | os.PathLike[str], model_map: ModelMap, more: dict[str, Any]) -> None:
+    def _write(self, path: str | os.PathLike[str], model_map: ModelMap, extra: dict[str, Any]) -> None:
         settings = self.fit_to(model_map).settings()
         weights = loadable_fingerprints(model_map.model, model_map.weights)
         model = {"name": model_map.name, "revision": model_map.revision, "weights": weights, **model_map.signature()}
-        write_artefact(path, self.schema(), SCHEMA_VERSION, {"settings": settings, "model": model, **more})
+        write_artefact(path, self.schema(), SCHEMA_VERSION, {"settings": settings, "model": model, **extra})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], allow_other_model: bool = False) -> Self:
-        """Read an artefact. It is refused on another model, unless `allow_other_model`.
+        """Read an artefact. It fits its own model only, unless `allow_other_model`.
 
         Raises:
             InputError: the file is missing, broken, a pickle, or another kind of artefact.
         """
-        return cls._of(path, *read_artefact(path, cls.schema(), SCHEMA_VERSION), allow_other_model)
+        return cls._from_content(path, *read_artefact(path, cls.schema(), SCHEMA_VERSION), allow_other_model)
 
     @classmethod
-    def _of(cls, path: str | os.PathLike[str], content: dict[str, Any], sha256: str, allow_other_model: bool) -> Self:
-        """Make it of an artefact's content; fields that are missing there have their defaults."""
-        checked(content, cls.contents, path)
-        known = {item.name: item for item in fields(cls) if item.compare}
+    def _from_content(
+        cls, path: str | os.PathLike[str], content: dict[str, Any], sha256: str, allow_other_model: bool
+    ) -> Self:
+        """Build it from an artefact's content; missing fields have their defaults."""
+        validate_json(content, cls.contents, path)
+        names = [item.name for item in fields(cls) if item.compare]
         settings = content.get("settings")
-        if content["schema_version"] < 3:  # they stood beside the envelope
-            settings = {name: content[name] for name in known if name in content}
-        required = known.keys() & set(required_fields(cls))
-        if settings is None or not required <= settings.keys():
+        if content["schema_version"] < 3:
+            settings = {name: content[name] for name in names if name in content}
+        if settings is None or not {*names}.intersection(required_fields(cls)) <= settings.keys():
             raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact")
-        if unknown := [name for name in settings if name not in known]:
+        if unknown := [name for name in settings if name not in names]:
             raise InputError(
                 f"{path} has settings that this lmeval-prune does not know: {', '.join(unknown)}; upgrade it"
             )
         origin = Origin(str(path), sha256, content["model"], allow_other_model)
         try:
-            return cls(**settings, **cls._attached(Path(path), content), origin=origin)
+            return cls(**settings, **cls._extra_fields(Path(path), content), origin=origin)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
     @classmethod
-    def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """Return fields that are no settings, from what an artefact has beside them; by default there are none."""
+    def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Return fields that an artefact stores outside of `settings`."""
         return {}
 
 
 def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
-    """Read an artefact of any method of the table, told by its schema.
+    """Read an artefact of any method in the table, by its schema.
 
     Raises:
         InputError: the file is missing, broken, a pickle, or no intervention.
     """
     kinds = {kind.schema(): kind for kind in map(method_class, METHODS)}
     content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
-    loaded: Intervention = kinds[content["schema"]]._of(path, content, sha256, allow_other_model)
+    loaded: Intervention = kinds[content["schema"]]._from_content(path, content, sha256, allow_other_model)
     return loaded
 
 
 def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
-    """Return what is applied to a model, or to what it wraps, in the order in which it was applied."""
+    """Return the interventions applied to a model or the model that it wraps, first applied first."""
     return tuple(applied_on(model))
 
 
 @contextmanager
-def uncounted(model: nn.Module) -> Iterator[None]:
-    """Open a block whose forward passes are trials for all that is applied to a model."""
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Restore the state of all interventions on a model after a block of trial passes."""
     with ExitStack() as stack:
         for intervention in interventions_on(model):
-            stack.enter_context(intervention.uncounted())
+            stack.enter_context(intervention.preserve_state())
         yield
 
 
 def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
-    """Return interventions in order, those of one kind as one where they can be (head masks: their union)."""
+    """Merge interventions that can be merged (head masks: their union), in order."""
     result: list[Intervention] = []
     for later in interventions:
         for position, earlier in enumerate(result):
-            if (union := earlier.joined(later) or later.joined(earlier)) is not None:
+            if (union := earlier.merged_with(later) or later.merged_with(earlier)) is not None:
                 result[position] = union
                 break
         else:
@@ -358,7 +361,7 @@ def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tenso
 
 
 def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:
-    """Pass the output of `module` (the first, if it has several) through `change` until `stack` closes."""
+    """Pass the output of `module` (the first of several) through `change` until `stack` closes."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -1,8 +1,8 @@
-"""Head pruning as in SPRINT §3: a pruned head's output is zero before the output projection.
+"""Head pruning of SPRINT §3: the output of a pruned head is zero before the output projection.
 
-With `a_h` the output of head h of a layer and `W_O` the output projection, the layer computes
-`W_O · concat(a_1, …, 0, …, a_H)` instead of `W_O · concat(a_1, …, a_h, …, a_H)`. Keys and values are
-computed and cached as usual. With grouped-query attention a head is a query head.
+With `a_h` the output of head h and `W_O` the output projection, a layer computes `W_O · concat(a_1, …, 0, …, a_H)`
+instead of `W_O · concat(a_1, …, a_h, …, a_H)`. Keys and values are computed and cached as usual. With grouped-query
+attention a head is a query head.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lmeval_prune.interventions.table import method_name
 
 @dataclass(frozen=True)
 class HeadMask(Intervention):
-    """Prunes a fixed set of heads.
+    """Prune a fixed set of heads.
 
     Attributes:
-        heads: names such as `L5H3`, ranges `L5H0-3` and `L5H*`, joined by `+`; or a list of names or of
-            `[layer, head]`. Kept as a tuple of names.
+        heads: names `L5H3` and ranges `L5H0-3`, `L5H*`, joined by `+`; or a list of names or of `[layer, head]`. Stored
+            as a tuple of names.
         allow_empty_layer: allow a layer to lose all its heads.
 
     Raises:
-        InputError: the text is malformed.
+        InputError: a name is malformed.
     """
 
     tokenwise = True
@@ -46,36 +46,36 @@ class HeadMask(Intervention):
         return "+".join(self.heads)
 
     def __or__(self, other: HeadMask) -> HeadMask:
-        """Return the union of two masks; options are this one's."""
+        """Return the union of two masks, with the options of the first."""
         return replace(self, heads=(*self.heads, *other.heads))
 
-    def joined(self, other: Intervention) -> HeadMask | None:
-        """Return the union: only all heads together can show that a layer loses its last."""
+    def merged_with(self, other: Intervention) -> HeadMask | None:
+        """Return the union with another mask, so that a layer without heads is noticed."""
         if not isinstance(other, HeadMask):
             return None
         either = self.allow_empty_layer or other.allow_empty_layer
         return replace(self | other, allow_empty_layer=either, origin=self.origin or other.origin)
 
     def converted(self, kind: type[Intervention]) -> Intervention | None:
-        """Return the mask itself, or a plan that removes these heads."""
+        """Return the mask itself, or a plan that removes its heads."""
         if isinstance(self, kind) or method_name(kind) != "plan":
             return super().converted(kind)
         plan: Any = kind
-        converted: Intervention = plan(self.heads, allow_empty_layer=self.allow_empty_layer, origin=self.origin)
+        converted: Intervention = plan.from_mask(self)
         return converted
 
     def heads_of(self, model_map: ModelMap) -> tuple[Head, ...]:
-        """Return the pruned heads of a model, in order, each once.
+        """Return the pruned heads of a model, sorted, without duplicates.
 
         Raises:
-            InputError: a head does not exist, a layer would lose all its heads, or the mask is another model's.
+            InputError: a head does not exist, a layer would lose all its heads, or the mask belongs to another model.
         """
         return tuple(
             Head(layer.stack, layer.index, number) for layer, numbers in self.by_layer(model_map) for number in numbers
         )
 
     def by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        """Return the layers that lose heads, with the numbers of those heads; errors as of `heads_of`."""
+        """Return the layers that lose heads, and the numbers of these heads; errors as in `heads_of`."""
         if self.origin:
             self.origin.check(model_map)
         layers = model_map.once(self.heads, lambda: self._by_layer(model_map))
@@ -94,17 +94,17 @@ class HeadMask(Intervention):
         return [(model_map.by_key[key], numbers) for key, numbers in lost.items()]
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Name heads one by one; see the base class."""
+        """Expand ranges of heads."""
         names = tuple(map(str, self.heads_of(model_map)))
         return self if names == self.heads else replace(self, heads=names)
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Install a hook on each layer that loses heads; see the base class."""
+        """Hook the output projection of each layer that loses heads."""
         for layer, numbers in self.by_layer(model_map):
-            change_input(layer.o_proj, Drop(dropped_columns(layer, numbers)), stack)
+            zero_columns(layer, numbers, stack)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return the heads, and how many of how many."""
+        """Return the heads, their number, and the number of all heads."""
         heads = self.heads_of(model_map)
         report: dict[str, Any] = {
             "heads": [str(head) for head in heads],
@@ -117,42 +117,31 @@ class HeadMask(Intervention):
         return report
 
     def summary(self, model_map: ModelMap) -> str:
-        """Return how many of how many heads, and which."""
+        """Return the number of pruned heads, and the first of them, in one line."""
         heads = self.heads_of(model_map)
         return f"{len(heads)} of {model_map.total_heads} heads masked: {first_few(heads)}"
 
     def fingerprint(self, model_map: ModelMap) -> str:
-        """Return a digest of the resolved heads, modules and shapes; equal for equal masks, however written."""
+        """Return a digest of the resolved heads, modules and shapes, the same for every notation of a mask."""
         lost = [[layer.name, layer.heads, layer.head_dim, heads] for layer, heads in self.by_layer(model_map)]
         return digest({"heads": lost, "model": model_map.signature()})
 
 
 def dropped_columns(block: AttentionLayer | FeedForward, numbers: Iterable[int]) -> torch.Tensor:
-    """Return which inputs of a block's output or down projection belong to removed heads or channels.
-
-    Args:
-        block: attention, or feed-forward.
-        numbers: of the removed heads or channels.
-
-    Returns:
-        Booleans, (inputs,).
-    """
+    """Return a boolean mask of the columns of heads of `o_proj`, or of channels of `down`, (columns,)."""
     units = (block.heads, block.head_dim) if isinstance(block, AttentionLayer) else (block.channels, 1)
     drop = torch.zeros(units, dtype=torch.bool)
     drop[list(numbers)] = True
     return drop.flatten()
 
 
-class Drop:
-    """Zeroes fixed columns of an activation (…, width); keeps one copy of the columns a device."""
+def zero_columns(block: AttentionLayer | FeedForward, numbers: Iterable[int], stack: ExitStack) -> None:
+    """Zero the columns of heads in the input of `o_proj`, or of channels in that of `down`, until `stack` closes."""
+    drop = dropped_columns(block, numbers)
 
-    def __init__(self, drop: torch.Tensor) -> None:
-        self.drop = {drop.device: drop}
-        self.original = drop
+    def zero(x: torch.Tensor) -> torch.Tensor:
+        nonlocal drop
+        drop = columns = drop.to(x.device)
+        return x.masked_fill(columns, 0)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activation without those columns."""
-        drop = self.drop.get(x.device)
-        if drop is None:
-            drop = self.drop[x.device] = self.original.to(x.device)
-        return x.masked_fill(drop, 0)
+    change_input(block.o_proj if isinstance(block, AttentionLayer) else block.down, zero, stack)

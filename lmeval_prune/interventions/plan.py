@@ -1,12 +1,9 @@
-"""Plans: what is to be removed from a model for good, tried out before anything is cut.
+"""Plans: heads and feed-forward channels to remove from a model for good, applied as hooks before anything is cut.
 
-Heads are named as in a head mask. A key-value head goes with the last of its query heads, so that plans made one after
-another remove what their union removes. A feed-forward channel is an input of the block's down projection. Biases and
-updated projections that compensate for the loss go with the plan: a projection's output gets a bias, or is computed by
-other weights. Tried out, a plan is hooks; `lmeval_prune.surgery` executes it.
-
-It stands among the interventions, not among the pruners that make it, because it is one: identity, artefact and checks
-follow from its fields, and whoever makes or executes a plan may import what is below.
+Heads are named as in a head mask. A key-value head is removed with the last of its query heads, so that consecutive
+plans remove the same as their union. A feed-forward channel is an input of the block's down projection. A plan can
+compensate for the loss: by a bias added to a projection's output, or by new weights. `lmeval_prune.surgery` cuts a
+model by a plan.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from typing_extensions import TypedDict
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
 from lmeval_prune.architectures.blocks import in_features, out_features
 from lmeval_prune.artefacts import (
-    COMPUTED,
+    NONFINITE_REMEDY,
     check_finite,
     file_name,
     output_lock,
@@ -37,61 +34,59 @@ from lmeval_prune.artefacts import (
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import (
     SCHEMA_VERSION,
-    Contents,
+    ArtefactContents,
     Intervention,
-    change_input,
     interventions_on,
     load_intervention,
 )
 from lmeval_prune.interventions.channels import HELP, Channels
-from lmeval_prune.interventions.head_mask import Drop, HeadMask, dropped_columns
+from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
 from lmeval_prune.settings import FrozenMapping
 
 
-class Options(TypedDict, total=False):
-    """Options of a plan's pruner that are read again."""
+class PrunerOptions(TypedDict, total=False):
+    """The pruner options in a plan's provenance that are parsed."""
 
     steps: int
 
 
-class Made(TypedDict, total=False):
-    """Provenance of a plan that is read again."""
+class Provenance(TypedDict, total=False):
+    """The fields of a plan's provenance that are parsed."""
 
     method: str
-    options: Options
+    options: PrunerOptions
 
 
 class TensorFile(TypedDict):
-    """The file of a plan's tensors."""
+    """Name and hash of a plan's safetensors file."""
 
     file: str
     sha256: str
 
 
-class PlanContents(Contents):
+class PlanContents(ArtefactContents):
     """Fields of a plan's artefact."""
 
-    made: NotRequired[Made]
+    made: NotRequired[Provenance]
     tensors: NotRequired[TensorFile]
 
 
 @dataclass(frozen=True)
 class Plan(Intervention):
-    """Removes heads and feed-forward channels.
+    """Remove heads and feed-forward channels.
 
     Attributes:
-        heads: as of `HeadMask`; empty: none.
-        channels: feed-forward channels by layer, `{"L0": "3,5-9"}` or lists of numbers. Kept as `Channels`.
-        tensors: hash of `compensation`; follows from it.
+        heads: see `HeadMask`; may be empty.
+        channels: feed-forward channels by layer, `{"L0": "3,5-9"}` or lists of numbers. Stored as `Channels`.
+        tensors: hash of `compensation`, computed from it.
         allow_empty_layer: allow a layer to lose all its heads, or all its channels.
-        compensation: by name, `L0.o_proj.bias`, `L0.down.bias`: added to the projection's output; `L0.o_proj.weight`,
-            `L0.down.weight`: in its weight's place, (outputs, inputs of the model as it is).
-        scores: by name, `heads.L0` or `channels.L0`: of each head (or of its columns) or channel, the higher the more
-            important.
-        made: provenance: method and its options, calibration text, ratio, unit, stages.
+        compensation: by name: `L0.o_proj.bias` and `L0.down.bias` are added to the projection's output;
+            `L0.o_proj.weight` and `L0.down.weight` replace its weight, (outputs, inputs before the cut).
+        scores: importance by name, `heads.L0` or `channels.L0`, of each head (or of its columns) or channel.
+        provenance: method and its options, calibration text, ratio, unit, stages.
 
     Raises:
-        InputError: a text is malformed.
+        InputError: a field is malformed.
     """
 
     contents: ClassVar[Any] = PlanContents
@@ -102,7 +97,7 @@ class Plan(Intervention):
     allow_empty_layer: bool = field(default=False, compare=False)
     compensation: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     scores: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    made: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         heads = head_names(self.heads) if self.heads not in ("", (), [], None) else ()
@@ -111,29 +106,29 @@ class Plan(Intervention):
             raise InputError(f"channels={self.channels!r} cannot be read; {HELP}")
         channels = {label: Channels(channels, label) for label, channels in self.channels.items()}
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
-        check_finite({**self.compensation, **self.scores}, "the plan", COMPUTED)
+        check_finite({**self.compensation, **self.scores}, "the plan", NONFINITE_REMEDY)
         if self.compensation:
-            object.__setattr__(self, "tensors", hash_of(self.compensation))
+            object.__setattr__(self, "tensors", tensors_digest(self.compensation))
         super().__post_init__()
         if self.tensors and not self.compensation:
             raise InputError("a plan that says tensors=… needs the file with them; give it as plan=FILE")
 
-    # ------------------------------------------------------------------ what is removed
+    # ------------------------------------------------------------------ removed heads and channels
 
     @cached_property
     def mask(self) -> HeadMask | None:
-        """Its heads as a head mask; None if it has none."""
+        """The heads as a head mask; None without heads."""
         return HeadMask(self.heads, allow_empty_layer=self.allow_empty_layer) if self.heads else None
 
     def heads_by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        """Return the layers that lose heads, with the numbers of those heads."""
+        """Return the layers that lose heads, and the numbers of these heads."""
         return self.mask.by_layer(model_map) if self.mask else []
 
     def channels_by_layer(self, model_map: ModelMap) -> list[tuple[FeedForward, list[int]]]:
-        """Return the feed-forward blocks that lose channels, in order, with the numbers of those channels.
+        """Return the feed-forward blocks that lose channels, in order, and the numbers of these channels.
 
         Raises:
-            InputError: a layer or channel does not exist, or a block would lose all of them.
+            InputError: a layer or channel does not exist, or a block would lose all its channels.
         """
         blocks = {block.label: block for block in model_map.feed_forward}
         for label, channels in self.channels.items():
@@ -151,7 +146,7 @@ class Plan(Intervention):
         return [(block, self.channels[label].numbers) for label, block in blocks.items() if label in self.channels]
 
     def kv_heads_by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        """Return the layers that lose key-value heads, those whose query heads all go, with their numbers."""
+        """Return the layers that lose key-value heads, those without query heads left, and their numbers."""
         lost = []
         for layer, heads in self.heads_by_layer(model_map):
             kept = {layer.kv_head_of(head) for head in range(layer.heads) if head not in heads}
@@ -160,45 +155,50 @@ class Plan(Intervention):
         return lost
 
     def channel_numbers(self, label: str) -> list[int]:
-        """Return the channels of a layer that it removes."""
+        """Return the removed channels of a layer."""
         return self.channels[label].numbers if label in self.channels else []
 
-    # ------------------------------------------------------------------ the contract
+    # ------------------------------------------------------------------ methods of an intervention
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Name heads one by one, and blocks in order; see the base class."""
+        """Expand ranges of heads, and sort the blocks."""
         heads = tuple(map(str, self.mask.heads_of(model_map))) if self.mask else ()
         channels = {block.label: self.channels[block.label] for block, _ in self.channels_by_layer(model_map)}
         for name, tensor in self.compensation.items():
-            _check_shape(name, tensor, projection_named(name, model_map))
+            _check_shape(name, tensor, find_projection(name, model_map))
         if heads == self.heads and list(channels) == list(self.channels):
             return self
         return replace(self, heads=heads, channels=channels)
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Install a hook on each projection that loses inputs or is compensated; see the base class."""
+        """Hook each projection that loses inputs or has a compensation."""
         for layer, heads in self.heads_by_layer(model_map):
-            change_input(layer.o_proj, Drop(dropped_columns(layer, heads)), stack)
-        for block, numbers in self.channels_by_layer(model_map):
-            change_input(block.down, Drop(dropped_columns(block, numbers)), stack)
-        applied = [plan.compensation for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]
+            zero_columns(layer, heads, stack)
+        for block, channels in self.channels_by_layer(model_map):
+            zero_columns(block, channels, stack)
+        earlier = [plan.compensation for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]
         for name in sorted(self.compensation, reverse=True):  # weights before biases
             tensor, bias = self.compensation[name], f"{name.removesuffix('.weight')}.bias"
             if name.endswith(".bias"):
-                hook: _Added | _Computed = _Added(tensor)
-            else:  # biases of plans before this one stay
-                hook = _Computed(tensor, [_Added(tensors[bias]) for tensors in applied if bias in tensors])
-            stack.callback(projection_named(name, model_map).register_forward_hook(hook).remove)
+                hook: _AddBias | _ReplaceWeight = _AddBias(tensor)
+            else:  # biases of earlier plans stay
+                hook = _ReplaceWeight(tensor, [_AddBias(tensors[bias]) for tensors in earlier if bias in tensors])
+            stack.callback(find_projection(name, model_map).register_forward_hook(hook).remove)
 
-    def joined(self, other: Intervention) -> Plan | None:
-        """Return the union with a plan that was made after this one, or with a head mask."""
-        plan = plan_of(other) if isinstance(other, HeadMask) else other
+    @classmethod
+    def from_mask(cls, mask: HeadMask) -> Plan:
+        """Convert a head mask."""
+        return cls(mask.heads, allow_empty_layer=mask.allow_empty_layer, origin=mask.origin)
+
+    def merged_with(self, other: Intervention) -> Plan | None:
+        """Return the union with a later plan, or with a head mask."""
+        plan = Plan.from_mask(other) if isinstance(other, HeadMask) else other
         if not isinstance(plan, Plan):
             return None
         channels = dict(self.channels)
         for label, later in plan.channels.items():
             channels[label] = channels[label] | later if label in channels else later
-        compensation = {**self.compensation, **plan.compensation}  # the later weights count
+        compensation = {**self.compensation, **plan.compensation}  # the later plan's weights win
         for name in self.compensation.keys() & plan.compensation.keys():
             if name.endswith(".bias"):
                 compensation[name] = self.compensation[name] + plan.compensation[name]
@@ -212,13 +212,13 @@ class Plan(Intervention):
         )
 
     def converted(self, kind: type[Intervention]) -> Intervention | None:
-        """Return the plan itself, or the head mask that it is; None if it is more than that."""
+        """Return the plan itself, or its head mask if it removes heads alone."""
         if kind is HeadMask and self.mask and not self.channels and not self.compensation:
             return replace(self.mask, origin=self.origin)
         return super().converted(kind)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return what goes, and how much of how much."""
+        """Return the plan, and the numbers of removed and of all heads and channels."""
         report = super().report(model_map)
         plan = dict(report["plan"])
         plan["heads_pruned"] = len(plan["heads"])
@@ -230,7 +230,7 @@ class Plan(Intervention):
         return {**report, "plan": plan, "heads": plan["heads"]}
 
     def summary(self, model_map: ModelMap) -> str:
-        """Return how many heads and channels go, of how many."""
+        """Return the numbers of removed and of all heads and channels in one line."""
         plan = self.report(model_map)["plan"]
         return (
             f"a plan removes {plan['heads_pruned']} of {plan['heads_total']} heads and {plan['channels_pruned']} of "
@@ -240,16 +240,16 @@ class Plan(Intervention):
     # ------------------------------------------------------------------ the artefact
 
     def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
-        """Write it as JSON, and its tensors and scores beside it as safetensors; see the base class.
+        """Write JSON, and tensors and scores as safetensors next to it; errors as in the base class.
 
-        The tensors' file is named by its content and written first, so that a kill leaves the last plan whole. The
-        tensors' file of a plan that stood there is removed at the end.
+        The safetensors file is named by its content and written first, so that an interrupted write leaves the previous
+        plan intact. The safetensors file of a replaced plan is removed last.
         """
         from safetensors.torch import save
 
         path = Path(path)
         tensors = {**self.compensation, **{f"scores.{name}": value for name, value in self.scores.items()}}
-        content: dict[str, Any] = {"made": dict(self.made)}
+        content: dict[str, Any] = {"made": dict(self.provenance)}
         if tensors:
             data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
             sha256 = hashlib.sha256(data).hexdigest()
@@ -263,39 +263,34 @@ class Plan(Intervention):
                 stale.unlink(missing_ok=True)
 
     @classmethod
-    def _attached(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        attached: dict[str, Any] = {"made": content.get("made") or {}}
+    def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        extra: dict[str, Any] = {"provenance": content.get("made") or {}}
         if entry := content.get("tensors"):
             file = path.with_name(file_name(entry["file"]))
             try:
                 tensors = read_tensors(file, entry["sha256"])
             except InputError as error:
                 raise InputError(f"the file {file.name} beside it is needed: {error}") from None
-            attached["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
-            attached["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
-        return attached
+            extra["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
+            extra["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
+        return extra
 
 
 def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: bool = False) -> Plan:
-    """Read a plan, or a mask as one, that removes something.
+    """Read a plan or a head mask as a plan.
 
     Raises:
-        InputError: it is none, or removes nothing.
+        InputError: the file is neither, or it removes nothing.
     """
     plan = load_intervention(path, allow_other_model).converted(Plan)
     if not isinstance(plan, Plan):
-        raise InputError(f"{path} is no plan and no head mask")
+        raise InputError(f"{path} is neither a plan nor a head mask")
     if not plan.heads and not plan.channels and not plan.compensation:
         raise InputError(f"{path} removes nothing; make a plan with `lmeval-prune prune --scores {path}`")
     return replace(plan, allow_empty_layer=plan.allow_empty_layer or allow_empty_layer)
 
 
-def plan_of(mask: HeadMask) -> Plan:
-    """Return a head mask as a plan."""
-    return Plan(mask.heads, allow_empty_layer=mask.allow_empty_layer, origin=mask.origin)
-
-
-def hash_of(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of named tensors."""
     from safetensors.torch import save
 
@@ -303,11 +298,11 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(save(ordered)).hexdigest()[:16]
 
 
-def projection_named(name: str, model_map: ModelMap) -> nn.Module:
-    """Return the projection that a tensor of a plan is for.
+def find_projection(name: str, model_map: ModelMap) -> nn.Module:
+    """Return the projection of a compensation, named as in `Plan.compensation`.
 
     Raises:
-        InputError: there is none.
+        InputError: the model has no such projection.
     """
     projections: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
     projections |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
@@ -325,7 +320,7 @@ def _check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
 
 
 def _tensors_file(path: Path) -> Path | None:
-    """Return the tensors' file of the plan at a path, by the name that `save` gave it; None if there is no such."""
+    """Return the safetensors file that `save` wrote for the plan at a path, if any."""
     try:
         entry = read_artefact(path, Plan.schema(), SCHEMA_VERSION, PlanContents)[0]["tensors"]
     except (InputError, KeyError):
@@ -334,8 +329,8 @@ def _tensors_file(path: Path) -> Path | None:
     return path.with_name(name) if name == entry["file"] else None
 
 
-class _Moved:
-    """A tensor, with one copy on each device and of each type that asks for it."""
+class _DeviceCopies:
+    """A tensor with a cached copy for each device and dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.original = tensor
@@ -348,23 +343,23 @@ class _Moved:
         return self.copies[key]
 
 
-class _Added(_Moved):
-    """Adds a bias to a projection's output."""
+class _AddBias(_DeviceCopies):
+    """Hook that adds a bias to a projection's output."""
 
     def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output + self.like(output)
 
 
-class _Computed(_Moved):
-    """Computes a projection's output by other weights, with its bias and those that were added to it before."""
+class _ReplaceWeight(_DeviceCopies):
+    """Hook that computes a projection's output with another weight; the module's and earlier plans' biases stay."""
 
-    def __init__(self, tensor: Tensor, biases: list[_Added]) -> None:
+    def __init__(self, tensor: Tensor, biases: list[_AddBias]) -> None:
         super().__init__(tensor)
         self.biases = biases
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         bias: Any = module.bias
         result = nn.functional.linear(inputs[0], self.like(inputs[0]), bias)
-        for added in self.biases:
-            result = added(module, inputs, result)
+        for add in self.biases:
+            result = add(module, inputs, result)
         return result

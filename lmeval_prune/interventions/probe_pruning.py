@@ -1,8 +1,8 @@
-"""Probe Pruning: heads and channels of each layer are chosen anew for every request, by a small probe of its own text.
+"""Probe Pruning: each layer selects the heads and channels of a request by a small probe of the request's own text.
 
-Of a layer's input, the tokens with the largest norms are taken as a probe; what they alone would give the output and
-down projections, squared, scores the columns: f_tj, with weights ‖(Σ_t f_tj · W_ij²)_{i, j∈head}‖. The lowest heads and
-channels are left out for the whole text. Nothing is saved here: it shows what quality such a choice has.
+The probe is the tokens with the largest hidden-state norms at a layer's input. Their activations f alone, at the inputs
+of the output and down projections, score the columns: a head or channel weighs ‖(Σ_t f_tj · W_ij²)_{i, j∈head}‖. The
+lowest heads and channels are masked for the whole text. Nothing runs faster: it measures such a choice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -31,43 +31,43 @@ from lmeval_prune.interventions.attention_call import (
     Attended,
     AttentionCall,
     check_attention_calls,
-    put_in_front,
+    intercept_attention,
+    valid_tokens,
 )
 from lmeval_prune.interventions.base import Intervention, change_input, interventions_on
-from lmeval_prune.interventions.filtered_attention import valid_tokens
 from lmeval_prune.interventions.head_mask import dropped_columns
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.settings import Natural, ShareBelowOne
 
 logger = logging.getLogger(__name__)
-SMALL_PROBE = 10  # tokens: a probe as small holds the first token
-_CACHE_KEY = "_lmeval_prune_probe"  # attribute of a cache: what was chosen when it began, by projection
+SMALL_PROBE = 10  # a probe of at most this many tokens contains the first token
+_CACHE_KEY = "_lmeval_prune_probe"  # attribute of a cache: the columns masked at its prompt, by layer and projection
 
 ProbeShare = Annotated[float, Interval(gt=0, le=1)]
-Probe = Callable[[Tensor, Tensor], Tensor]  # texts (n,) and their positions (n, k) -> what they give, (n, k, columns)
+Probe = Callable[[Tensor, Tensor], Tensor]  # rows (n,), positions (n, k) -> activations (n, k, columns)
 
 
 @dataclass(frozen=True)
 class ProbePruning(Intervention):
-    """Leaves out heads and channels that a probe of the text says little about.
+    """Mask the heads and channels with the lowest scores in a probe of the text.
 
-    A choice looks at the whole text that is there when a cache begins, or without a cache at the whole text of a pass:
-    it is not causal. While a text is generated, the choice at its prompt stays.
+    The choice is not causal: it uses the whole text of a pass without a cache, or the whole prompt that begins a cache.
+    Generated tokens keep the choice of their prompt.
 
     Attributes:
-        ratio: share of the heads and of the channels of the layers in play that is left out. What rounding down leaves
-            in a layer goes to the next one, and one stays in each. Those that a mask or a plan takes away, or whose
-            weights are zero, are not counted.
-        positions: share of a text's tokens that are probed.
-        samples: of `state=run`, share of a batch's texts that are probed.
-        state: `request`: each text by itself; `run`: a batch as a whole, and what earlier batches read at the same
-            positions counts, too, so that answers depend on batch size and order.
-        smoothing: of `state=run`, how much of what was read before stays.
-        skip_first: so many first layers are left whole.
-        chooser: of an applied one, what chooses, with counts of what it has chosen.
+        ratio: share of the heads, and of the channels, of all layers after `skip_first` to mask. Rounding carries over
+            to the next layer, and every layer keeps one. Heads and channels that a mask or plan removes, or with zero
+            weights, do not count.
+        positions: share of a text's tokens in the probe.
+        samples: for `state=run`, share of the batch's texts in the probe.
+        state: `request`: each text has its own choice; `run`: one choice for the batch, which also uses the activations
+            of earlier batches at the same positions, so that answers depend on batch size and order.
+        smoothing: for `state=run`, weight of the earlier batches in the moving average.
+        skip_first: number of first layers that are never pruned.
+        chooser: the state of an applied intervention: hooks, counters and history.
 
     Raises:
-        InputError: a value is none of these, or out of its range.
+        InputError: a value has another type or is out of range.
     """
 
     ratio: ShareBelowOne
@@ -88,163 +88,140 @@ class ProbePruning(Intervention):
         return self.state == "run" and self.ratio > 0
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Refuse models whose attention is not causal or cannot be handled; see the base class."""
+        """Refuse models without causal attention that can be intercepted, and ratios that fit no layer."""
         if not model_map.is_causal:
             raise InputError(f"probe_pruning is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
         if self.skip_first >= len(model_map.attention):
             raise InputError(
-                f"probe_pruning.skip_first={self.skip_first} leaves all {len(model_map.attention)} layers whole; give "
-                f"less"
+                f"probe_pruning.skip_first={self.skip_first} skips all {len(model_map.attention)} layers; give less"
             )
-        attention, feed_forward = self.layers_in_play(model_map)
+        attention, feed_forward = self.pruned_layers(model_map)
         self._check_ratio("heads", [layer.heads for layer in attention])
         self._check_ratio("channels", [block.channels for block in feed_forward])
-        return replace(self)  # with a chooser of its own
+        return replace(self)  # every application has its own chooser
 
-    def layers_in_play(self, model_map: ModelMap) -> tuple[list[AttentionLayer], list[FeedForward]]:
-        """Return the attention layers and feed-forward blocks that lose heads and channels."""
+    def pruned_layers(self, model_map: ModelMap) -> tuple[list[AttentionLayer], list[FeedForward]]:
+        """Return the attention layers and feed-forward blocks after `skip_first`."""
         layers = list(model_map.attention[self.skip_first :])
         labels = {layer.label for layer in layers}
         return layers, [block for block in model_map.feed_forward if block.label in labels]
 
     def _check_ratio(self, kind: str, sizes: list[int]) -> None:
-        """Refuse a share that leaves out nothing, or more than there is beside one of each layer."""
-        number = sum(sizes)
-        count, most = _whole(self.ratio * number), number - len(sizes)
-        share = f"probe_pruning.ratio={self.ratio} of the {number} {kind} of {len(sizes)} layers"
+        """Refuse a ratio that masks nothing, or that would empty a layer."""
+        total = sum(sizes)
+        count, most = _floor(self.ratio * total), total - len(sizes)
+        share = f"probe_pruning.ratio={self.ratio} of the {total} {kind} of {len(sizes)} layers"
         if sizes and self.ratio and not count:
-            raise InputError(f"{share} leaves out none; give {math.ceil(1e4 / number) / 1e4} or more")
+            raise InputError(f"{share} leaves out none; give {math.ceil(1e4 / total) / 1e4} or more")
         if count > most:
-            raise InputError(f"{share} would empty a layer; give at most {math.floor(1e4 * most / number) / 1e4}")
+            raise InputError(f"{share} would empty a layer; give at most {math.floor(1e4 * most / total) / 1e4}")
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Choose at each layer that is in play; see the base class."""
+        """Install the hooks that choose and mask in each pruned layer."""
         if self.ratio == 0:
             return
         if self.needs_order:
-            logger.warning(
-                "probe_pruning.state=run: answers depend on the batch size and on the order in which they are asked for"
-            )
+            logger.warning("probe_pruning.state=run: answers depend on the batch size and on the order of requests")
         chooser = Chooser(self, model_map)
         chooser.attach(stack)
         object.__setattr__(self, "chooser", chooser)
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Leave passes inside the block out of counts and history; see the base class."""
+    def preserve_state(self) -> Iterator[None]:
+        """Restore counters and history after the block."""
         chooser = self.chooser
-        before = chooser and copy.deepcopy((chooser.history, chooser.batches, chooser.left_out))
+        before = chooser and copy.deepcopy((chooser.history, chooser.batches, chooser.masked))
         try:
             yield
         finally:
             if chooser and before:
-                chooser.history, chooser.batches, chooser.left_out = before
+                chooser.history, chooser.batches, chooser.masked = before
 
-    def joined(self, other: Intervention) -> None:
-        """Refuse a second one, and what remembers tokens, since a probe's would be among them; see the base class."""
+    def merged_with(self, other: Intervention) -> None:
+        """Refuse a second probe, and stateful handlers, which would count the probe's tokens."""
         if isinstance(other, ProbePruning):
             raise InputError("probe_pruning cannot be applied twice at once; give one")
         if other.by_sequence and not other.tokenwise and self.ratio:
             raise InputError("probe_pruning runs attention twice, which token_filter would count; give one of them")
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return its fields, the batches by their texts, and what share went; not of stored answers."""
-        report = super().report(model_map)
-        batches, left_out = (self.chooser.batches, self.chooser.left_out) if self.chooser else ({}, Counter())
-        report["probe_pruning_batches"] = {str(texts): count for texts, count in sorted(batches.items())}
-        report["probe_pruning_left_out"] = {
-            kind: left_out[kind] / left_out[f"all {kind}"] if left_out[kind] else 0.0 for kind in ("heads", "channels")
+        """Return the settings, the number of batches by size, and the masked shares of the whole model."""
+        batches, masked = (self.chooser.batches, self.chooser.masked) if self.chooser else ({}, Counter())
+        return {
+            **super().report(model_map),
+            "probe_pruning_batches": {str(texts): count for texts, count in sorted(batches.items())},
+            "probe_pruning_left_out": {
+                kind: masked[kind] / masked[f"all {kind}"] if masked[kind] else 0.0 for kind in ("heads", "channels")
+            },
+            "probe_pruning_depends_on": (
+                "batch size and order" if self.needs_order else "the text alone, but for rounding that turns a choice"
+            ),
         }
-        report["probe_pruning_depends_on"] = (
-            "batch size and order" if self.needs_order else "the text alone, but for rounding that turns a choice"
-        )
-        return report
 
 
-@dataclass(frozen=True)
-class Projection:
-    """A projection some of whose inputs are left out: an output projection by heads, a down projection by channels.
+class _Target:
+    """A projection whose input columns are masked: `o_proj` by heads, `down` by channels."""
 
-    Attributes:
-        block: whose projection it is.
-        weights: Σ_i W_ij⁴ of each column; zero where a mask or a plan takes it away.
-    """
+    def __init__(self, block: AttentionLayer | FeedForward, plans: Sequence[Plan], model_map: ModelMap) -> None:
+        module: Any
+        if isinstance(block, AttentionLayer):
+            self.kind, self.width, part, module = "heads", block.head_dim, "o_proj", block.o_proj
+        else:
+            self.kind, self.width, part, module = "channels", 1, "down", block.down
+        self.name = f"{block.label}.{part}"
+        self.count = 0  # heads or channels to mask
+        weight = module.weight.detach().T if is_transposed(module) else module.weight.detach()
+        for plan in plans:
+            weight = plan.compensation.get(f"{self.name}.weight", weight).to(weight.device)
+        self.weights = weight.double().pow(4).sum(0)  # Σ_i W_ij⁴, zero in columns that a mask or plan removes
+        for plan in plans:
+            for pruned, numbers in (*plan.heads_by_layer(model_map), *plan.channels_by_layer(model_map)):
+                if pruned is block:
+                    self.weights = self.weights.masked_fill(dropped_columns(block, numbers).to(weight.device), 0)
+        # heads or channels with weights: zero padding in a cut checkpoint has none
+        self.members = self.weights.cpu().unflatten(0, (-1, self.width)).sum(1).nonzero().flatten()
 
-    block: AttentionLayer | FeedForward
-    weights: Tensor
-
-    @property
-    def kind(self) -> str:
-        """`heads` or `channels`."""
-        return "heads" if isinstance(self.block, AttentionLayer) else "channels"
-
-    @property
-    def width(self) -> int:
-        """Columns of a head or channel."""
-        return self.block.head_dim if isinstance(self.block, AttentionLayer) else 1
-
-    @cached_property
-    def units(self) -> Tensor:
-        """Numbers of the heads or channels that have weights: a cut checkpoint's fillers have none."""
-        return self.weights.cpu().unflatten(0, (-1, self.width)).sum(1).nonzero().flatten()
-
-    def lowest(self, scores: Tensor, count: int, tie: float) -> Tensor:
-        """Return which columns go, (columns,).
-
-        Args:
-            scores: Σ_t f_tj of each column.
-            count: how many heads or channels.
-            tie: see `extreme`.
-        """
+    def lowest(self, scores: Tensor, tie: float) -> Tensor:
+        """Return the columns to mask, (columns,), given Σ_t f_tj of each column; see `top_positions` for `tie`."""
         norms = (scores.square() * self.weights).cpu().unflatten(0, (-1, self.width)).sum(1)
         drop = torch.zeros(len(norms), dtype=torch.bool)
-        drop[self.units[extreme(norms[self.units], count, False, tie)]] = True
+        drop[self.members[top_positions(norms[self.members], self.count, False, tie)]] = True
         return drop.repeat_interleave(self.width).to(scores.device)
 
 
 @dataclass
 class _LayerPass:
-    """A layer that runs.
+    """A running decoder layer."""
 
-    Attributes:
-        residual: its input, and after attention that plus attention's output.
-        choices: columns that go, (texts, columns), by projection: those of the layer's cache, or of this pass alone.
-        real: which tokens are no padding, (texts, tokens).
-    """
-
-    residual: Tensor
-    choices: dict[str, Tensor]
-    real: Tensor | None = None
+    residual: Tensor  # its input; after attention, its input plus the attention output
+    choices: dict[str, Tensor]  # masked columns by projection, (rows, columns); stored in the cache, if there is one
+    real: Tensor | None = None  # false for padding, (rows, tokens)
 
 
 class Chooser:
-    """Chooses heads and channels, and leaves them out.
-
-    Args:
-        rule: the intervention's fields.
-        model_map: of the model.
+    """Hooks that choose heads and channels, and mask them.
 
     Attributes:
-        history: by projection, what earlier batches read, squared, (positions, columns); NaN where nothing was. A
-            position counts a text's own tokens, not the padding before them.
-        batches: how many batches of how many texts it has chosen for.
-        left_out: how many heads and channels it has left out, and of how many in the whole model.
+        history: by projection, moving average of squared activations, (positions, columns); NaN where there are none.
+            Positions count a text's own tokens, without padding.
+        batches: number of batches by their number of texts.
+        masked: numbers of masked heads and channels, and of all (`all heads`, `all channels`).
     """
 
-    def __init__(self, rule: ProbePruning, model_map: ModelMap) -> None:
-        self.rule, self.model_map = rule, model_map
+    def __init__(self, settings: ProbePruning, model_map: ModelMap) -> None:
+        self.settings, self.model_map = settings, model_map
         self.history: dict[str, Tensor] = {}
         self.batches: Counter[int] = Counter()
-        self.left_out: Counter[str] = Counter()
-        self._layers, self._blocks = rule.layers_in_play(model_map)
-        self._passes: dict[str, _LayerPass] = {}  # of layers that run
-        self._projections: dict[str, tuple[Projection, int]] = {}  # and how many heads or channels go
+        self.masked: Counter[str] = Counter()
+        self._layers, self._blocks = settings.pruned_layers(model_map)
+        self._passes: dict[str, _LayerPass] = {}  # by label, of layers that run
+        self._targets: dict[str, _Target] = {}  # by name, `L3.o_proj`
 
     def attach(self, stack: ExitStack) -> None:
-        """Watch and change the layers in play until `stack` closes."""
-        put_in_front(self.model_map, self._attend, stack)
-        modules = layers_with_attention(self.model_map)[self.rule.skip_first :]
+        """Hook the pruned layers until `stack` closes."""
+        intercept_attention(self.model_map, self._attend, stack)
+        modules = layers_with_attention(self.model_map)[self.settings.skip_first :]
         for layer, module in zip(self._layers, modules, strict=True):
             for handle in (
                 module.register_forward_pre_hook(partial(self._begin, layer), with_kwargs=True),
@@ -253,19 +230,16 @@ class Chooser:
             ):
                 stack.callback(handle.remove)
         for block in self._blocks:
-            change_input(block.down, partial(self._without_channels, block), stack)
-
-    # ------------------------------------------------------------------ hooks
+            change_input(block.down, partial(self._mask_channels, block), stack)
 
     def _begin(self, layer: AttentionLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         residual = (args[0] if args else kwargs["hidden_states"]).detach()
         cache: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
         choices = {} if cache is None else vars(cache).setdefault(_CACHE_KEY, {}).setdefault(layer.label, {})
-        if cache is not None and cache.get_seq_length(layer.index):
-            if not choices:
-                raise InputError("probe pruning cannot go on with a cache that was filled without it; begin a new one")
-        else:
+        if cache is None or not cache.get_seq_length(layer.index):
             choices.clear()
+        elif not choices:
+            raise InputError("probe pruning cannot go on with a cache that was filled without it; begin a new one")
         self._passes[layer.label] = _LayerPass(residual, choices)
 
     def _add(self, layer: AttentionLayer, _: nn.Module, __: Any, output: Any) -> None:
@@ -276,129 +250,105 @@ class Chooser:
         del self._passes[layer.label]
 
     def _attend(self, call: AttentionCall, attend: Attend) -> Attended:
-        """Compute attention without the heads that are left out."""
+        """Compute attention, and mask the chosen heads."""
         layer = self._passes.get(call.layer.label)
-        if layer is None:  # not in play
+        if layer is None:  # one of the first layers
             return attend(call)
         out, weights = attend(call)
         if "o_proj" not in layer.choices:
             layer.real = valid_tokens(call)
             if call.layer is self._layers[0]:
                 self._begin_batch(len(layer.real))
-            layer.choices["o_proj"] = self._choose("o_proj", call.layer, _probe_of(call, attend), out.flatten(2))
-        heads = layer.choices["o_proj"][:, :: call.layer.head_dim][:, None, :, None]  # a head's columns go together
+            layer.choices["o_proj"] = self._choose(layer, f"{call.layer.label}.o_proj", _probe_of(call, attend), out)
+        heads = layer.choices["o_proj"][:, :: call.layer.head_dim][:, None, :, None]
         return out.masked_fill(heads, 0), weights
 
-    def _without_channels(self, block: FeedForward, x: Tensor) -> Tensor:
-        """Return what the down projection reads without the channels that are left out."""
+    def _mask_channels(self, block: FeedForward, x: Tensor) -> Tensor:
+        """Return the input of the down projection with the chosen channels masked."""
         layer = self._passes[block.label]
         if "down" not in layer.choices:
             assert layer.real is not None
             whole = x.detach().reshape(*layer.real.shape, -1)
             layer.choices["down"] = self._choose(
-                "down", block, lambda texts, positions: whole[texts[:, None], positions], whole
+                layer, f"{block.label}.down", lambda rows, positions: whole[rows[:, None], positions], whole
             )
         drop = layer.choices["down"]
         return x.reshape(len(drop), -1, x.shape[-1]).masked_fill(drop[:, None], 0).reshape(x.shape)
 
-    # ------------------------------------------------------------------ choosing
-
     def _begin_batch(self, texts: int) -> None:
-        """Count a batch, and settle how many heads and channels each layer in play leaves out."""
+        """Count a batch, and compute how many heads and channels each layer masks under the current plans."""
         self.batches[texts] += 1
-        self.left_out["all heads"] += texts * self.model_map.total_heads
-        self.left_out["all channels"] += texts * sum(self.model_map.channels().values())
+        self.masked["all heads"] += texts * self.model_map.total_heads
+        self.masked["all channels"] += texts * sum(self.model_map.channels().values())
         applied = interventions_on(self.model_map.attention[0].module)
         plans = [plan for each in applied if isinstance(plan := each.converted(Plan), Plan)]
-        for part, blocks in (("o_proj", self._layers), ("down", self._blocks)):
-            projections = [Projection(block, self._weights(part, block, plans)) for block in blocks]
-            counts = shares([len(projection.units) for projection in projections], self.rule.ratio)
-            for projection, count in zip(projections, counts, strict=True):
-                self._projections[f"{projection.block.label}.{part}"] = projection, count
+        for blocks in (self._layers, self._blocks):
+            targets = [_Target(block, plans, self.model_map) for block in blocks]
+            counts = counts_by_layer([len(target.members) for target in targets], self.settings.ratio)
+            for target, count in zip(targets, counts, strict=True):
+                target.count = count
+                self._targets[target.name] = target
 
-    def _weights(self, part: str, block: AttentionLayer | FeedForward, plans: Sequence[Plan]) -> Tensor:
-        module: Any = getattr(block, part)
-        weight = module.weight.detach().T if is_transposed(module) else module.weight.detach()
-        for plan in plans:
-            weight = plan.compensation.get(f"{block.label}.{part}.weight", weight).to(weight.device)
-        weights = weight.double().pow(4).sum(0)
-        for plan in plans:
-            for cut, numbers in (
-                *plan.heads_by_layer(self.model_map),
-                *plan.channels_by_layer(self.model_map),
-            ):
-                if cut is block:
-                    weights = weights.masked_fill(dropped_columns(block, numbers).to(weights.device), 0)
-        return weights
+    def _choose(self, layer: _LayerPass, name: str, probe: Probe, whole: Tensor) -> Tensor:
+        """Return the columns to mask in each row, (rows, columns).
 
-    def _choose(self, part: str, block: AttentionLayer | FeedForward, probe: Probe, whole: Tensor) -> Tensor:
-        """Return which columns each text leaves out, (texts, columns).
-
-        Args:
-            part, block: whose columns.
-            probe: what some texts give at some positions, if there were no others.
-            whole: what all give, (texts, tokens, columns).
+        `probe` computes activations of some rows at some positions, as if there were no others; `whole` holds the
+        activations of all tokens, (rows, tokens, …).
         """
-        layer, name = self._passes[block.label], f"{block.label}.{part}"
         assert layer.real is not None
-        projection, count = self._projections[name]
-        self.left_out[projection.kind] += count * len(layer.real)
-        tie = torch.finfo(layer.residual.dtype).eps ** 0.75  # well above what batches of other shapes change
-        norms = layer.residual.reshape(*layer.real.shape, -1).double().norm(dim=-1).masked_fill(~layer.real, 0)
-        if self.rule.state == "run":
-            scores, remember = self._scores_of_batch(name, probe, whole, layer.real, norms, tie)
-            drop = projection.lowest(scores, count, tie)
-            remember(drop)
-            return drop.expand(len(layer.real), -1)
+        target, real = self._targets[name], layer.real
+        self.masked[target.kind] += target.count * len(real)
+        tie = torch.finfo(layer.residual.dtype).eps ** 0.75  # well above the rounding of another batch shape
+        norms = layer.residual.reshape(*real.shape, -1).double().norm(dim=-1).masked_fill(~real, 0)
+        if self.settings.state == "run":
+            return self._choose_for_batch(name, probe, whole.flatten(2), real, norms, tie).expand(len(real), -1)
         drops = []
-        for text, real in enumerate(layer.real):
-            first = int(real.int().argmax())
-            positions = first + self._positions(norms[text, first:], int(real.sum()), tie)
-            probed = probe(torch.tensor([text], device=positions.device), positions[None])[0]
-            drops.append(projection.lowest(probed.detach().double().square().sum(0), count, tie))
+        for row, is_real in enumerate(real):
+            first = int(is_real.int().argmax())
+            positions = first + self._positions(norms[row, first:], int(is_real.sum()), tie)
+            probed = probe(torch.tensor([row], device=positions.device), positions[None])[0]
+            drops.append(target.lowest(probed.detach().double().square().sum(0), tie))
         return torch.stack(drops)
 
-    def _scores_of_batch(
+    def _choose_for_batch(
         self, name: str, probe: Probe, whole: Tensor, real: Tensor, norms: Tensor, tie: float
-    ) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Return scores of columns for a batch as a whole, and what takes it into the history, given what goes."""
-        order = real.int().argsort(dim=1, descending=True, stable=True)  # each text's own tokens, then its padding
+    ) -> Tensor:
+        """Return the columns to mask in all rows, (columns,), by the probe and the history; update the history."""
+        order = real.int().argsort(dim=1, descending=True, stable=True)  # a text's own tokens, then its padding
         real, norms = real.gather(1, order), norms.gather(1, order)
         whole = whole.gather(1, order[..., None].expand(whole.shape))
         positions = self._positions(norms.norm(dim=0), int(real.any(0).sum()), tie)
-        texts = extreme(norms[:, positions].norm(dim=1), math.ceil(self.rule.samples * len(real)), True, tie)
-        probed = _mean_squares(probe(texts, order[texts][:, positions]), real[texts][:, positions])
-        known = self.history.get(name, probed.new_full((0, whole.shape[-1]), torch.nan))
-        missing = known.new_full((max(0, real.shape[1] - len(known)), whole.shape[-1]), torch.nan)
-        known = torch.cat([known, missing])
-        # each weighted by itself: (p² + h²) / (p + h)
-        both = probed + known[positions]
-        fused = torch.where(both > 0, (probed.square() + known[positions].square()) / both, 0.0)
-        scores = torch.where(known[positions].isnan(), probed, fused).sum(0)
+        rows = top_positions(norms[:, positions].norm(dim=1), math.ceil(self.settings.samples * len(real)), True, tie)
+        probed = _mean_squares(probe(rows, order[rows][:, positions]), real[rows][:, positions])
+        history = self.history.get(name, probed.new_full((0, whole.shape[-1]), torch.nan))
+        missing = max(0, real.shape[1] - len(history))
+        history = torch.cat([history, history.new_full((missing, whole.shape[-1]), torch.nan)])
+        # p and h each weighted by itself: (p² + h²) / (p + h)
+        earlier = history[positions]
+        total = probed + earlier
+        fused = torch.where(total > 0, (probed.square() + earlier.square()) / total, 0.0)
+        drop = self._targets[name].lowest(torch.where(earlier.isnan(), probed, fused).sum(0), tie)
 
-        def remember(drop: Tensor) -> None:
-            squares, stay = _mean_squares(whole, real), self.rule.smoothing
-            old = known[: len(squares)]
-            new = torch.where(old.isnan(), squares, stay * old + (1 - stay) * squares)
-            read = real.any(0)[:, None] & ~drop
-            self.history[name] = torch.cat([torch.where(read, new, old), known[len(squares) :]])
-
-        return scores, remember
+        squares, smoothing = _mean_squares(whole, real), self.settings.smoothing
+        old, rest = history[: len(squares)], history[len(squares) :]
+        new = torch.where(old.isnan(), squares, smoothing * old + (1 - smoothing) * squares)
+        self.history[name] = torch.cat([torch.where(real.any(0)[:, None] & ~drop, new, old), rest])
+        return drop
 
     def _positions(self, norms: Tensor, count: int, tie: float) -> Tensor:
-        """Return the positions of the largest of `count` tokens, in order; the first token is among a few."""
-        number = min(max(math.ceil(self.rule.positions * count), 2), max(count, 1))
-        positions = extreme(norms, number, True, tie)
-        if number <= SMALL_PROBE:
+        """Return the sorted positions of the probe among `count` tokens."""
+        size = min(max(math.ceil(self.settings.positions * count), 2), max(count, 1))
+        positions = top_positions(norms, size, True, tie)
+        if size <= SMALL_PROBE:
             positions[0] = 0
         return positions
 
 
 def _probe_of(call: AttentionCall, attend: Attend) -> Probe:
-    """Return the attention of some tokens of some texts alone."""
+    """Return a function that computes the attention among some tokens of some rows."""
 
-    def probe(texts: Tensor, positions: Tensor) -> Tensor:
-        rows, mask = texts[:, None], call.mask
+    def probe(rows: Tensor, positions: Tensor) -> Tensor:
+        rows, mask = rows[:, None], call.mask
         if mask is not None:
             mask = mask.expand(len(call.query), -1, -1, -1)
             mask = mask[rows[..., None], :, positions[..., None], positions[:, None]].permute(0, 3, 1, 2)
@@ -409,38 +359,29 @@ def _probe_of(call: AttentionCall, attend: Attend) -> Probe:
 
 
 def _mean_squares(x: Tensor, real: Tensor) -> Tensor:
-    """Return the mean square of each column over the texts that have a token there.
-
-    Args:
-        x: (texts, positions, columns).
-        real: (texts, positions).
-    """
+    """Return the mean square of each column at each position over the rows with a token there, (positions, columns)."""
     squares = torch.where(real[..., None], x.detach().double(), 0.0).square().sum(0)
     return squares / real.sum(0).clamp(min=1)[:, None]
 
 
-def shares(sizes: Sequence[int], ratio: float) -> list[int]:
-    """Return how many of each layer's units go: a share of all. One stays in each layer.
+def counts_by_layer(sizes: Sequence[int], ratio: float) -> list[int]:
+    """Distribute a ratio of all units over layers of these sizes, keeping one unit in each layer.
 
-    What rounding leaves goes to the next layer, and what the last layers cannot give is taken from those before.
+    Rounding carries over to the next layer. Earlier layers take over the units that the last layers lack.
     """
     counts = [0] * len(sizes)
     for layer, size in enumerate(sizes):
-        counts[layer] = max(0, min(_whole(ratio * sum(sizes[: layer + 1])) - sum(counts), size - 1))
+        counts[layer] = max(0, min(_floor(ratio * sum(sizes[: layer + 1])) - sum(counts), size - 1))
     for layer in reversed(range(len(sizes))):
-        counts[layer] += max(0, min(_whole(ratio * sum(sizes)) - sum(counts), sizes[layer] - 1 - counts[layer]))
+        counts[layer] += max(0, min(_floor(ratio * sum(sizes)) - sum(counts), sizes[layer] - 1 - counts[layer]))
     return counts
 
 
-def extreme(values: Tensor, count: int, largest: bool, tie: float) -> Tensor:
-    """Return the positions of the largest or smallest values, in order.
+def top_positions(values: Tensor, count: int, largest: bool, tie: float) -> Tensor:
+    """Return the sorted positions of the `count` largest (or smallest) of nonnegative values, (n,).
 
-    Args:
-        values: at least 0, (n,).
-        count: how many.
-        largest: or the smallest.
-        tie: values that differ from the last that is taken by no more than this share of it are equal, and the first
-            of them are taken: rounding, and with it the shape of a batch, does not decide among equal ones.
+    Values within a share `tie` of the last selected value count as equal, and the first of them are selected. So
+    rounding, which depends on the shape of the batch, does not decide.
     """
     if not count:
         return torch.zeros(0, dtype=torch.long, device=values.device)
@@ -450,5 +391,5 @@ def extreme(values: Tensor, count: int, largest: bool, tie: float) -> Tensor:
     return (sure | (equal & (equal.cumsum(0) <= count - sure.sum()))).nonzero()[:, 0]
 
 
-def _whole(share: float) -> int:
+def _floor(share: float) -> int:
     return math.floor(share + 1e-9)

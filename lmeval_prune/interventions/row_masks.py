@@ -1,36 +1,36 @@
-"""Head masks that differ from row to row of a batch, or from token to token of a packed batch."""
+"""A different head mask for each row of a batch, or for each token of a packed batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import Intervention, change_input
 from lmeval_prune.interventions.head_mask import HeadMask, dropped_columns
 
-Layer = tuple[str, int]  # stack and number
+LayerKey = tuple[str, int]  # stack and number
 
 
 class MaskTable:
-    """Masks resolved against a model.
+    """Masks resolved for a model.
 
     Attributes:
-        count: how many masks, M.
-        drops: of each layer that some mask prunes, the columns that each mask drops, (M, width), where that layer's
-            activations are.
-        pruning: of each such layer, the numbers of the masks that prune something there.
+        count: number of masks, M.
+        drops: by layer, the columns that each mask drops, (M, width); layers that no mask prunes are left out.
+        pruning: by layer, the numbers of the masks that prune it.
     """
 
     def __init__(self, masks: Sequence[HeadMask | None], model_map: ModelMap) -> None:
         self.count = len(masks)
-        self.drops: dict[Layer, torch.Tensor] = {}
-        self.pruning: dict[Layer, set[int]] = {}
+        self.drops: dict[LayerKey, torch.Tensor] = {}
+        self.pruning: dict[LayerKey, set[int]] = {}
         for number, mask in enumerate(masks):
             for layer, heads in mask.by_layer(model_map) if mask else ():
                 key = (layer.stack, layer.index)
@@ -40,31 +40,31 @@ class MaskTable:
                 self.drops[key][number] = dropped_columns(layer, heads)
                 self.pruning[key].add(number)
 
-    def rows_of(self, layer: Layer, index: torch.Tensor) -> torch.Tensor:
-        """Return the columns that each row drops in a layer: the index's shape and (width,), on the index's device."""
+    def rows(self, layer: LayerKey, index: torch.Tensor) -> torch.Tensor:
+        """Return the dropped columns of a layer for an index of masks, (*index.shape, width)."""
         if self.drops[layer].device != index.device:
             self.drops[layer] = self.drops[layer].to(index.device)
         return self.drops[layer][index]
 
 
 @dataclass
-class _Current:
-    """Masks of the forward passes of a `using` block."""
+class _Block:
+    """The masks of a `using` block."""
 
     table: MaskTable
-    layers: frozenset[Layer]  # where some row loses something
+    layers: frozenset[LayerKey]  # layers in which some row loses a head
     index: torch.Tensor
 
 
 @dataclass
 class _State:
     model_map: ModelMap | None = None
-    current: _Current | None = None
+    block: _Block | None = None
 
 
 @dataclass(frozen=True)
 class RowMasks(Intervention):
-    """Prunes other heads in other rows of the same batch.
+    """Prune different heads in different rows of a batch.
 
     ```python
     rows = RowMasks()
@@ -72,31 +72,30 @@ class RowMasks(Intervention):
         model.generate(**batch_of_two)
     ```
 
-    Outside a `using` block, and on layers where no mask of the block prunes anything, activations pass
-    through untouched.
+    Outside a `using` block, and in layers that no mask of the block prunes, activations are unchanged.
     """
 
     tokenwise = True
     _state: _State = field(default_factory=_State, init=False, compare=False, repr=False)
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Install one hook a layer; see the base class."""
+        """Hook the output projection of each layer."""
         if self._state.model_map is not None:
             raise InputError("these RowMasks are already applied to a model; make another one")
         self._state.model_map = model_map
         stack.callback(setattr, self._state, "model_map", None)
         for layer in model_map.attention:
-            change_input(layer.o_proj, _RowDrop(self._state, layer), stack)
+            change_input(layer.o_proj, partial(self._drop, (layer.stack, layer.index)), stack)
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
-        """Refuse to name what may be another thing in every block; see the base class."""
+        """Refuse: the masks change from block to block, so answers cannot be stored under one identity."""
         raise InputError("answers under RowMasks cannot be kept: masks change from block to block; use a HeadMask")
 
     def table(self, masks: Sequence[HeadMask | None]) -> MaskTable:
-        """Resolve masks against the model once, for many `using` blocks.
+        """Resolve masks once for many `using` blocks.
 
         Raises:
-            InputError: a mask does not fit the model, or these RowMasks are not applied to one.
+            InputError: a mask does not fit the model, or these RowMasks are not applied to a model.
         """
         if self._state.model_map is None:
             raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
@@ -109,18 +108,18 @@ class RowMasks(Intervention):
         index: torch.Tensor | Sequence[int] | None = None,
         repeats: int = 1,
     ) -> Iterator[None]:
-        """Choose the masks of the forward passes inside the block.
+        """Set the masks of the forward passes inside the block.
 
         Args:
-            masks: M masks; None prunes nothing. A `table` of them, where the same masks serve many blocks.
-            index: which mask each row (shape (batch,)) or each token (shape (batch, tokens), for packed
-                batches (1, tokens)) runs under, whole numbers. Default: row i under mask i, M rows.
-            repeats: how many times in a row the model sees each row: `generate` with
-                `num_return_sequences=k` or `num_beams=k` repeats each k times.
+            masks: M masks, None for no pruning, or a `table` of them.
+            index: number of the mask of each row, (batch,), or of each token, (batch, tokens) as in packed batches
+                (1, tokens). Default: row i has mask i, for M rows.
+            repeats: copies of each row, one after another: `generate` with `num_return_sequences=k` or `num_beams=k`
+                repeats each row k times.
 
         Raises:
-            InputError: a mask does not fit the model, `index` points outside `masks`, or (in the forward
-                pass) its shape does not fit the batch.
+            InputError: a mask does not fit the model, `index` is out of range, or (in the forward pass) its shape does
+                not fit the batch.
         """
         table = masks if isinstance(masks, MaskTable) else self.table(masks)
         if self._state.model_map is None:
@@ -131,28 +130,21 @@ class RowMasks(Intervention):
         if not used or index.dim() not in (1, 2) or min(used) < 0 or max(used) >= table.count:
             raise InputError(f"index must be (batch,) or (batch, tokens) with values 0 to {table.count - 1}")
         layers = frozenset(layer for layer, pruning in table.pruning.items() if pruning & used)
-        before = self._state.current
-        self._state.current = _Current(table, layers, index.long().repeat_interleave(repeats, dim=0))
+        before = self._state.block
+        self._state.block = _Block(table, layers, index.long().repeat_interleave(repeats, dim=0))
         try:
             yield
         finally:
-            self._state.current = before
+            self._state.block = before
 
-
-class _RowDrop:
-    """The hook of one layer: zeroes what the current masks say."""
-
-    def __init__(self, state: _State, layer: AttentionLayer) -> None:
-        self.state = state
-        self.key = (layer.stack, layer.index)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        current = self.state.current
-        if current is None or self.key not in current.layers:
+    def _drop(self, layer: LayerKey, x: torch.Tensor) -> torch.Tensor:
+        """Zero the pruned heads of each row in the input of a layer's output projection."""
+        block = self._state.block
+        if block is None or layer not in block.layers:
             return x
-        if current.index.device != x.device:
-            current.index = current.index.to(x.device)
-        drop = current.table.rows_of(self.key, current.index)  # (batch, width) or (batch, tokens, width)
+        if block.index.device != x.device:
+            block.index = block.index.to(x.device)
+        drop = block.table.rows(layer, block.index)  # (batch, width) or (batch, tokens, width)
         if drop.dim() == 2:
             drop = drop.unsqueeze(1)
         if x.dim() != 3 or drop.shape[0] != x.shape[0] or drop.shape[1] not in (1, x.shape[1]):

@@ -1,4 +1,4 @@
-"""The methods by the names of their model_args. A line a method; nothing is imported before it is asked for."""
+"""The table of methods by the names of their model_args. A method's module is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ METHODS = {
 
 
 def method_class(name: str) -> Any:
-    """Return the class of a method."""
+    """Import and return the class of a method."""
     module, _, attribute = METHODS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def method_name(kind: type) -> str:
-    """Return the name of a class in the table; of one that is not there, its own."""
+    """Return the name of a class in the table, or its import path if the table lacks it."""
     path = f"{kind.__module__}:{kind.__qualname__}"
     return next((name for name, target in METHODS.items() if target == path), path)

@@ -1,14 +1,14 @@
-"""The one store of answers (`responses=FOLDER`); a sweep's folder is one, too.
+"""The answer store (`responses=FOLDER`), also part of a sweep's folder.
 
-lm-eval's own cache keys an answer by prompt and generation settings alone. Here it is keyed by all that it depends
-on, and by nothing else: the request's kind, prompt and settings, the model (weights, tokenizer, type, other
-arguments), what is applied to it (for a try under a head: that head), the versions of the code that computes it, and,
-where it is drawn, the seed. Not by the task, the try's number, or the router that chose the head: whoever asks the same
-finds it. What else has been asked the same under other versions is counted and said, and not used.
+lm-eval's cache keys an answer by prompt and generation settings only. This store keys it by everything that determines
+it: the request's kind, prompt and settings, the model (weights, tokenizer, dtype, other arguments), the interventions
+(of a routed attempt: its heads), the versions of the code and, if the answer is sampled, the seed. The task, the
+attempt's number and the router are not in the key, so other runs with the same request find the answer. Answers of
+other versions are counted in a warning and not used.
 
     answers.json      schema
-    rank-*.jsonl      answers as they come, a file a process; a line that a kill cut short is ignored
-    answers.parquet   answers of runs that have been compacted
+    rank-*.jsonl      answers in the order of computation, one file per process; a truncated last line is ignored
+    answers.parquet   compacted answers of earlier runs
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ from typing_extensions import TypedDict
 
 from lmeval_prune import artefacts
 from lmeval_prune.artefacts import (
-    COMPUTED,
-    append_to,
-    checked,
+    NONFINITE_REMEDY,
+    create_folder,
     digest,
     file_lock,
-    from_json,
-    lock_of,
-    make_folder,
+    lock_path,
+    open_append,
+    parse_json,
     read_artefact,
+    validate_json,
     write_artefact,
     write_bytes,
 )
-from lmeval_prune.errors import InputError, disk_error, writing
-from lmeval_prune.models.identity import differing
+from lmeval_prune.errors import InputError, disk_error, report_write_errors
+from lmeval_prune.models.identity import describe_version_change
 from lmeval_prune.models.lengths import Ending
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/answers"
 SCHEMA_VERSION = 1
 Likelihood = Annotated[float, Lt(float("inf"))]  # and not NaN
-RESPONSES: dict[str, Any] = {  # by kind of request, what lm-eval's model classes answer, in JSON
+RESPONSE_TYPES: dict[str, Any] = {  # JSON types of responses by kind of request
     "generate_until": str,
     "loglikelihood": Annotated[list[Likelihood | bool], Len(2, 2)],
     "loglikelihood_rolling": Likelihood,
 }
-FILES = ("answers.", "rank-")  # ours begin so
+FILES = ("answers.", "rank-")  # prefixes of the store's files
 
 _TABLE = pa.schema(
     [
         ("key", pa.string()),
-        ("request", pa.string()),  # a digest of all that the answer depends on but versions
+        ("request", pa.string()),  # digest of the key without versions
         ("versions", pa.string()),  # JSON: versions
         ("kind", pa.string()),
         ("task", pa.string()),
-        ("prompt", pa.string()),  # a digest
+        ("prompt", pa.string()),  # digest
         ("head", pa.string()),
         ("response", pa.string()),  # JSON
         ("tokens", pa.list_(pa.uint32())),
         ("length", pa.int32()),  # in tokens
-        ("cut_off", pa.bool_()),  # by `max_gen_toks`
+        ("cut_off", pa.bool_()),  # at `max_gen_toks`
     ]
 )
-_ADDED = {"request", "versions", "length", "cut_off"}  # columns that older stores lack
+_OPTIONAL_COLUMNS = {"request", "versions", "length", "cut_off"}  # older stores lack them
 
 
 class Record(TypedDict):
@@ -95,18 +95,17 @@ class AnswerStore:
     """Answers of one or more runs in a folder.
 
     Args:
-        folder: made if it does not exist.
-        rank: this process; it alone writes `rank-RANK.jsonl`. None: the first number that nobody writes to.
+        folder: created if it does not exist.
+        rank: number of this process, which alone writes `rank-RANK.jsonl`. None: the first number without a writer.
 
     Attributes:
-        path: the file that it writes.
-        known: key → response.
-        endings: of each key, how the answer ended, where that is known.
-        versions: of each request (a digest, see `answer`), the versions that answered it last; None where the answer
-            does not say.
+        path: the file of this process.
+        responses: response by key.
+        endings: ending of the answer by key, if stored.
+        versions: versions of the code by request (a digest, see `answer_requests`); None if the answer lacks them.
 
     Raises:
-        InputError: the folder holds something else, or another run is writing to it.
+        InputError: the folder is not an answer store, or another run is writing to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = 0) -> None:
@@ -114,100 +113,100 @@ class AnswerStore:
         about = self.folder / "answers.json"
         self._file: Any = None
         try:
-            make_folder(self.folder)
+            create_folder(self.folder)
             foreign = [p.name for p in self.folder.iterdir() if not p.name.startswith((".", *FILES))]
             if foreign and not about.exists():
-                raise InputError(f"{folder} holds {foreign[0]} and is not an answer store; give a new folder")
+                raise InputError(f"{folder} has a file {foreign[0]} and is not an answer store; give a new folder")
             if about.exists():
                 read_artefact(about, SCHEMA, SCHEMA_VERSION)
             with ExitStack() as stack:
                 self.path = self._lock(rank, stack)
                 if os.path.lexists(self.path):
-                    append_to(self.path).close()
-                self._release = finalize(self, stack.pop_all().close)  # when nobody has the store any more, too
+                    open_append(self.path).close()
+                self._release = finalize(self, stack.pop_all().close)  # also when the store is garbage-collected
         except Timeout:
             raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
         except OSError as error:
             raise disk_error(error, folder) or InputError(
-                f"responses={folder} cannot be used ({error}); give a folder that can be written"
+                f"responses={folder} cannot be used ({error}); give a writable folder"
             ) from error
-        self.known: dict[str, Any] = {}
+        self.responses: dict[str, Any] = {}
         self.endings: dict[str, Ending] = {}
         self.versions: dict[str, dict[str, Any] | None] = {}
         try:
-            if not about.exists():  # several ranks may do this at once; they write the same
+            if not about.exists():  # several ranks may write the same content
                 write_artefact(about, SCHEMA, SCHEMA_VERSION, {})
             for record in read_answers(self.folder):
-                self._take(record["key"], record["response"], record)
+                self._remember(record["key"], record["response"], record)
                 self.versions[record.get("request") or record["key"]] = record.get("versions")
         except BaseException:
             self._release()
             raise
 
     def _lock(self, rank: int | None, stack: ExitStack) -> Path:
-        """Return the file that this process writes, and hold its lock."""
+        """Lock the file of this process, and return its path."""
         for number in itertools.count() if rank is None else [rank]:
             path = self.folder / f"rank-{number}.jsonl"
             try:
-                stack.enter_context(file_lock(lock_of(path)))
+                stack.enter_context(file_lock(lock_path(path)))
                 return path
             except Timeout:
                 if rank is not None:
                     raise
-        raise AssertionError("there is always a next number")
+        raise AssertionError
 
     def add(self, key: str, response: Any, about: dict[str, Any]) -> None:
-        """Write one answer; it is with the operating system when this returns.
+        """Write one answer and flush it to the operating system; `about` are other fields of the `Record`.
 
         Raises:
-            InputError: it is none that can be read again, e.g. NaN; the others stay.
-            DiskError: the disk takes no more; the next run that opens the store goes on behind the last whole line.
+            InputError: the response cannot be stored, e.g. NaN; earlier answers stay.
+            DiskError: the disk is full; the next run resumes after the last complete line.
         """
         line = json.dumps({"key": key, **about, "response": response}, ensure_ascii=False) + "\n"
         try:
-            _record(from_json(line, self.path), self.path)
+            _record(parse_json(line, self.path), self.path)
         except InputError:
             raise InputError(
                 f"the model's answer to a {about.get('kind')} request of task {about.get('task')!r} is "
-                f"{str(response)[:60]}, which is not stored; where it is NaN, {COMPUTED}"
+                f"{str(response)[:60]}, which cannot be stored; if it is NaN, {NONFINITE_REMEDY}"
             ) from None
         try:
-            with writing(self.path):
+            with report_write_errors(self.path):
                 if self._file is None:
-                    cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a line was cut short
-                    self._file = append_to(self.path)
-                    self._file.write("\n" if cut and self.path.stat().st_size else "")
+                    content = self.path.read_bytes() if self.path.exists() else b""
+                    self._file = open_append(self.path)
+                    self._file.write("\n" if content and not content.endswith(b"\n") else "")
                 self._file.write(line)
                 self._file.flush()
         except InputError:
             self._close_file()
             raise
-        self._take(key, response, about)
+        self._remember(key, response, about)
 
-    def _take(self, key: str, response: Any, about: dict[str, Any]) -> None:
-        self.known[key] = response
+    def _remember(self, key: str, response: Any, about: dict[str, Any]) -> None:
+        self.responses[key] = response
         if about.get("length") is not None and about.get("cut_off") is not None:
             self.endings[key] = Ending(about["length"], about["cut_off"])
 
     def close(self) -> None:
-        """Close the file and let other runs write."""
+        """Close the file and release its lock."""
         self._close_file()
         self._release()
 
     def _close_file(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what was not written is written again, and said where it was added
+            with suppress(OSError):  # `add` has reported it
                 self._file.close()
             self._file = None
 
     def compact(self) -> None:
-        """Move the lines of all processes but those that still write into `answers.parquet`, by key."""
+        """Move the answers of this and of ended processes into `answers.parquet`, sorted by key."""
         with ExitStack() as stack:
             paths = []
             for path in self.folder.glob("rank-*.jsonl"):
                 with suppress(Timeout):
                     if path != self.path:
-                        stack.enter_context(file_lock(lock_of(path), timeout=0))
+                        stack.enter_context(file_lock(lock_path(path), timeout=0))
                     paths.append(path)
             if not paths:
                 return
@@ -220,37 +219,38 @@ class AnswerStore:
 
 
 def _as_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with JSON where the table has texts."""
+    """Convert a record to a row of the table."""
     versions = json.dumps(record["versions"]) if record.get("versions") else None
     return {**record, "versions": versions, "response": json.dumps(record["response"], ensure_ascii=False)}
 
 
 def read_answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read all answers of a store, but lines that a kill cut short; `InputError` if a file is damaged."""
+    """Read all answers of a store except truncated lines; `InputError` if a file is damaged."""
     table = folder / "answers.parquet"
     for row in read_table(table, _TABLE).to_pylist():
-        versions = from_json(row["versions"], table) if row["versions"] else None
-        yield _record({**row, "response": from_json(row["response"] or "", table), "versions": versions}, table)
+        versions = parse_json(row["versions"], table) if row["versions"] else None
+        yield _record({**row, "response": parse_json(row["response"] or "", table), "versions": versions}, table)
     for path in sorted(folder.glob("rank-*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
-                    record = from_json(line, path)
-                except InputError:  # a kill has cut it short
+                    record = parse_json(line, path)
+                except InputError:  # truncated by a kill
                     continue
                 yield _record(record, path)
 
 
 def _record(value: Any, path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = checked(value, Record, path)
-    checked(record["response"], RESPONSES.get(record.get("kind") or "", Any), path)
+    """Check the types of a record's fields and of its response."""
+    record: dict[str, Any] = validate_json(value, Record, path)
+    validate_json(record["response"], RESPONSE_TYPES.get(record.get("kind") or "", Any), path)
     return record
 
 
 def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-    """Read a parquet file of a store as an Arrow table; empty, if there is none; `InputError` if it is damaged."""
+    """Read a parquet file of a store; an empty table if the file is missing, `InputError` if it is damaged."""
     try:
-        return artefacts.read_table(path, "the store is damaged", columns, schema, _ADDED)
+        return artefacts.read_table(path, "the store is damaged", columns, schema, _OPTIONAL_COLUMNS)
     except FileNotFoundError:
         return schema.empty_table()
 
@@ -262,130 +262,131 @@ def write_table(path: Path, table: pa.Table) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-class Missing:
-    """Requests whose answers are not stored yet, and what is run with them.
+class PendingRequests:
+    """Requests of one kind whose answers are not stored yet.
 
     Attributes:
-        kind: of the requests.
-        requests, keys: the requests and their keys in the store (without a store, their indices).
-        repeats: of each, how many requests for the same document came before it.
-        add: keeps a response; called with a key, the response and further columns.
+        requests, keys: the requests and their keys in the store (without a store: their indices).
+        repeats: for each request, the number of earlier requests for the same document.
+        add: stores a response; called with a key, the response and further columns.
     """
 
     def __init__(
         self, kind: str, add: Callable[..., None], requests: Sequence[Any], keys: Sequence[Any], repeats: Sequence[int]
     ) -> None:
         self.kind, self.requests, self.keys, self.repeats, self.add = kind, list(requests), keys, repeats, add
-        self._waiting: dict[str, deque[Any]] = defaultdict(deque)
+        self._keys_by_arguments: dict[str, deque[Any]] = defaultdict(deque)
         for request, key in zip(requests, keys, strict=True):
-            self._waiting[_text(request.args)].append(key)
+            self._keys_by_arguments[_as_text(request.args)].append(key)
 
     def answered(self, attr: str, args: Iterable[Any], response: Any, **columns: Any) -> None:
-        """Add a response that lm-eval reports by a request's arguments: it is that of the next one that has them.
+        """Store a response that lm-eval reports by a request's arguments, for the next request with these arguments.
 
-        lm-eval reports a batch by the settings of its first request, so that there may be no further one.
+        lm-eval reports all requests of a batch with the settings of the first, so there may be no such request.
         """
-        queue = self._waiting.get(_text(args)) if attr == self.kind else None
+        queue = self._keys_by_arguments.get(_as_text(args)) if attr == self.kind else None
         if queue:
             self.add(queue.popleft(), response, **columns)
 
 
-def _text(args: Iterable[Any]) -> str:
+def _as_text(args: Iterable[Any]) -> str:
     return json.dumps(list(args), sort_keys=True, default=str)
 
 
-def occurrences(requests: Iterable[Any]) -> list[int]:
-    """Count, for each request, those for the same task, document and index that came before it."""
-    seen: Counter[tuple[Any, ...]] = Counter()
-    counts = []
+def repeat_indices(requests: Iterable[Any]) -> list[int]:
+    """Return for each request the number of earlier requests with the same task, document and index."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    indices = []
     for request in requests:
         document = (request.task_name, request.doc_id, request.idx)
-        counts.append(seen[document])
-        seen[document] += 1
-    return counts
+        indices.append(counts[document])
+        counts[document] += 1
+    return indices
 
 
-def answer(
+KeyParts = Callable[[Any, int], tuple[dict[str, Any], str]]
+
+
+def answer_requests(
     store: AnswerStore,
     requests: Sequence[Any],
     kind: str,
-    depends_on: Callable[[Any, int], tuple[dict[str, Any], str]],
-    run: Callable[[Missing], list[Any]],
+    key_parts: KeyParts,
+    run: Callable[[PendingRequests], list[Any]],
     any_rank: Callable[[bool], bool] = bool,
-    in_groups: Callable[[Any], bool] = lambda _: False,
-    size: int = 1,
+    is_grouped: Callable[[Any], bool] = lambda _: False,
+    group_size: int = 1,
 ) -> tuple[list[Any], list[str]]:
-    """Answer requests from the store, run the rest, and store each as it comes.
+    """Answer requests from the store, run the rest, and store each answer as soon as it is computed.
 
     Args:
         store: the store.
-        requests: lm-eval Instances; the same Instance stands N times for N repeats.
-        kind: `"generate_until"`, `"loglikelihood"` or `"loglikelihood_rolling"`.
-        depends_on: of a request and its repeat, a JSON value of all that its answer depends on, among it under
-            `versions` the versions of the code that computes it; and what is written beside the answer as `head`.
-        run: answers the requests that are missing, no two with one key, and may report each as it is answered.
-        any_rank: whether its argument is true on some rank. lm-eval's model classes synchronise the ranks
-            inside a call, so while one rank has work, each makes the call (with a request it needs not).
-        in_groups: whether a request is answered together with others: drawn by `generate` from one stream of random
-            numbers. Such requests form groups in their order, and a group that lacks an answer is run as a whole, so
-            that the answers are those of a run that was not killed.
-        size: of a group.
+        requests: lm-eval instances; the same instance occurs N times for N repeats.
+        kind: kind of the requests.
+        key_parts: returns for a request and its repeat everything that determines the answer as JSON, including
+            `versions` of the code, and the `head` that is stored beside the answer.
+        run: answers pending requests; may report answers earlier by `add` or `answered`.
+        any_rank: whether a flag is true on some rank. lm-eval's models synchronise the ranks, so while one rank has
+            pending requests, each rank calls `run`, if necessary with a stored request.
+        is_grouped: whether a request is sampled together with others from one stream of random numbers. A group that
+            lacks an answer is run completely, so that resuming does not change answers.
+        group_size: requests per group, in their order.
 
     Returns:
         Responses in the order of `requests`, and their keys.
     """
-    repeats = occurrences(requests)
-    keys, columns_of = _look_up(store, requests, repeats, kind, depends_on)
-    first = {key: index for index, key in reversed(list(enumerate(keys)))}
-    grouped = [key for key in dict.fromkeys(keys) if in_groups(requests[first[key]])]
-    run_again = _whole_groups(grouped, columns_of.keys(), size)
-    indices = [first[key] for key in dict.fromkeys(keys) if key in run_again]
+    repeats = repeat_indices(requests)
+    keys, new_columns = _look_up(store, requests, repeats, kind, key_parts)
+    first: dict[str, int] = {}
+    for index, key in enumerate(keys):
+        first.setdefault(key, index)
+    grouped = [key for key, index in first.items() if is_grouped(requests[index])]
+    rerun = _complete_groups(grouped, new_columns.keys(), group_size)
+    indices = [index for key, index in first.items() if key in rerun]
 
     def add(key: str, response: Any, **columns: Any) -> None:
-        if key not in store.known:  # one of a group may be
-            store.add(key, response, {**columns_of[key], **columns})
+        if key not in store.responses:  # of a group that is run again
+            store.add(key, response, {**new_columns[key], **columns})
 
     if any_rank(bool(indices)):
-        chosen = indices or [0]
-        missing = Missing(
-            kind, add, [requests[i] for i in chosen], [keys[i] for i in chosen], [repeats[i] for i in chosen]
-        )
-        for key, response in zip(missing.keys, run(missing), strict=True):
-            add(key, response)  # the model may not have reported this one on its own
+        indices = indices or [0]
+        chosen_repeats = [repeats[i] for i in indices]
+        pending = PendingRequests(kind, add, [requests[i] for i in indices], [keys[i] for i in indices], chosen_repeats)
+        for key, response in zip(pending.keys, run(pending), strict=True):
+            add(key, response)
     restore = tuple if kind == "loglikelihood" else lambda x: x
-    return [restore(store.known[key]) for key in keys], keys
+    return [restore(store.responses[key]) for key in keys], keys
 
 
-def _whole_groups(grouped: Sequence[str], missing: Collection[str], size: int) -> set[str]:
-    """Return the missing keys, and all keys of groups that have one of them."""
+def _complete_groups(grouped: Sequence[str], missing: Collection[str], size: int) -> set[str]:
+    """Return the missing keys and the other keys of their groups."""
     groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
     return {*missing, *(key for group in groups if not set(group).isdisjoint(missing) for key in group)}
 
 
 def _look_up(
-    store: AnswerStore,
-    requests: Sequence[Any],
-    repeats: Sequence[int],
-    kind: str,
-    depends_on: Callable[[Any, int], tuple[dict[str, Any], str]],
+    store: AnswerStore, requests: Sequence[Any], repeats: Sequence[int], kind: str, key_parts: KeyParts
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Return the requests' keys; and of answers that are not stored, by key, what is written beside them."""
+    """Return the requests' keys, and the columns of answers that are not stored by key."""
     keys: list[str] = []
     columns: dict[str, dict[str, Any]] = {}
     outdated: Counter[str] = Counter()
+    prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
     for request, repeat in zip(requests, repeats, strict=True):
-        parts, head = depends_on(request, repeat)
+        parts, head = key_parts(request, repeat)
         versions = parts.pop("versions")
         request_digest = digest({"kind": kind, **parts})
         keys.append(key := digest([request_digest, versions]))
-        if key in store.known or key in columns:
+        if key in store.responses or key in columns:
             continue
+        if id(request) not in prompts:
+            prompts[id(request)] = digest(request.args[0])
         columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
-        columns[key] |= {"prompt": digest(request.args[0]), "head": head}
+        columns[key] |= {"prompt": prompts[id(request)], "head": head}
         if store.versions.get(request_digest, versions) != versions:
-            outdated[differing(store.versions[request_digest], versions)] += 1
+            outdated[describe_version_change(store.versions[request_digest], versions)] += 1
     for reason, count in outdated.items():
-        logger.warning("%d kept answers %s; they are not used", count, reason)
-    if stored := sum(key in store.known for key in keys):
+        logger.warning("%d stored answers %s; they are not used", count, reason)
+    if stored := sum(key in store.responses for key in keys):
         logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
     return keys, columns

@@ -1,4 +1,4 @@
-"""`--model athena`: the host model that answers word problems by expressions, for tasks that score expressions."""
+"""`--model athena`: answer word problems by expressions, for tasks that score expressions."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, removed_from
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import skeleton_of
-from lmeval_prune.errors import InputError, reported
-from lmeval_prune.models.arguments import Arguments, unknown
-from lmeval_prune.models.identity import applied
-from lmeval_prune.models.logs import as_lm_eval_does, say_applied
-from lmeval_prune.models.once import GivenOnce
-from lmeval_prune.settings import Count, device_named, typed
+from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.models.arguments import Arguments, unknown_argument
+from lmeval_prune.models.identity import interventions_report
+from lmeval_prune.models.lm_base import CheckedArgumentsLM
+from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
+from lmeval_prune.settings import Count, parse_value, resolve_device
 from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)
-_FOR_TEXTS = ("router", "engine", "responses")  # what only a language model has use for
+_LANGUAGE_MODEL_ARGUMENTS = ("router", "engine", "responses")
 
 
-class AthenaLM(GivenOnce):
-    r"""Answers the bare question of a document, whatever the prompt, with `\boxed{expression}`.
+class AthenaLM(CheckedArgumentsLM):
+    r"""Answers the question of a document with `\boxed{expression}`; the prompt is ignored.
 
     Args:
-        pretrained: folder that `lmeval-prune athena train` wrote.
-        batch_size: problems at once.
-        device: torch's.
-        question_field: field of the documents that holds the question.
+        pretrained: folder written by `lmeval-prune athena train`.
+        batch_size: problems per batch.
+        device: a torch device.
+        question_field: field of the documents with the question.
         arguments: methods for the encoder, as for `pruned-hf`: `heads=L5H3+L2H0`, `mask=FILE`, …
 
     Raises:
-        InputError: an argument cannot be used; before the weights are loaded wherever that can be known.
+        InputError: an argument is invalid; raised before the weights are loaded if possible.
     """
 
-    @reported
+    @print_input_errors
     def __init__(
         self,
         pretrained: Any = None,
@@ -50,33 +50,33 @@ class AthenaLM(GivenOnce):
         **arguments: Any,
     ) -> None:
         super().__init__()
-        as_lm_eval_does()
+        use_lm_eval_logging()
         if not isinstance(pretrained, str) or not pretrained:
-            raise InputError("name a model: --model_args pretrained=FOLDER, one that `lmeval-prune athena train` wrote")
-        for name in _FOR_TEXTS:
+            raise InputError("name a model: --model_args pretrained=FOLDER, written by `lmeval-prune athena train`")
+        for name in _LANGUAGE_MODEL_ARGUMENTS:
             if arguments.get(name) is not None:
                 raise InputError(f"{name}= is not for --model athena; leave it out")
         parsed = Arguments.of(arguments)
         for name in parsed.others:
-            raise unknown(name, ("pretrained", "batch_size", "device"))
+            raise unknown_argument(name, ("pretrained", "batch_size", "device"))
         self.field, self.batch_size = question_field, _batch(batch_size)
-        where = device_named(device, strictly=False)
+        target = resolve_device(device, strictly=False)
         self.about = checkpoint.describe(pretrained)
-        self.manifest = manifest_in(f"{pretrained}/{checkpoint.ENCODER}")
+        self.manifest = valid_manifest(f"{pretrained}/{checkpoint.ENCODER}")
         bare = map_model(skeleton_of(f"{pretrained}/{checkpoint.ENCODER}"))
         for intervention in parsed.interventions:
             intervention.fit_to(bare)
-        self.host = checkpoint.read(pretrained).to(where)
+        self.host = checkpoint.read(pretrained).to(target)
         with ExitStack() as stack:
             for intervention in parsed.interventions:
                 stack.enter_context(intervention.applied_to(self.host.encoder, self.model_map, any_thread=True))
             self._applied = stack.pop_all()
         if self.manifest:
-            eval_logger.info("checkpoint: %s", removed_from(self.manifest))
-        say_applied(self.host.encoder, self.model_map)
+            eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
+        log_interventions(self.host.encoder, self.model_map)
 
     def close(self) -> None:
-        """Undo what was applied. (The end of the object does so too.)"""
+        """Undo the interventions; garbage collection does the same."""
         self._applied.close()
 
     @cached_property
@@ -84,22 +84,22 @@ class AthenaLM(GivenOnce):
         """Return the encoder's layers and heads."""
         return map_model(self.host.encoder)
 
-    @reported
+    @print_input_errors
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        r"""Return the expression that answers each request's document, as `\boxed{…}`; empty if it has no numbers.
+        r"""Return `\boxed{expression}` for each request's document, or an empty text if it has no numbers.
 
         Raises:
-            InputError: documents lack the field with the question.
+            InputError: a document lacks the field with the question.
         """
         problems = []
         for request in requests:
             if not isinstance(request.doc, dict) or self.field not in request.doc:
                 raise InputError(
-                    f"task {request.task_name}: its documents have no field {self.field!r}; name the one with the "
-                    f"question in question_field"
+                    f"task {request.task_name}: its documents have no field {self.field!r}; set question_field to the "
+                    f"field with the question"
                 )
             problems.append(self._problem(request.doc))
-        self._warn(requests)
+        self._warn_of_training_questions(requests)
         texts = answers(self.host, problems, self.batch_size)
         return [rf"\boxed{{{text}}}" if text else "" for text in texts]
 
@@ -109,39 +109,39 @@ class AthenaLM(GivenOnce):
         except ValueError:
             return Problem.of(document[self.field])
 
-    def _warn(self, requests: list[Any]) -> None:
-        known = set(self.about.get("trained_on", ()))
-        seen = {key for request in requests if (key := question_key(request.doc, self.field)) in known}
-        if seen:
-            eval_logger.warning("%d of the questions were in the training of this model: this is no test", len(seen))
+    def _warn_of_training_questions(self, requests: list[Any]) -> None:
+        trained_on = set(self.about.get("trained_on", ()))
+        leaked = {question_key(request.doc, self.field) for request in requests} & trained_on
+        if leaked:
+            eval_logger.warning("%d of the questions were in this model's training data: this is no test", len(leaked))
 
-    @reported
+    @print_input_errors
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Refuse tasks that score given texts."""
-        raise InputError("--model athena answers by expressions; use a task that scores them (prune_asdiv_a_equation)")
+        raise InputError("--model athena generates expressions; use a task that scores them (prune_asdiv_a_equation)")
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Refuse tasks that score given texts."""
         return self.loglikelihood(requests)  # type: ignore[return-value]
 
     @property
-    @reported
+    @print_input_errors
     def tokenizer_name(self) -> str:
-        """Refuse chat templates, which are the only ones to ask for it: there is no prompt."""
-        raise InputError("--model athena is asked the bare question; leave out --apply_chat_template")
+        """Refuse chat templates, which alone read this property: there is no prompt."""
+        raise InputError("--model athena reads the question without a prompt; leave out --apply_chat_template")
 
-    @reported
+    @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse `--use_cache`, whose keys do not know what is applied to the model."""
+        """Refuse `--use_cache`, whose keys do not include the interventions."""
         if getattr(cache_hook, "dbdict", None) is not None:
-            raise InputError("--use_cache cannot tell pruned models apart; leave it out, answers take seconds")
+            raise InputError("--use_cache would mix the answers of differently pruned models; leave it out")
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the model's training, and a section `pruning`, for the results file."""
+        """Return the model's training and a section `pruning` for the results file."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
-        pruning = applied(self.model_map, self.model_map.weights)
+        pruning = interventions_report(self.model_map, self.model_map.weights)
         if self.manifest:
             pruning["checkpoint"] = checkpoint_columns(self.manifest)
         return {"model_num_parameters": parameters, "athena": training, "pruning": pruning}
@@ -149,6 +149,6 @@ class AthenaLM(GivenOnce):
 
 def _batch(size: Any) -> int:
     try:
-        return 32 if str(size).startswith("auto") else int(typed("batch_size", size, Count))
+        return 32 if str(size).startswith("auto") else int(parse_value("batch_size", size, Count))
     except InputError as error:
         raise InputError(f"{error}, or auto") from None

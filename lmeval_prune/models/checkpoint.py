@@ -1,4 +1,4 @@
-"""A model as its folder or the hub describes it: configuration, tokenizer, modules, without weights."""
+"""Configuration, tokenizer and modules of a model in a folder or on the hub, without its weights."""
 
 from __future__ import annotations
 
@@ -12,26 +12,22 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import digest
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import refused_as
+from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.errors import InputError, first_line
-
-_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
+from lmeval_prune.models.arguments import FAMILY_DESCRIPTION
 
 
 class Checkpoint:
-    """A language model without weights.
+    """A language model without weights; `InputError` if it does not exist or is not a language model.
 
     Args:
-        loading: model_args by which it is loaded, `pretrained` among them; see `Arguments.loading`.
+        loading: model_args that load the model, including `pretrained`; see `Arguments.loading`.
 
     Attributes:
-        path: folder, or the hub's name.
+        path: folder, or name on the hub.
         config: transformers' configuration.
         map: the model's layers and heads.
-
-    Raises:
-        InputError: it is not there, cannot be built, or is no language model.
     """
 
     def __init__(self, loading: Mapping[str, Any]) -> None:
@@ -44,25 +40,25 @@ class Checkpoint:
                 self.path, **self.files, revision=self.revision, trust_remote_code=self._trust
             )
         bare = language_skeleton(self.config, self._trust)
-        self.map: ModelMap = map_model(bare, **{name: loading[name] for name in _DESCRIPTION if name in loading})
+        self.map: ModelMap = map_model(bare, **{name: loading[name] for name in FAMILY_DESCRIPTION if name in loading})
 
     def _refused(self) -> Any:
         name = "/".join([str(self.loading["pretrained"]), *self.files.values()])
-        return refused_as(f"cannot read the model {name}; give pretrained= of one that is here")
+        return as_input_error(f"cannot read the model {name}; correct pretrained=")
 
     @property
     def revision(self) -> Any:
-        """Return the revision on the hub, if one is named."""
+        """Return the revision on the hub, or None."""
         return self.loading.get("revision")
 
     @property
     def files(self) -> dict[str, str]:
-        """Return the files of the folder or of the hub's model that hold it, where they are named."""
+        """Return `subfolder` and `gguf_file`, if they are set."""
         return {name: str(self.loading[name]) for name in ("subfolder", "gguf_file") if self.loading.get(name)}
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Load the tokenizer from where `hf` does."""
+        """Load the same tokenizer as `hf`."""
         files = dict(self.files)
         if name := self.loading.get("tokenizer"):
             files.pop("gguf_file", None)
@@ -73,19 +69,19 @@ class Checkpoint:
 
     @cached_property
     def dtype(self) -> str:
-        """Return the type that the weights are loaded in; `auto` if only the weights know."""
+        """Return the dtype in which the weights are loaded; `auto` if only the weights determine it."""
         name = str(self.loading.get("dtype") or "auto").removeprefix("torch.")
         dtype = getattr(self.config, "dtype", None) if name == "auto" else getattr(torch, name, name)
         return str(dtype or "auto").removeprefix("torch.")
 
     @property
     def rounds_coarsely(self) -> bool:
-        """Return whether the order of sums, and so the shape of a batch, shows in answers."""
+        """Return whether answers can depend on the order of sums, and so on the shape of a batch."""
         return self.dtype not in ("float32", "float64") or bool(self.loading.get("mixed_precision_dtype"))
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """Return the model's own settings of generation; empty if it has none."""
+        """Return the model's generation config; empty if it has none."""
         try:
             config = GenerationConfig.from_pretrained(
                 self.path, revision=self.revision or "main", subfolder=self.files.get("subfolder", "")
@@ -97,16 +93,12 @@ class Checkpoint:
 
     @property
     def generation_digest(self) -> str:
-        """Return a digest of `generation_config`, or an empty text."""
+        """Return a digest of `generation_config`, or an empty string."""
         settings = {key: str(value) for key, value in self.generation_config.items() if key != "transformers_version"}
         return digest(settings) if settings else ""
 
     def chat_template(self, name: bool | str) -> str:
-        """Return a digest of the chat template of this name (True: the default one); empty for False.
-
-        Raises:
-            InputError: the tokenizer has none.
-        """
+        """Return a digest of the chat template of this name (True: the default); an empty string for False."""
         if not name:
             return ""
         try:

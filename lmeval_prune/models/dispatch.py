@@ -1,9 +1,14 @@
-"""Sends requests to servers, as many at once as they are to have, until each has its answer; servers may fail.
+"""Distribute requests over servers that may fail.
 
-Work lies in one queue, so that a faster server does more of it. A request that fails goes back into the queue. A server
-that fails gets no new requests until it has answered one that tries it, after pauses that double; one that was started
-again works on, if it still serves the same. A variant under which servers fail while they answer under others is given
-up. The run ends only when every server has failed too often in a row, and what has been answered has been reported.
+All requests wait in one queue, so a faster server does more of the work. A request that fails goes back into the queue
+after a pause that doubles. A server is in one of three states:
+
+    available   it takes requests from the queue
+    retrying    it has failed. After each pause, which doubles, it must list the same models as before and answer one
+                trial request; any answer makes it available again
+    failed      as retrying, after more than `max_retries` failures in a row
+
+When all servers are failed, the variants that only ever failed are given up; if there are none, the run ends.
 """
 
 from __future__ import annotations
@@ -12,348 +17,329 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
 from aiohttp import ClientSession
 from tqdm import tqdm
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.http_client import Connection, Failure, Rejection, Response, read, read_json, send
-from lmeval_prune.models.served import Listing, Served, ServerKind
+from lmeval_prune.models.http_client import (
+    Cause,
+    Connection,
+    RejectedError,
+    Response,
+    RetryableError,
+    parse,
+    parse_json,
+    send,
+)
+from lmeval_prune.models.server_kinds import Listing, ServedVariant, ServerKind
 
 logger = logging.getLogger(__name__)
-FATAL = {
-    401: "it wants another key (OPENAI_API_KEY)",
-    403: "it does not allow this",
-    404: "it has no adapter {variant}, or no {path}; `lmeval-prune export adapter` writes adapters and says how the "
-    "server is started with them",
-}
-LONGEST_WAIT = 60.0
-SAID_FROM = 5.0  # shorter waits are not mentioned
+MAX_WAIT = 60.0  # seconds
+MIN_LOGGED_WAIT = 5.0  # seconds
 
 
-class Gone(InputError):  # noqa: N818
-    """No server answers any more."""
+class ServersFailedError(InputError):
+    """All servers have failed more often in a row than `max_retries`."""
 
 
 @dataclass
 class Job:
-    """A request."""
+    """A request to any of the servers."""
 
-    path: str  # of the API
-    payload: Callable[[], dict[str, Any]]  # makes it when it is sent, without what names the variant
-    variant: Served  # under which it is answered
-    # takes the response out of an answer; `Failure` if it is not there, `Rejection` if it would not be the next time
-    read: Callable[[dict[str, Any]], Any]
-    name: str = ""  # of the request, for messages
-    failures: int = 0  # how often it was not answered
-    index: int = 0  # of the request, for the caller
+    path: str  # of the API, e.g. `/v1/completions`
+    payload: Callable[[], dict[str, Any]]  # builds the request body, without the fields that name the variant
+    variant: ServedVariant
+    parse: Callable[[dict[str, Any]], Any]  # extracts the result from the response body
+    name: str = "a request"  # for messages
+    index: int = 0  # position of its result
+    failures: int = 0
 
 
 @dataclass
 class Server:
-    """A server."""
+    """A server and its state during a run."""
 
-    url: str  # its address
-    listing: Listing = field(default_factory=Listing)  # what it says that it has
-    strikes: int = 0  # failures in a row that count against it; to be busy does not, for as long as a request may take
-    reason: str = ""  # the last failure
-    blamed: set[Served] = field(default_factory=set)  # variants under which it could not answer since it last answered
-    closed: asyncio.Event | None = None  # while it gets no new requests, the event that ends this
+    url: str
+    listing: Listing = field(default_factory=Listing)
+    consecutive_failures: int = 0
+    last_failure: str = ""
+    failed_variants: set[ServedVariant] = field(default_factory=set)  # answered with status 500 since the last answer
+    available: asyncio.Event = field(default_factory=asyncio.Event)
+    recovering: bool = False  # a worker runs `_Run._recover`
 
-    def answers(self) -> None:
-        """Note that it is well: all may ask it."""
-        self.strikes = 0
-        self.blamed.clear()
-        if self.closed:
-            self.closed.set()
-            self.closed = None
+    def reset(self) -> None:
+        """Prepare for a run in a new event loop."""
+        self.available, self.recovering = asyncio.Event(), False
+        self.set_available()
+
+    def set_available(self) -> None:
+        """Let all workers send requests to the server."""
+        self.consecutive_failures = 0
+        self.failed_variants.clear()
+        self.available.set()
 
 
 @dataclass
 class Dispatcher:
-    """Asks servers."""
+    """Servers, and the limits for requests to them."""
 
-    kind: ServerKind  # of server
-    model: str  # the unpruned model's name there
-    servers: list[Server]  # see `Server`
-    connection: Connection  # how they are reached
-    concurrent: int = 64  # requests that a server has at once
-    retries: int = 8  # so many failures in a row, of a request or a server, are borne
-    first_wait: ClassVar[float] = 0.5  # seconds, after a first failure
+    kind: ServerKind
+    model: str  # name of the unpruned model on the servers
+    servers: list[Server]
+    connection: Connection
+    num_concurrent: int = 64  # requests per server at a time
+    max_retries: int = 8  # of a request, and of a server in a row
+    first_wait: ClassVar[float] = 0.5  # seconds after the first failure
 
-    def only(self, server: Server, concurrent: int) -> Dispatcher:
-        """Return a dispatcher that asks this server, so many requests at once."""
-        return replace(self, servers=[server], concurrent=concurrent)
+    def restricted_to(self, server: Server, num_concurrent: int) -> Dispatcher:
+        """Return a dispatcher for one of the servers, with another number of concurrent requests."""
+        return replace(self, servers=[server], num_concurrent=num_concurrent)
 
-    def run(self, jobs: Sequence[Job], done: Callable[[Job, Any], None], show: bool = False) -> None:
-        """Have all jobs answered, in their order; `done` is called once with each and its response, as it comes.
+    def run(
+        self,
+        jobs: Sequence[Job],
+        on_result: Callable[[int, Any], None] = lambda index, result: None,
+        show_progress: bool = False,
+    ) -> list[Any]:
+        """Send jobs in their order and return the results by `Job.index`.
 
-        Raises:
-            InputError: no server answers any more, or some requests are not answered whatever is done; everything else
-                has been reported to `done` then.
+        `on_result` is called with index and result as soon as an answer arrives. An `InputError` for requests that
+        failed for good, or for failed servers, is raised after all other answers have been reported.
         """
-        if jobs:
-            many = f"{len(self.servers)} servers" if len(self.servers) > 1 else self.servers[0].url
-            with tqdm(total=len(jobs), desc=f"Asking {many}", disable=not show, smoothing=0.05) as bar:
-                asyncio.run(_Run(self, jobs, done, bar).all())
-
-    def all(self, jobs: Sequence[Job]) -> list[Any]:
-        """Return the responses of jobs, in their order; see `run`."""
-        responses: dict[int, Any] = {}
-        self.run(jobs, lambda job, response: responses.update({id(job): response}))
-        return [responses[id(job)] for job in jobs]
+        if not jobs:
+            return []
+        where = f"{len(self.servers)} servers" if len(self.servers) > 1 else self.servers[0].url
+        with tqdm(total=len(jobs), desc=f"requests to {where}", disable=not show_progress, smoothing=0.05) as progress:
+            run = _Run(self, jobs, on_result, progress)
+            asyncio.run(run.run())
+        return [run.results[index] for index in sorted(run.results)]
 
     def pause(self, failures: int) -> float:
-        """Return the seconds to wait after so many failures in a row."""
-        return float(min(LONGEST_WAIT, self.first_wait * 2 ** (failures - 1)) * random.uniform(0.75, 1.25))
+        """Return the seconds to wait after a number of failures in a row: doubling, with jitter."""
+        return float(min(MAX_WAIT, self.first_wait * 2 ** (failures - 1)) * random.uniform(0.75, 1.25))
 
 
 class _Run:
-    """A run of a dispatcher: workers for each server take jobs from one queue."""
+    """One run of a dispatcher: the workers of each server take jobs from a shared queue."""
 
-    def __init__(self, dispatcher: Dispatcher, jobs: Sequence[Job], done: Callable[[Job, Any], None], bar: Any) -> None:
-        self.dispatcher, self.jobs, self.done, self.bar = dispatcher, jobs, done, bar
-        self.servers, self.retries = dispatcher.servers, dispatcher.retries
-        self.left = len(jobs)
-        self.lost: list[tuple[Job, str]] = []
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.answered: set[Served] = set()
-        self.given_up: dict[Served, str] = {}
-
-    async def all(self) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, jobs: Sequence[Job], on_result: Callable[[int, Any], None], progress: Any
+    ) -> None:
+        self.dispatcher, self.jobs, self.on_result, self.progress = dispatcher, jobs, on_result, progress
+        self.servers = dispatcher.servers
         self.queue: asyncio.Queue[Job] = asyncio.Queue()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for job in self.jobs:
+        for job in jobs:
             self.queue.put_nowait(job)
         for server in self.servers:
-            server.closed = None
-            server.answers()
-        count = min(self.dispatcher.concurrent, len(self.jobs))
+            server.reset()
+        self.finished = asyncio.Event()
+        self.results: dict[int, Any] = {}
+        self.failed_jobs: list[tuple[Job, str]] = []  # with the reason
+        self.answered_variants: set[ServedVariant] = set()
+        self.given_up_variants: dict[ServedVariant, str] = {}
+
+    async def run(self) -> None:
+        """Finish all jobs; raise the first error that ends the run."""
+        count = min(self.dispatcher.num_concurrent, len(self.jobs))
         async with self.dispatcher.connection.session() as self.session:
-            for server in self.servers:
-                for _ in range(count):
-                    self._start(self._work(server))
+            workers = [self._work(server) for server in self.servers for _ in range(count)]
+            tasks = [asyncio.create_task(each) for each in (self.finished.wait(), *workers)]
             try:
-                await self.ended
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in self.tasks:
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*self.tasks, return_exceptions=True)
-        if self.lost:
-            job, reason = self.lost[0]
-            rest = "; the others have been answered" if len(self.lost) < len(self.jobs) else ""
+                await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()  # raises the error of a worker
+        if self.failed_jobs:
+            job, reason = self.failed_jobs[0]
+            others = "; all others were answered" if len(self.failed_jobs) < len(self.jobs) else ""
             raise InputError(
-                f"{len(self.lost)} of {len(self.jobs)} requests are not answered, the first is {job.name or 'one'} "
-                f"under {job.variant}: {reason}{rest}"
+                f"{len(self.failed_jobs)} of {len(self.jobs)} requests failed, the first is {job.name} under "
+                f"{job.variant}: {reason}{others}"
             )
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task, whose exception ends the run."""
-
-        def check(task: asyncio.Task[None]) -> None:
-            self.tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) and not self.ended.done():
-                self.ended.set_exception(error)
-
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(check)
-
     async def _work(self, server: Server) -> None:
+        """Send jobs to a server; after a failure, one of its workers recovers it and the others wait."""
         while True:
-            while server.closed:
-                await server.closed.wait()
-            job = await self._next()
-            if server.closed:
-                self.queue.put_nowait(job)  # it failed while this waited
+            await server.available.wait()
+            job = await self._next_job()
+            if not server.available.is_set():  # the server failed while this worker waited for the job
+                self.queue.put_nowait(job)
                 continue
-            with suppress(Failure):
-                await self._ask(server, job)
+            failure = await self._send(server, job)
+            if failure and not server.recovering:
+                server.recovering = True
+                await self._recover(server, failure)
+                server.recovering = False
 
-    async def _next(self) -> Job:
-        """Take a job whose variant has not been given up from the queue."""
-        while (job := await self.queue.get()).variant in self.given_up:
-            self._lose(job, self.given_up[job.variant])
+    async def _next_job(self) -> Job:
+        """Take a job from the queue; jobs of variants that were given up fail."""
+        while (job := await self.queue.get()).variant in self.given_up_variants:
+            self._fail(job, self.given_up_variants[job.variant])
         return job
 
-    async def _ask(self, server: Server, job: Job) -> None:
-        """Ask a server, and report its answer."""
+    async def _send(self, server: Server, job: Job) -> RetryableError | None:
+        """Send a job and report its result, or put it back into the queue and return the failure."""
         try:
-            response = await self._response(server, job)
-        except Rejection as error:
-            server.answers()
-            self._lose(job, f"{server.url}: {error}")
-        except Failure as error:
-            logger.info("%s: %s", server.url, error)
-            job.failures += not error.innocent
-            if job.failures > self.retries:
-                self._lose(job, f"{error} ({server.url}, after {job.failures} tries)")
-            else:
-                pause = 0.0 if error.innocent else self.dispatcher.pause(job.failures)
-                asyncio.get_running_loop().call_later(pause, self.queue.put_nowait, job)
-            if error.refused:
-                server.blamed.add(job.variant)
-            if not server.closed:
-                server.closed = asyncio.Event()
-                self._start(self._recover(server, server.closed, error))
-            raise
+            result = await self._request(server, job)
+        except RejectedError as error:
+            server.set_available()
+            self._fail(job, f"{server.url}: {error}")
+        except RetryableError as failure:
+            logger.info("%s: %s", server.url, failure)
+            self._retry(server, job, failure)
+            if failure.cause is Cause.INTERNAL_ERROR:
+                server.failed_variants.add(job.variant)
+            server.available.clear()
+            return failure
         else:
-            server.answers()
-            self.answered.add(job.variant)
-            self.done(job, response)
-            self._count()
+            server.set_available()
+            self.answered_variants.add(job.variant)
+            self.results[job.index] = result
+            self.on_result(job.index, result)
+            self._update_progress()
+        return None
+
+    async def _request(self, server: Server, job: Job) -> Any:
+        kind, listing = self.dispatcher.kind, server.listing
+        variant_fields = kind.variant_fields(self.dispatcher.model, job.variant, listing)
+        response = await send(self.session, "POST", f"{server.url}{job.path}", {**job.payload(), **variant_fields})
+        _check_status(server, job, response)
+        body = parse_json(response.body)
+        model = variant_fields["model"]
+        if kind.echoes_model and (answered := parse(lambda body: str(body.get("model")), body)) != model:
+            raise RetryableError(f"it answered as {answered[:100]!r}, not {model!r}")
+        result = parse(job.parse, body)
+        if kind.adapter_list:  # answers do not name their adapters: check that the adapter ids are still the same
+            current = await list_models(self.session, server.url, kind)
+            if current.adapter_ids != listing.adapter_ids:
+                server.listing = current
+                raise RetryableError("it was restarted with its adapters in another order", Cause.SERVER)
+        return result
+
+    def _retry(self, server: Server, job: Job, failure: RetryableError) -> None:
+        """Put a job back into the queue, after a pause if the job may be to blame; fail it after too many retries."""
+        pause = 0.0
+        if failure.cause not in (Cause.SERVER, Cause.BUSY):
+            job.failures += 1
+            pause = self.dispatcher.pause(job.failures)
+        if job.failures > self.dispatcher.max_retries:
+            self._fail(job, f"{failure} ({server.url}, after {job.failures} tries)")
+        else:
+            asyncio.get_running_loop().call_later(pause, self.queue.put_nowait, job)
+
+    def _fail(self, job: Job, reason: str) -> None:
+        self.failed_jobs.append((job, reason))
+        self._update_progress()
+
+    def _update_progress(self) -> None:
+        self.progress.update()
+        if len(self.results) + len(self.failed_jobs) == len(self.jobs):
+            self.finished.set()
 
     # ------------------------------------------------------------------ servers that fail
 
-    async def _recover(self, server: Server, closed: asyncio.Event, error: Failure) -> None:
-        """Wait for a server that failed: after each pause, look what it serves, and try it with one request."""
-        begin, failures = time.monotonic(), 0
-        while not closed.is_set():
-            failures += 1
-            server.strikes += not (error.busy and time.monotonic() - begin < self.dispatcher.connection.timeout)
-            server.reason = str(error)
-            if all(each.strikes > self.retries for each in self.servers):
-                self._give_up(server, error)
+    async def _recover(self, server: Server, failure: RetryableError) -> None:
+        """Wait for a server until it is available: after each pause, check its models and send it one trial request."""
+        start, attempts = time.monotonic(), 0
+        while not server.available.is_set():
+            attempts += 1
+            is_busy = failure.cause is Cause.BUSY and time.monotonic() - start < self.dispatcher.connection.timeout
+            server.consecutive_failures += not is_busy
+            server.last_failure = str(failure)
+            if all(each.consecutive_failures > self.dispatcher.max_retries for each in self.servers):
+                self._give_up(server, failure)
                 return
-            pause = max(self.dispatcher.pause(failures), min(error.wait or 0.0, LONGEST_WAIT))
-            if pause > SAID_FROM and all(each.closed for each in self.servers):
-                borne = self.retries + 1 - min(each.strikes for each in self.servers)
-                line = "%s: %s; no server answers: waiting %.0f seconds, giving up after %d more failures"
-                logger.warning(line, server.url, error, pause, borne)
+            pause = max(self.dispatcher.pause(attempts), min(failure.retry_after or 0.0, MAX_WAIT))
+            self._log_wait(server, pause)
             with suppress(TimeoutError):
-                await asyncio.wait_for(closed.wait(), pause)
-                return
+                async with asyncio.timeout(pause):  # `wait_for` can swallow the cancellation at the end of a run
+                    await server.available.wait()
+                continue  # a request that was sent before has been answered
             try:
-                await self._look_again(server)
-                await self._ask(server, await self._unblamed(server))
-            except Failure as failure:
-                error = failure
+                await self._check_listing(server)
+            except RetryableError as error:
+                failure = error
+                continue
+            failure = await self._send(server, await self._trial_job(server)) or failure
 
-    async def _unblamed(self, server: Server) -> Job:
-        """Take a job under whose variant the server has not failed, if there is one; others go to the queue's end."""
-        job = await self._next()
-        for _ in range(self.queue.qsize()):
-            if job.variant not in server.blamed:
-                break
-            self.queue.put_nowait(job)
-            job = await self._next()
-        return job
+    def _log_wait(self, server: Server, pause: float) -> None:
+        """Log a long pause if no server is available."""
+        if pause > MIN_LOGGED_WAIT and not any(each.available.is_set() for each in self.servers):
+            left = self.dispatcher.max_retries + 1 - min(each.consecutive_failures for each in self.servers)
+            line = "%s: %s; no server is available: waiting %.0f seconds, giving up after %d more failures"
+            logger.warning(line, server.url, server.last_failure, pause, left)
 
-    def _give_up(self, server: Server, error: Failure) -> None:
-        """Give up the variants under which alone servers fail; if it is not only them, the run."""
-        if error.refused and server.blamed and self.answered and not self.answered & server.blamed:
-            reason = f"{error} ({server.url}, as do all under this one)"
-            self.given_up |= dict.fromkeys(server.blamed, reason)
-            for each in self.servers:
-                each.answers()  # under others
-            return
-        reasons = "; ".join(f"{each.url}: {each.reason}" for each in self.servers)
-        answered = len(self.jobs) - self.left - len(self.lost)
-        raise Gone(
-            f"no server answers any more ({reasons}); {answered} of {len(self.jobs)} requests have been answered: "
-            f"start it again; with responses=FOLDER the same command goes on"
-        )
-
-    async def _look_again(self, server: Server) -> None:
-        """Check that a server that failed serves what it did; adapters may have other numbers."""
+    async def _check_listing(self, server: Server) -> None:
+        """Check that a server still serves the same models; ids of adapters may have changed."""
         listing = await list_models(self.session, server.url, self.dispatcher.kind)
         if listing.roots != server.listing.roots:
             models = ", ".join(map(str, listing.roots.values()))
-            raise Failure(f"it serves another model now ({models})", innocent=True)
+            raise RetryableError(f"it serves another model now ({models})", Cause.SERVER)
         server.listing = listing
 
-    # ------------------------------------------------------------------ requests
+    async def _trial_job(self, server: Server) -> Job:
+        """Take the next job whose variant has not failed on the server; if there is none, any job."""
+        job = await self._next_job()
+        for _ in range(self.queue.qsize()):
+            if job.variant not in server.failed_variants:
+                break
+            self.queue.put_nowait(job)
+            job = await self._next_job()
+        return job
 
-    async def _response(self, server: Server, job: Job) -> Any:
-        """Return a job's response."""
-        kind, listing = self.dispatcher.kind, server.listing
-        variant = kind.fields(self.dispatcher.model, job.variant, listing)
-        response = await send(self.session, "POST", f"{server.url}{job.path}", {**job.payload(), **variant})
-        _check_status(server, job, response)
-        body = read_json(response.body)
-        if kind.echoes and (name := read(lambda body: str(body.get("model")), body)) != variant["model"]:
-            raise Failure(f"it answered under {name[:100]!r}, not {variant['model']!r}")
-        result = read(job.read, body)
-        if kind.lists:  # an answer does not name its adapters: were the numbers still those when it was computed?
-            now = await list_models(self.session, server.url, kind)
-            if now.numbers != listing.numbers:
-                server.listing = now
-                raise Failure("it was started again with its adapters in another order", innocent=True)
-        return result
-
-    # ------------------------------------------------------------------ the end
-
-    def _lose(self, job: Job, reason: str) -> None:
-        self.lost.append((job, reason))
-        self._count()
-
-    def _count(self) -> None:
-        self.left -= 1
-        self.bar.update()
-        if not self.left and not self.ended.done():
-            self.ended.set_result(None)
+    def _give_up(self, server: Server, failure: RetryableError) -> None:
+        """Give up the variants that no server has answered, if only they fail; otherwise end the run."""
+        failed, answered = server.failed_variants, self.answered_variants
+        if failure.cause is Cause.INTERNAL_ERROR and failed and answered and failed.isdisjoint(answered):
+            reason = f"{failure} ({server.url}, as all servers do for this variant)"
+            self.given_up_variants |= dict.fromkeys(failed, reason)
+            for each in self.servers:
+                each.set_available()  # for the other variants
+            return
+        reasons = "; ".join(f"{each.url}: {each.last_failure}" for each in self.servers)
+        raise ServersFailedError(
+            f"all servers have failed ({reasons}); {len(self.results)} of {len(self.jobs)} requests were answered: "
+            f"start a server and run the same command again; with responses=FOLDER it resumes"
+        )
 
 
 async def list_models(client: ClientSession, url: str, kind: ServerKind) -> Listing:
-    """Return what a server says that it has; `Failure` if it is not there, or not the server that it should be."""
-    bodies, hint = [], "is it the server that `server=` says?"
-    for address in (f"{url}/v1/models", *([f"{url}{kind.lists}"] if kind.lists else [])):
+    """Request a server's models and adapters; raise `RetryableError` if it does not list them as its kind does."""
+    bodies: list[Any] = []
+    for path in filter(None, ("/v1/models", kind.adapter_list)):
         try:
-            response = await send(client, "GET", address)
-        except Failure as error:
-            if error.innocent:
-                message = f"no server answers at {address} ({error}); start it, or give another base_url"
-            else:
-                message = f"{address} gives no whole answer ({error}); {hint}"
-            raise Failure(message, innocent=error.innocent) from None
-        if response.status != 200:
-            key = response.status in (401, 403)
-            remedy = "give its key in OPENAI_API_KEY" if key else f"{hint} ({_message(response)})"
-            raise Failure(f"{address} answers {response.status}; {remedy}", innocent=True)
-        try:
-            bodies.append(read_json(response.body))
-        except Failure as error:
-            raise Failure(f"{address} does not answer with JSON, or {error}; {hint}") from None
+            response = await send(client, "GET", f"{url}{path}")
+            if response.status != 200:
+                raise RetryableError(response.description, Cause.SERVER)
+            bodies.append(parse_json(response.body))
+        except RetryableError as error:
+            message = f"{url}{path} lists no models ({error}); start the server, or give another base_url or server="
+            raise RetryableError(message, error.cause) from None
     try:
-        return read(lambda pair: kind.listing(*pair), [*bodies, None][:2])
-    except Failure:
-        raise Failure(f"{url} does not list its models as a server of `server={kind.name}` does") from None
+        return parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
+    except RetryableError:
+        raise RetryableError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
 
 
 def _check_status(server: Server, job: Job, response: Response) -> None:
-    status, message = response.status, _message(response)
+    status = response.status
     if status in (408, 429) or status >= 500:
-        busy = status == 429
-        wait = _seconds(response.retry_after)
-        raise Failure(f"status {status}, {message}", wait, busy, busy, refused=status == 500)
-    if status in FATAL:
-        hint = FATAL[status].format(variant=job.variant, path=job.path)
-        raise InputError(f"{server.url} answers {status}: {hint} ({message})")
+        cause = {429: Cause.BUSY, 500: Cause.INTERNAL_ERROR}.get(status, Cause.UNKNOWN)
+        raise RetryableError(response.description, cause, response.retry_after)
+    if status in (401, 403):
+        raise InputError(f"{server.url}: {response.description}")
+    if status == 404:
+        raise InputError(
+            f"{server.url} has no adapter {job.variant}, or no {job.path} ({response.description}); "
+            f"`lmeval-prune export adapter` writes adapters and prints how to start the server with them"
+        )
     if status != 200:
-        raise Rejection(f"it answers {status}: {message}")
-
-
-def _seconds(header: str | None) -> float | None:
-    """Read `Retry-After`, a number of seconds or a date."""
-    if not header:
-        return None
-    with suppress(ValueError):
-        return max(0.0, float(header))
-    with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
-    return None
-
-
-def _message(response: Response) -> str:
-    """Return the message in an error's body."""
-    text = response.body.decode(errors="replace")
-    with suppress(Failure):
-        body = read_json(response.body)
-        error = body.get("error", body) if isinstance(body, dict) else body
-        text = error.get("message") or error.get("detail") or text if isinstance(error, dict) else str(error)
-    return " ".join(str(text).split())[:200] or "without a word"
+        raise RejectedError(response.description)

@@ -1,4 +1,4 @@
-"""lm-eval's generation requests on our decoding engine, with lm-eval's own meaning of every setting."""
+"""lm-eval's generation requests on the decoding engine, with lm-eval's meaning of every setting."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models.lengths import Ending
 
-Done = Callable[[int, str, list[int], Ending], None]
+Done = Callable[[int, str, list[int], Ending], None]  # request's index, text, tokens, ending
 _SAMPLING = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
 )
 
 
-def samples(settings: dict[str, Any]) -> bool:
-    """Return whether lm-eval's generation settings draw tokens."""
+def is_sampling(settings: dict[str, Any]) -> bool:
+    """Return whether lm-eval's generation settings sample tokens."""
     return bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
 
 
-def greedily(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return lm-eval's generation settings without those that sample."""
+def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return lm-eval's generation settings for greedy decoding."""
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
 
 
-def draw_of(seed: int, request: Any, repeat: int) -> list[Any]:
-    """Return what a drawn answer depends on beside the settings: the seed, the document and the number of the try."""
+def sampling_key(seed: int, request: Any, repeat: int) -> list[Any]:
+    """Return what determines the random numbers of a sampled answer: seed, document and number of the attempt."""
     return [seed, request.task_name, request.doc_id, request.idx, repeat]
 
 
@@ -46,30 +46,23 @@ def generate_until(
     masks: Sequence[HeadMask | None] | None = None,
     greedy: bool = False,
 ) -> list[str]:
-    """Generate texts, as `hf` would for each request alone.
+    """Generate the texts that `hf` would generate for each request alone; call `done` for each finished request.
 
-    Args:
-        lm: the lm-eval model whose tokenizer, limits and cache hook count.
-        engine: decodes on `lm.model`.
-        requests: lm-eval instances with arguments (context, generation settings).
-        repeats: of each request, how many for the same document came before it.
-        done: called with a request's index, its text, its tokens and its ending, as soon as they are there.
-        seed: of sampling; each request draws by it and by its task, document and repeat.
-        masks: heads to prune for each request; default none.
-        greedy: take the most probable token always, whatever the requests say about sampling.
+    The random numbers of a request depend on `seed`, its task, document and repeat. `masks` are heads to prune for each
+    request; `greedy` ignores the requests' sampling settings.
 
     Raises:
-        InputError: a generation setting is one that the engine does not know.
+        InputError: the engine does not support a generation setting, or a prompt is empty or has no room.
     """
     prepared: dict[str, tuple[SamplingParams, list[str]]] = {}
     prompts = []
     for index, request in enumerate(requests):
         context, settings = request.args
         if greedy:
-            settings = greedily(settings)
-        key = digest(settings)
+            settings = without_sampling(settings)
+        key = repr(settings)
         if key not in prepared:
-            prepared[key] = _settings(lm, settings)
+            prepared[key] = _engine_settings(lm, settings)
         params, _ = prepared[key]
         room = lm.max_length - params.max_new_tokens
         if room <= 0:
@@ -79,27 +72,20 @@ def generate_until(
         if not context:
             raise InputError(f"task {request.task_name}, document {request.doc_id}: the prompt is empty")
         ids, mask = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
-        draw = digest(draw_of(seed, request, repeats[index]))
-        prompts.append(
-            Request(
-                tuple(ids[0][mask[0].bool()].tolist()),
-                masks[index] if masks else None,
-                params,
-                int(draw, 16) & (1 << 63) - 1,
-                (index, key),
-            )
-        )
+        draw = int(digest(sampling_key(seed, request, repeats[index])), 16) & (1 << 63) - 1 if params.do_sample else 0
+        ids = tuple(ids[0][mask[0].bool()].tolist())
+        prompts.append(Request(ids, masks[index] if masks else None, params, draw, (index, key)))
     texts = [""] * len(requests)
-    for request, tokens in engine.decode(prompts):
-        index, key = request.tag
+    for prompt, generated in engine.decode(prompts):
+        index, key = prompt.tag
         params, until = prepared[key]
-        texts[index] = _text(lm, tokens, until)
-        done(index, texts[index], tokens, Ending(len(tokens), not engine.stopping.stopped(tokens, params)))
+        texts[index] = _decode(lm, generated, until)
+        done(index, texts[index], generated, Ending(len(generated), not engine.stopping.stopped(generated, params)))
     return texts
 
 
-def _settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
-    """Return the engine's settings (lm-eval's over the model's generation config, as in `generate`) and stop texts."""
+def _engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams, list[str]]:
+    """Return the engine's settings (lm-eval's override the model's generation config) and the stop strings."""
     options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
     end = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
     until = handle_stop_sequences(options.pop("until", None), eos=end)
@@ -112,13 +98,13 @@ def _settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams, list[
         options.pop("temperature")
         options["do_sample"] = False
     config = copy.deepcopy(lm.model.generation_config)
-    unknown = config.update(**options)
-    if unknown:
+    if unknown := config.update(**options):
         raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
-    return SamplingParams.of_generation_config(config, stop=tuple(until), max_new_tokens=length), until
+    return SamplingParams.from_generation_config(config, stop=tuple(until), max_new_tokens=length), until
 
 
-def _text(lm: HFLM, tokens: list[int], until: list[str]) -> str:
+def _decode(lm: HFLM, tokens: list[int], until: list[str]) -> str:
+    """Decode generated tokens without the thinking part, and cut the text at the stop strings."""
     think_end = lm.think_end_token
     if isinstance(think_end, int) and think_end in tokens:
         tokens = tokens[len(tokens) - tokens[::-1].index(think_end) :]

@@ -1,68 +1,90 @@
-"""Asks a server over HTTP: its answer is bounded in time and size, and what is read out of it is checked.
+"""HTTP client for servers: every response is bounded in time and size, and every value in it is checked.
 
-Nothing else talks to servers, so that no server can hold a run for ever, fill its memory or end it in a traceback.
+No other module talks to servers, so no server can block a run, fill its memory or end it with a traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
 import sys
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
 from lmeval_prune.errors import InputError, first_line
 
-MOST_BYTES = 32 * 2**20  # of an answer: twice the log-probabilities of a prompt of 128,000 tokens
+MAX_RESPONSE_BYTES = 32 * 2**20  # twice the size of the log-probabilities of a prompt of 128,000 tokens
+MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
 T = TypeVar("T")
-ROUNDING = 0.01  # by which a log-probability may be above 0
+
+
+class Cause(enum.Enum):
+    """Cause of a `RetryableError`, which decides what the dispatcher blames."""
+
+    UNKNOWN = enum.auto()  # the request or the server
+    SERVER = enum.auto()  # the request is not to blame: the server is not reachable, or has been restarted
+    BUSY = enum.auto()  # status 429: neither is to blame
+    INTERNAL_ERROR = enum.auto()  # status 500: the request, the server or the adapter
 
 
 @dataclass(eq=False)
-class Failure(Exception):  # noqa: N818 - it may pass
-    """A request that failed in a way that may pass."""
+class RetryableError(Exception):
+    """A request that failed and may succeed when it is sent again."""
 
-    message: str  # what happened
-    wait: float | None = None  # seconds that the server asks for
-    innocent: bool = False  # nothing can have been wrong with the request: the server was not reached, or is busy
-    busy: bool = False  # the server is well, and has too much to do
-    refused: bool = False  # the server is there, and could not answer this request
+    message: str
+    cause: Cause = Cause.UNKNOWN
+    retry_after: float | None = None  # seconds, from the header of this name
 
     def __str__(self) -> str:
         return self.message
 
 
-class Rejection(Exception):  # noqa: N818 - nothing is wrong here
-    """A refusal of a request, which the server would not answer the next time, or not with anything of use."""
+class RejectedError(Exception):
+    """A request that would fail again: the server rejects it, or its answer is unusable."""
 
 
 class Response(NamedTuple):
-    """The whole answer of a server; `retry_after` is the header of this name."""
+    """Complete response of a server."""
 
     status: int
     body: bytes
-    retry_after: str | None
+    retry_after: float | None  # seconds
+
+    @property
+    def description(self) -> str:
+        """Return the status and the message of an error response in one line."""
+        text = self.body.decode(errors="replace")
+        with suppress(RetryableError):
+            body = parse_json(self.body)
+            error = body.get("error", body) if isinstance(body, dict) else body
+            text = error.get("message") or error.get("detail") or text if isinstance(error, dict) else str(error)
+        hint = "; give the server's key in OPENAI_API_KEY" if self.status in (401, 403) else ""
+        return f"status {self.status}, {' '.join(str(text).split())[:200] or 'no message'}{hint}"
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Headers and limits by which servers are reached."""
+    """Settings of connections to servers."""
 
-    headers: dict[str, str]  # of each request
-    verify: Any = True  # as aiohttp's `ssl`
-    timeout: float = 600.0  # seconds for a request and its whole answer
+    headers: dict[str, str]  # of every request
+    verify: Any = True  # aiohttp's `ssl` argument
+    timeout: float = 600.0  # seconds for a request and its complete response
 
     def session(self) -> aiohttp.ClientSession:
-        """Return a session of requests."""
+        """Open a session."""
         limits = aiohttp.ClientTimeout(total=self.timeout, sock_connect=min(30.0, self.timeout))
         connector = aiohttp.TCPConnector(limit=0, ssl=self.verify)
         return aiohttp.ClientSession(connector=connector, timeout=limits, headers=self.headers)
 
     def run(self, call: Callable[[aiohttp.ClientSession], Awaitable[T]]) -> T:
-        """Return the result of a few requests, each within a minute at most."""
+        """Run a coroutine function that sends a few requests, with a timeout of at most one minute each."""
 
         async def run() -> T:
             async with replace(self, timeout=min(self.timeout, 60.0)).session() as client:
@@ -72,57 +94,64 @@ class Connection:
 
 
 async def send(client: aiohttp.ClientSession, method: str, url: str, content: Any = None) -> Response:
-    """Send a request and return its whole answer, within the session's time and `MOST_BYTES`.
-
-    Raises:
-        Failure: there is none.
-    """
+    """Send a request and read the complete response; raise `RetryableError` if there is none within the limits."""
     body = bytearray()
     try:
-        async with client.request(method, url, json=content) as answer:
-            async for part in answer.content.iter_chunked(2**16):
+        async with client.request(method, url, json=content) as response:
+            async for part in response.content.iter_chunked(2**16):
                 body += part
-                if len(body) > MOST_BYTES:
-                    answer.close()
-                    raise Failure(f"its answer is larger than {MOST_BYTES >> 20} MiB")
-            return Response(answer.status, bytes(body), answer.headers.get("Retry-After"))
+                if len(body) > MAX_RESPONSE_BYTES:
+                    response.close()
+                    raise RetryableError(f"its response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
+            return Response(response.status, bytes(body), parse_retry_after(response.headers.get("Retry-After")))
     except TimeoutError:
-        raise Failure(f"no answer within {client.timeout.total:g} seconds") from None
+        raise RetryableError(f"no response within {client.timeout.total:g} seconds") from None
     except aiohttp.ClientConnectorError as error:
         refused = isinstance(error.os_error, ConnectionRefusedError)
         reason = "the connection is refused" if refused else f"not reached ({first_line(error.os_error)})"
-        raise Failure(reason, innocent=True) from None
+        raise RetryableError(reason, Cause.SERVER) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise Failure(f"the connection broke ({first_line(error)})") from None
+        raise RetryableError(f"the connection broke ({first_line(error)})") from None
 
 
-def read(reader: Callable[[Any], Any], value: Any) -> Any:
-    """Read a server's answer, which may be anything; `Failure` if it cannot be read."""
+def parse_retry_after(header: str | None) -> float | None:
+    """Parse a `Retry-After` header, a number of seconds or a date, into seconds from now."""
+    if not header:
+        return None
+    with suppress(ValueError):
+        return max(0.0, float(header))
+    with suppress(ValueError, OverflowError):
+        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+    return None
+
+
+def parse(parser: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a parser to a server's response; raise `RetryableError` if the response has another form."""
     try:
-        return reader(value)
+        return parser(value)
     except InputError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise Failure(f"its answer cannot be read ({first_line(error)})") from None
+        raise RetryableError(f"its response cannot be parsed ({first_line(error)})") from None
 
 
-def read_json(body: bytes) -> Any:
-    """Return the value of an answer in JSON; `Failure` if it is none."""
-    return read(json.loads, body)
+def parse_json(body: bytes) -> Any:
+    """Parse a response body as JSON; raise `RetryableError` if it is not JSON."""
+    return parse(json.loads, body)
 
 
-def whole_number(value: Any, least: int = 0) -> int:
-    """Return a whole number of an answer; `ValueError` if it is none, or less than the least."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{value!r} is not a whole number from {least}")
+def whole_number(value: Any, minimum: int = 0) -> int:
+    """Return a value if it is an integer of at least `minimum`; raise `ValueError` otherwise."""
+    if type(value) is not int or value < minimum:
+        raise ValueError(f"{value!r} is not a whole number of at least {minimum}")
     return value
 
 
 def log_probability(value: Any) -> float:
-    """Return a log-probability of an answer; `Rejection` if it is none."""
-    if type(value) not in (int, float) or not -sys.float_info.max <= value <= ROUNDING:
+    """Return a value if it is a log-probability; raise `RejectedError` otherwise (NaN, infinite, null, text)."""
+    if type(value) not in (int, float) or not -sys.float_info.max <= value <= MAX_LOG_PROBABILITY:
         text = repr(value) if isinstance(value, float | str | None) else f"of type {type(value).__name__}"
-        raise Rejection(
+        raise RejectedError(
             f"a log-probability is {text[:40]}, not a number up to 0; does the model overflow in its type (dtype)?"
         )
     return float(value)

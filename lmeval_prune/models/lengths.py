@@ -1,4 +1,4 @@
-"""Lengths of answers, and how many were cut off by `max_gen_toks`: their accuracy is the limit's, not the model's."""
+"""Lengths of answers, and the share that `max_gen_toks` cuts off: their accuracy measures the limit, not the model."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from annotated_types import Ge, Interval
 from typing_extensions import TypedDict
 
 logger = logging.getLogger(__name__)
-MANY = 0.1  # a share of answers that is worth a word
-# a task whose answers end at these alone expects a chat: nothing else ends a turn
-_ENDS_OF_TURNS = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>"}
+MIN_REPORTED_SHARE = 0.1  # of answers that were cut off
+# A task that stops at no other texts than these expects a chat.
+_END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>"}
 
 
 class Lengths(TypedDict):
-    """Lengths of answers; see `lengths`."""
+    """Summary of the lengths of answers, as stored."""
 
     answers: Annotated[int, Ge(0)]
-    unknown: Annotated[int, Ge(0)]
-    cut_off: Annotated[float, Interval(ge=0, le=1)] | None
+    unknown: Annotated[int, Ge(0)]  # answers of unknown length
+    cut_off: Annotated[float, Interval(ge=0, le=1)] | None  # share of the answers of known length
     mean_tokens: Annotated[float, Interval(ge=0, lt=math.inf)] | None
     max_gen_toks: int | None
 
 
 class Ending(NamedTuple):
-    """The end of an answer."""
+    """Length of an answer, and how it ended."""
 
-    length: int  # its tokens, an end token included
-    cut_off: bool  # whether there was no room for more, and neither an end token nor a stop text
+    length: int  # tokens, with the end token
+    cut_off: bool  # at `max_gen_toks`, without an end token or a stop text
 
 
-def lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, Any]:
-    """Return the share of answers that were cut off at `limit` tokens and their mean number of tokens, as JSON."""
+def summarize_lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, Any]:
+    """Return `Lengths` of answers under one limit of tokens."""
     endings = list(endings)
     known = [ending for ending in endings if ending is not None]
     return {
@@ -46,8 +46,8 @@ def lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, An
     }
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the lengths of several parts of the answers as those of all."""
+def merge_lengths(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge several `Lengths`."""
     known = [part["answers"] - part["unknown"] for part in parts]
     total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in ("answers", "unknown")}
     for name in ("cut_off", "mean_tokens"):
@@ -56,47 +56,48 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**total, "max_gen_toks": max((part["max_gen_toks"] or 0 for part in parts), default=0) or None}
 
 
-def cut_off(answers: Mapping[str, Any]) -> str:
-    """Say how many answers were cut off, if they are many; empty otherwise."""
-    if (answers["cut_off"] or 0) < MANY:
+def cut_off_note(answers: Mapping[str, Any]) -> str:
+    """Return a note on answers that were cut off; empty if they are few."""
+    if (answers["cut_off"] or 0) < MIN_REPORTED_SHARE:
         return ""
     limit = f"{answers['max_gen_toks']} tokens" if answers["max_gen_toks"] else "the limit of tokens"
     return f"{answers['cut_off']:.0%} of the answers were cut off at {limit}"
 
 
-def by_task(requests: Sequence[Any], endings: Sequence[Ending | None], usual: int) -> dict[str, dict[str, Any]]:
-    """Return the lengths of the answers of each task; `usual` is the limit where a task does not say."""
-    by_name: dict[str, list[Ending | None]] = {}
+def lengths_by_task(
+    requests: Sequence[Any], endings: Sequence[Ending | None], default_limit: int
+) -> dict[str, dict[str, Any]]:
+    """Return the `Lengths` of each task's answers."""
+    by_task: dict[str, list[Ending | None]] = {}
     limits: dict[str, int] = {}
     for request, ending in zip(requests, endings, strict=True):
-        settings, name = request.args[1], str(request.task_name)
+        settings, task = request.args[1], str(request.task_name)
         limit = next((settings[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens") if key in settings), 0)
-        by_name.setdefault(name, []).append(ending)
-        limits[name] = max(limits.get(name, 0), int(limit or usual))
-    return {name: lengths(several, limits[name]) for name, several in by_name.items()}
+        by_task.setdefault(task, []).append(ending)
+        limits[task] = max(limits.get(task, 0), int(limit or default_limit))
+    return {task: summarize_lengths(task_endings, limits[task]) for task, task_endings in by_task.items()}
 
 
 def warn_without_template(requests: Sequence[Any], tokenizer: Any) -> None:
-    """Log a line for each task that expects a chat and is asked without the model's chat template."""
+    """Warn of each task that expects a chat but whose prompts do not have the model's chat template."""
     if not getattr(tokenizer, "chat_template", None):
         return
     mark = "\x00"
+    chat = [{"role": "user", "content": mark}]
     try:
-        chat = [{"role": "user", "content": mark}]
-        before, _, after = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).partition(
-            mark
-        )
-    except Exception:  # a template that takes other messages
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception:  # the template requires other messages
         return
+    before, _, after = text.partition(mark)
     for name, request in {str(request.task_name): request for request in requests}.items():
         prompt, until = request.args[0], request.args[1].get("until") or []
-        ends = {until} if isinstance(until, str) else set(until)
-        templated = not isinstance(prompt, str) or bool(
+        stops = {until} if isinstance(until, str) else set(until)
+        has_template = not isinstance(prompt, str) or bool(
             (before and prompt.startswith(before)) or (after and prompt.endswith(after))
         )
-        if ends and ends <= _ENDS_OF_TURNS and not templated:
+        if stops and stops <= _END_OF_TURN and not has_template:
             logger.warning(
-                "%s expects a chat, and is asked without this model's chat template: many models then end at once and "
-                "score 0; give --apply_chat_template",
+                "%s expects a chat, but its prompts do not have the model's chat template: many models then stop at "
+                "once and score 0; add --apply_chat_template",
                 name,
             )

@@ -1,4 +1,4 @@
-"""Logs at lm-eval's level and by its handlers."""
+"""Logging at lm-eval's level and with its handlers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lmeval_prune.interventions import interventions_on
 logger = logging.getLogger(__name__)
 
 
-def as_lm_eval_does() -> None:
-    """Log at lm-eval's level and by its handlers, unless a program has set up logging itself."""
+def use_lm_eval_logging() -> None:
+    """Log at lm-eval's level and with its handlers, unless the program has set up logging itself."""
     package, lm_eval = logging.getLogger("lmeval_prune"), logging.getLogger("lm_eval")
     if logging.getLogger().handlers or package.handlers or not lm_eval.handlers:
         return
@@ -22,7 +22,7 @@ def as_lm_eval_does() -> None:
         package.addHandler(handler)
 
 
-def say_applied(model: nn.Module, model_map: ModelMap) -> None:
-    """Log a line for each intervention on a model."""
+def log_interventions(model: nn.Module, model_map: ModelMap) -> None:
+    """Log each intervention on a model."""
     for intervention in interventions_on(model):
         logger.info("applied: %s", intervention.summary(model_map))

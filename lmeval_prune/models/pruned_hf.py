@@ -1,4 +1,4 @@
-"""`--model pruned-hf`: lm-eval's Hugging Face model class with interventions applied to the model."""
+"""`--model pruned-hf`: lm-eval's Hugging Face model with interventions and an answer store."""
 
 from __future__ import annotations
 
@@ -20,64 +20,64 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import Checked, class_of, has_own_layers, refused_as
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_in, manifest_of, removed_from
+from lmeval_prune.checkpoints.loading import CheckedLoader, as_input_error, checkpoint_class, has_pruned_layers
+from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.decoding.stopping import Stopping
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.base import uncounted
+from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.arguments import Arguments, unknown
-from lmeval_prune.models.identity import ModelIdentity, applied, tokenizer_fingerprint
+from lmeval_prune.models.arguments import Arguments, unknown_argument
+from lmeval_prune.models.head_router import FixedOrderRouter
+from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.logs import as_lm_eval_does, say_applied
-from lmeval_prune.models.once import AnsweringLM
-from lmeval_prune.models.tries import InTurn
-from lmeval_prune.models.use_cache import keep_apart, refuse_collapsed
+from lmeval_prune.models.lm_base import AnsweringLM
+from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
+from lmeval_prune.models.use_cache import refuse_identical_repeats, separate_tables
 from lmeval_prune.profiling.costs import cost_columns
-from lmeval_prune.settings import device_named
+from lmeval_prune.settings import resolve_device
 
 eval_logger = logging.getLogger(__name__)
 _HF_ARGUMENTS = set(inspect.signature(HFLM.__init__).parameters)
+_ORDER_DEPENDENT = "answers that depend on their order (state=run) cannot be stored"
 
 
 class PrunedHFLM(AnsweringLM, HFLM):
-    """lm-eval's `hf`, run with interventions applied and answers kept. Everything that `hf` accepts is accepted.
+    """lm-eval's `hf` with interventions and stored answers; accepts all arguments of `hf`.
 
     Args:
-        pretrained: as for `hf`, or the name of an embedded model (`lmeval-prune models`); or all arguments, parsed.
-        arguments: `hf`'s own; a method of the table by its name, e.g. `heads=L5H3+L15H0`, its value that of the
-            method's first field or a dictionary of its fields; `mask=FILE`, an artefact; `allow_empty_layer`,
-            `allow_other_model`; `responses=FOLDER`, our answer store; the other fields of `Arguments`.
+        pretrained: as for `hf`, or the name of an embedded model (`lmeval-prune models`), or parsed `Arguments`.
+        arguments: arguments of `hf`; methods by name, e.g. `heads=L5H3+L15H0`, with the value of the method's first
+            field or a dictionary of its fields; and the fields of `Arguments`, e.g. `mask=FILE`, `responses=FOLDER`.
 
     Raises:
-        InputError: an argument cannot be used; before the weights are loaded wherever that can be known.
+        InputError: an argument is invalid; raised before the weights are loaded if possible.
     """
 
-    @reported
+    @print_input_errors
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
-        as_lm_eval_does()
+        use_lm_eval_logging()
         parsed = isinstance(pretrained, Arguments)
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
         model = self._check_pretrained()
         self.seed = torch.initial_seed()
-        self._texts: Counter[tuple[int, ...]] = Counter()  # to come, if padding must be told from them
-        self.endings: deque[Ending] = deque()  # of texts that `generate` has made and lm-eval has not reported yet
-        self._store: AnswerStore | None = None  # that is open before there is a model
+        self._unpadded: Counter[tuple[int, ...]] = Counter()  # token sequences to score, if padding matters
+        self.endings: deque[Ending] = deque()  # of generated texts that lm-eval has not reported yet
+        self._store: AnswerStore | None = None  # opened before the weights are loaded
         try:
             self._load(model)
-            self._begin(self._store)
+            self._prepare(self._store)
         except BaseException:
             if self._store:
                 self._store.close()
             raise
 
     def _check_pretrained(self) -> Any:
-        """Return a live model, or the folder or name of one, after checking what can be checked without weights."""
+        """Check arguments without loading weights; return the loaded model, or a folder or name."""
         pretrained, arguments = self.arguments.pretrained, self.arguments
         if pretrained == "" or not isinstance(pretrained, str | os.PathLike | torch.nn.Module):
             value = f", not {pretrained!r}" if pretrained else ""
@@ -89,77 +89,77 @@ class PrunedHFLM(AnsweringLM, HFLM):
             interventions = (*interventions_on(pretrained), *interventions)
         else:
             if arguments.others.get("device") is not None:
-                device_named(arguments.others["device"], strictly=False)
+                resolve_device(arguments.others["device"], strictly=False)
             pretrained = embedded.resolve(str(pretrained))
             arguments.check_names(pretrained)
-            self.manifest = manifest_in(Path(pretrained, arguments.others.get("subfolder") or ""))
+            self.manifest = valid_manifest(Path(pretrained, arguments.others.get("subfolder") or ""))
         if arguments.responses and any(intervention.needs_order for intervention in interventions):
-            raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
+            raise InputError(f"{_ORDER_DEPENDENT}; leave out responses")
         return pretrained
 
     def _load(self, pretrained: Any) -> None:
-        """Load the model as `hf` does, or take a live one."""
+        """Load the model as `hf` does, or use a loaded one."""
         others = dict(self.arguments.others)
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
-        with refused_as(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
+        with as_input_error(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
             super().__init__(pretrained, **others)
         self._shard_over_cpu_ranks()
         if self.manifest:
-            eval_logger.info("checkpoint: %s", removed_from(self.manifest))
+            eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
 
-    def _begin(self, store: AnswerStore | None = None) -> None:
-        """Apply interventions to the loaded model, and get ready to answer, from an open store or a new one."""
-        with self._apply() as applied:  # on a live model nothing may stay when something below fails
-            self.engine = self._engine() if self.arguments.engine == "batched" else None
+    def _prepare(self, store: AnswerStore | None = None) -> None:
+        """Apply interventions and create the engine and the answering; `store` is an open store or None."""
+        with self._apply() as stack:  # undoes the interventions if the rest fails
+            self.engine = self._create_engine() if self.arguments.engine == "batched" else None
             self.answering = Answering(self, store)
-            say_applied(self.model, self.model_map)
-            self._applied = applied.pop_all()
+            log_interventions(self.model, self.model_map)
+            self._applied = stack.pop_all()
 
     def _apply(self) -> ExitStack:
-        """Apply interventions to the model; closing the stack undoes it."""
-        with ExitStack() as applied:
+        """Apply interventions to the model; closing the returned stack undoes them."""
+        with ExitStack() as stack:
             for intervention in self.arguments.interventions:
-                applied.enter_context(intervention.applied_to(self.model, self.model_map, any_thread=True))
-            return applied.pop_all()
+                stack.enter_context(intervention.applied_to(self.model, self.model_map, any_thread=True))
+            return stack.pop_all()
 
     def close(self) -> None:
-        """Undo what was applied and release the answer store. (The end of the object does so too.)"""
+        """Undo the interventions and release the answer store; garbage collection does the same."""
         self._applied.close()
         self.answering.close()
 
-    @reported
-    def again(self, parsed: Arguments | None = None, **arguments: Any) -> None:
-        """Answer under other arguments of ours, with the weights that are loaded.
+    @print_input_errors
+    def reconfigure(self, parsed: Arguments | None = None, **arguments: Any) -> None:
+        """Change the arguments of this package and keep the loaded weights.
 
         Args:
-            parsed, arguments: as when it was made, without `pretrained`; those of `hf` must be the same.
+            parsed, arguments: as for the constructor, without `pretrained`; arguments of `hf` must not change.
 
         Raises:
-            InputError: an argument cannot be used, or is one of `hf` that differs.
+            InputError: an argument is invalid, or an argument of `hf` changed.
         """
         parsed = parsed or Arguments.of(arguments)
         if parsed.others != self.arguments.others or parsed.description != self.arguments.description:
-            raise InputError("the loaded model has other arguments of hf; load it again")
+            raise InputError("the model was loaded with other arguments of hf; load it again")
         self._applied.close()
         store = self.answering.store if parsed.responses == self.arguments.responses else None
         if store is None:
             self.answering.close()
         self.arguments, self.seed = parsed, torch.initial_seed()
-        self._begin(store)
+        self._prepare(store)
 
     # ------------------------------------------------------------------ loading
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
-        self._refuse_unknown_processes()
+        self._check_world_size()
         if (Path(pretrained) / SETTINGS).is_file():
-            raise InputError(f"{pretrained} is an ATHENA; ask it by --model athena")
-        with refused_as(f"cannot read the model {pretrained}"):
+            raise InputError(f"{pretrained} is an ATHENA model; use --model athena")
+        with as_input_error(f"cannot read the model {pretrained}"):
             super()._get_config(pretrained, **kwargs)
 
     def _create_tokenizer(self, *args: Any, **kwargs: Any) -> None:
         super()._create_tokenizer(*args, **kwargs)
-        self.tokenizer_on_disk = tokenizer_fingerprint(self.tokenizer)  # `hf` gives it a padding token
+        self.tokenizer_on_disk = tokenizer_fingerprint(self.tokenizer)  # before `hf` adds a padding token
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
         self.arguments.refuse_misspelt(_HF_ARGUMENTS, self.config)
@@ -171,44 +171,45 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
         auto_class: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
-        # a checkpoint whose layers differ is loaded by our own code, whatever lies in the folder
-        self.AUTO_MODEL_CLASS = Checked(class_of(self.config) if has_own_layers(self.config) else auto_class)
+        # checkpoints with layers of different sizes are loaded by this package, not by code in their folder
+        self.AUTO_MODEL_CLASS = CheckedLoader(
+            checkpoint_class(self.config) if has_pruned_layers(self.config) else auto_class
+        )
         try:
-            with refused_as(f"the model {args[0] if args else kwargs['pretrained']} cannot be loaded"):
-                self._create_known(*args, gguf_file=gguf_file, **kwargs)
+            with as_input_error(f"the model {args[0] if args else kwargs['pretrained']} cannot be loaded"):
+                self._load_weights(*args, gguf_file=gguf_file, **kwargs)
         finally:
             self.AUTO_MODEL_CLASS = auto_class
 
-    def _create_known(self, *args: Any, **kwargs: Any) -> None:
-        """Load the weights; transformers gives the model's class the arguments that nobody else knows."""
+    def _load_weights(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._create_model(*args, **kwargs)
-        except TypeError as error:
+        except TypeError as error:  # transformers passes unknown arguments to the model's class
             stray = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if stray and stray[1] in self.arguments.others:
-                raise unknown(stray[1]) from error
+                raise unknown_argument(stray[1]) from error
             raise
 
     def _check_before_loading(self, trust_remote_code: bool) -> None:
-        """Refuse classifiers, and resolve interventions, without weights: a mistake costs no minutes of loading."""
-        turns = self.arguments.router if isinstance(self.arguments.router, InTurn) else None
+        """Check the model class and the interventions on a model without weights, before minutes of loading."""
+        router = self.arguments.router if isinstance(self.arguments.router, FixedOrderRouter) else None
         try:
             bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
-        except Exception as error:  # some models cannot be built without weights; the real one will be checked
-            eval_logger.info("methods are checked after loading: no model without weights can be built (%s)", error)
+        except Exception as error:  # some models cannot be built without weights; the loaded model is checked later
+            eval_logger.info("methods are checked after loading: the model cannot be built without weights (%s)", error)
             return
         check_language_model(self.config, bare)
-        if not self.arguments.interventions and not turns:
+        if not self.arguments.interventions and not router:
             return
         model_map = map_model(bare, **self.arguments.description)
         for intervention in self.arguments.interventions:
             intervention.fit_to(model_map)
-        if turns:
-            turns.fit_to(model_map, None, [])
+        if router:
+            router.fit_to(model_map, None, [])
 
-    def _engine(self) -> Engine:
+    def _create_engine(self) -> Engine:
         if self.backend != "causal":
-            raise InputError("engine=batched decodes causal models only; leave engine out for an encoder-decoder")
+            raise InputError("engine=batched is for causal models only; leave engine out for an encoder-decoder")
         options = self.arguments
         return Engine(
             self.model,
@@ -219,31 +220,31 @@ class PrunedHFLM(AnsweringLM, HFLM):
             deterministic=bool(options.deterministic),
         )
 
-    def _refuse_unknown_processes(self) -> None:
-        """Refuse several processes on CPU that accelerate takes for one each: each would do everything."""
+    def _check_world_size(self) -> None:
+        """Refuse several processes on CPU that accelerate does not connect: each would run all requests."""
         count = os.environ.get("WORLD_SIZE", "")
         alone = (
             self.device.type == "cpu" and not hasattr(self, "accelerator") and not self.arguments.others.get("tp_plan")
         )
         if alone and count.isdecimal() and int(count) > 1:
             raise InputError(
-                f"WORLD_SIZE={count} says that this is one of several processes, and accelerate takes it for the only "
-                f"one, so that each would do everything: set ACCELERATE_USE_CPU=true, or start one process"
+                f"WORLD_SIZE={count}, but accelerate does not connect the processes, so each would run all requests: "
+                f"set ACCELERATE_USE_CPU=true, or start one process"
             )
 
     def _shard_over_cpu_ranks(self) -> None:
-        """Set rank and size of several processes on CPU: `hf` leaves each at rank 0, and each would run everything."""
+        """Set rank and world size on CPU, where `hf` leaves each process at rank 0 with all requests."""
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and accelerator.num_processes > 1 and self.device.type == "cpu":
             self._rank = accelerator.process_index
             self._world_size = accelerator.num_processes
-            atexit.register(_leave_group)
+            atexit.register(_destroy_process_group)
 
     # ------------------------------------------------------------------ identity
 
     @property
     def store_rank(self) -> int | None:
-        """Return the number by which this process writes into a store of answers; see `AnswerStore`."""
+        """Return the number of this process in an answer store; see `AnswerStore`."""
         accelerator = getattr(self, "accelerator", None)
         if accelerator is None:
             return 0
@@ -256,7 +257,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     @cached_property
     def weights(self) -> str | None:
-        """Return the weights' fingerprint; None where some are offloaded and cannot be read."""
+        """Return the weights' fingerprint; None if offloaded weights cannot be read."""
         return weights_fingerprint(self.model)
 
     @cached_property
@@ -266,53 +267,47 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return everything of the model that an answer depends on, beside what is applied to it, as JSON."""
+        """Return the properties of the model that answers depend on, without interventions, as JSON."""
         return ModelIdentity.of_model(self).to_json()
 
     @property
-    def outcomes_of(self) -> dict[str, Any]:
-        """Return what outcomes depend on beside `identity`."""
+    def outcome_identity(self) -> dict[str, Any]:
+        """Return the properties that outcomes depend on besides `identity`."""
         assert self.engine is not None
         _, *rounded = loadable_fingerprints(self.model, self.weights)
         return {"deterministic": self.engine.deterministic, "rounded": rounded}
 
     # ------------------------------------------------------------------ answering
 
-    @reported
+    @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Keep what `--use_cache` stores apart by model, settings and what is applied; see `keep_apart`.
-
-        Raises:
-            InputError: there is an answer store too, answers depend on their order, or tables cannot be told apart.
-        """
+        """Separate the tables of `--use_cache` by model and interventions; `InputError` where that is impossible."""
         database = getattr(cache_hook, "dbdict", None)
         if database is not None:
             if self.answering.store:
-                raise InputError("--use_cache and responses= both keep answers; give one of them")
+                raise InputError("--use_cache and responses= both store answers; give one of them")
             if self.arguments.router:
-                raise InputError("--use_cache cannot keep the tries of a router apart; use responses=FOLDER instead")
+                raise InputError("--use_cache cannot separate the attempts of a router; use responses=FOLDER instead")
             if any(each.needs_order for each in interventions_on(self.model)):
-                raise InputError(
-                    "answers that depend on their order (state=run) cannot be stored; leave out --use_cache"
-                )
-            keep_apart(database, self)
+                raise InputError(f"{_ORDER_DEPENDENT}; leave out --use_cache")
+            separate_tables(database, self)
         super().set_cache_hook(cache_hook)
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse requests whose repeats `--use_cache` would answer alike."""
+        """Refuse requests whose repeats `--use_cache` would answer with one text."""
         if kind == "generate_until" and getattr(self.cache_hook, "dbdict", None) is not None:
-            refuse_collapsed(requests)
+            refuse_identical_repeats(requests)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
-        """Generate as `hf` does, noting how each row's answer ended."""
+        """Generate as `hf` does, and record the ending of each row."""
         rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
         params = SamplingParams(max_new_tokens=1 << 30, stop=tuple(text for text in stop if text))
-        begin = context.shape[1] if self.backend == "causal" else 1
-        self.endings.extend(self._ending(row[begin:], params) for row in rows.tolist())
+        start = context.shape[1] if self.backend == "causal" else 1
+        self.endings.extend(self._ending(row[start:], params) for row in rows.tolist())
         return rows
 
     def _ending(self, tokens: list[int], params: SamplingParams) -> Ending:
-        """Return how an answer ended that may be followed by padding, or by tokens of a longer row's time."""
+        """Return the ending of an answer that padding, or tokens until the end of a longer row, may follow."""
         ends = self._stopping.ends(params)
         last = next((count for count, token in enumerate(tokens, 1) if token in ends), 0)
         text = self.tokenizer.decode(tokens[: last or None])
@@ -328,47 +323,48 @@ class PrunedHFLM(AnsweringLM, HFLM):
     # ------------------------------------------------------------------ padding
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        """Score as `hf` does, but tell interventions that look at several tokens which are padding: `hf` does not."""
+        """Score as `hf` does, with a padding mask for interventions that read several tokens: `hf` passes none."""
         if any(not each.tokenwise for each in interventions_on(self.model)):
-            texts = [(*context, *more[:-1]) for _, context, more in requests]
-            self._texts = Counter(text[-self.max_length :] for text in (set(texts) if self.logits_cache else texts))
+            texts = [(*context, *continuation[:-1]) for _, context, continuation in requests]
+            texts = list(set(texts)) if self.logits_cache else texts
+            self._unpadded = Counter(text[-self.max_length :] for text in texts)
         try:
             scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
         finally:
-            self._texts = Counter()
+            self._unpadded = Counter()
         return scores
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        with uncounted(self.model):
+        with preserve_state(self.model):
             return int(super()._detect_batch_size(*args, **kwargs))
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        mask = self._mask_of(inps) if self._texts and not (args or kwargs) else None
+        mask = self._padding_mask(inps) if self._unpadded and not (args or kwargs) else None
         if mask is None or mask.all():
             logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
             return logits
-        kind = self.mixed_precision_dtype
-        with torch.no_grad(), torch.autocast(self.device.type, kind, enabled=kind is not None):
+        dtype = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             logits = self.model(inps, attention_mask=mask).logits
         return logits
 
-    def _mask_of(self, inps: torch.Tensor) -> torch.Tensor:
-        """Return the mask of a batch: `hf` pads with token 0, and comes to longer texts first."""
+    def _padding_mask(self, inps: torch.Tensor) -> torch.Tensor:
+        """Return the attention mask of a batch, shape (rows, tokens): `hf` pads with token 0, longest texts first."""
         mask = torch.ones_like(inps)
         for row, tokens in enumerate(inps.tolist()):
-            last = max((index for index, token in enumerate(tokens) if token), default=-1) + 1
-            lengths = [n for n in range(len(tokens), last - 1, -1) if tuple(tokens[:n]) in self._texts]
-            length = next((n for n in lengths if self._texts[tuple(tokens[:n])] > 0), len(tokens))
-            self._texts[tuple(tokens[:length])] -= 1
+            shortest = max((index for index, token in enumerate(tokens) if token), default=-1) + 1
+            lengths = [n for n in range(len(tokens), shortest - 1, -1) if tuple(tokens[:n]) in self._unpadded]
+            length = next((n for n in lengths if self._unpadded[tuple(tokens[:n])] > 0), len(tokens))
+            self._unpadded[tuple(tokens[:length])] -= 1
             mask[row, length:] = 0
         return mask
 
-    def gathered(self, value: Any) -> list[Any]:
-        """Return a value of each process, in the order of ranks."""
+    def gather_from_ranks(self, value: Any) -> list[Any]:
+        """Return the value of each process, in the order of ranks."""
         return list(gather_object([value])) if self.world_size > 1 else [value]
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is true in some process."""
+        """Return whether a flag is true on some process."""
         if self.world_size <= 1:
             return flag
         return bool(self.all_gather(torch.tensor([int(flag)], device=self.device)).max())
@@ -376,12 +372,12 @@ class PrunedHFLM(AnsweringLM, HFLM):
     # ------------------------------------------------------------------ reporting
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return lm-eval's model information and a section `pruning`: what was applied, and its realised figures."""
+        """Return lm-eval's model information with a section `pruning`."""
         return {**super().get_model_info(), "pruning": self.pruning_info()}
 
     def pruning_info(self) -> dict[str, Any]:
-        """Report what is applied, for the results file."""
-        info = applied(self.model_map, self.weights)
+        """Report the interventions and their realised figures for the results file."""
+        info = interventions_report(self.model_map, self.weights)
         if self.arguments.router:
             info["router"] = self.arguments.router.info
         if self.answering.lengths:
@@ -391,7 +387,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
         return info
 
 
-def _leave_group() -> None:
-    """End gloo's threads: a process that ends with them running may abort, and its launcher kills the others."""
+def _destroy_process_group() -> None:
+    """End gloo's threads: a process that exits while they run may abort, and its launcher kills the others."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

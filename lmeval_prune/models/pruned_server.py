@@ -1,4 +1,4 @@
-"""`--model pruned-server`: lm-eval's model class for servers, with variants that vLLM, SGLang or llama.cpp serve."""
+"""`--model pruned-server`: evaluate pruned variants that vLLM, SGLang or llama.cpp serve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
@@ -18,76 +17,75 @@ from lm_eval.models.utils import resolve_max_length
 from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.loading import refused_as
-from lmeval_prune.errors import InputError, first_line, reported
+from lmeval_prune.checkpoints.loading import as_input_error
+from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.export.manifest import read_adapters
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown
+from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.dispatch import Dispatcher, Server
 from lmeval_prune.models.http_client import Connection
 from lmeval_prune.models.identity import ModelIdentity, config_fingerprint
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.logs import as_lm_eval_does
-from lmeval_prune.models.once import AnsweringLM
-from lmeval_prune.models.served import API_OPTIONS, DENSE, ApiOptions, Served, ServerOptions
-from lmeval_prune.models.served_answering import ServedAnswering
-from lmeval_prune.models.server_jobs import Jobs, Scored
-from lmeval_prune.models.server_probe import Probe, model_name, reach
+from lmeval_prune.models.lm_base import AnsweringLM
+from lmeval_prune.models.logs import use_lm_eval_logging
+from lmeval_prune.models.server_answering import ServerAnswering
+from lmeval_prune.models.server_client import LogLikelihood, ServerClient
+from lmeval_prune.models.server_kinds import DENSE, ServedVariant
+from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
+from lmeval_prune.models.server_probe import Probe, connect, model_name
 
-# what lm-eval's own class is told of `ApiOptions`
-_FOR_LM_EVAL = {
+# options that lm-eval's own class takes
+_LM_EVAL_OPTIONS = {
     *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string"),
     *("auth_token", "header", "verify_certificate", "ca_cert_path", "max_gen_toks"),
 }
 
 
 class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
-    """Asks servers that have adapters which take heads away (`lmeval-prune export adapter`).
+    """Evaluates a model on servers, whose adapters prune heads (`lmeval-prune export adapter`).
 
     Args:
-        base_url: of a server or several.
-        arguments: the fields of `ServerOptions` (`models/served.py`); `heads`, `mask`, `router` and what belongs to it,
-            `responses` as for `pruned-hf`; `tokenizer`, `max_gen_toks`, `max_length`, … as for `local-completions`.
+        base_url: address of a server, or of several.
+        arguments: the fields of `ServerOptions` (`models/server_options.py`); `heads`, `mask`, `router` and its
+            options, `responses` as for `pruned-hf`.
 
     Attributes:
-        adapters: manifests of exported adapters by name, if their folder is known.
-        base: digest that identifies the checkpoint that is served.
+        adapters: name → manifest of each adapter in the folder `adapters=`; empty without one.
+        base: digest of the served checkpoint.
 
     Raises:
-        InputError: an argument cannot be used, or a server does not serve what it should.
+        InputError: an argument is wrong, or a server does not serve the model and its variants.
     """
 
     chat = False
     MULTIMODAL = False
     engine = None
-    weights = None  # not known here
+    weights = None
 
-    @reported
+    @print_input_errors
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
-        as_lm_eval_does()
-        known = {each.name for each in fields(ServerOptions)}
+        use_lm_eval_logging()
         values = {name: value for name, value in {"base_url": base_url, **arguments}.items() if value is not None}
-        refuse_empty(values, known)
-        self.options = ServerOptions(**{name: value for name, value in values.items() if name in known})
-        others = {name: value for name, value in values.items() if name not in known}
-        self.arguments = Arguments.of(others)
-        self._check_arguments(others)
-        self.api = ApiOptions.of(others)
+        refuse_empty(values, SERVER_OPTIONS)
+        variant_arguments = {name: value for name, value in values.items() if name not in SERVER_OPTIONS}
+        self.arguments = Arguments.of(variant_arguments)
+        self._check_arguments(variant_arguments)
+        self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
         self.kind, self.seed = self.options.kind, self.options.seed
         self.endings: deque[Ending] = deque()
-        self.checkpoint = self._checkpoint()
+        self.checkpoint = self._read_checkpoint()
         self.config, self.model_map = self.checkpoint.config, self.checkpoint.map
         self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
-        self.base, self.dtype = self._base(), self._dtype()
-        connection = Connection(self.header, self._certificates, self.options.timeout)
-        servers = reach(self.kind, self.options.urls, connection)
+        self.base, self.dtype = self._identify_base(), self._resolve_dtype()
+        connection = Connection(self.header, self._certificates(), self.options.timeout)
+        servers = connect(self.kind, self.options.urls, connection)
         name = model_name(self.kind, servers, self.options.model)
-        self._load(name, servers)
+        self._init_lm_eval(name, servers)
         limits = (self.options.num_concurrent, self.options.max_retries)
         self.dispatcher = Dispatcher(self.kind, name, servers, connection, *limits)
-        self.jobs = Jobs(self)
-        self.answering = ServedAnswering(self)
+        self.client = ServerClient(self)
+        self.answering = ServerAnswering(self)
         try:
             variants = self.answering.variants()
             self._check_adapters(variants)
@@ -101,67 +99,64 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """Release the answer store."""
         self.answering.close()
 
-    # ------------------------------------------------------------------ connection
+    # ------------------------------------------------------------------ set-up
 
-    def _check_arguments(self, others: dict[str, Any]) -> None:
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
         for name in ("engine", "engine_rows", "deterministic"):
-            if name in others:
-                raise InputError(f"{name}= is for pruned-hf, which decodes itself; leave it out")
+            if name in arguments:
+                raise InputError(f"{name}= is an option of pruned-hf's decoding engine; leave it out")
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
                 raise InputError(
-                    f"a server's adapters take heads away and nothing else: {type(intervention).__name__} cannot be "
-                    f"served; give heads=, mask= or router=, or use pruned-hf"
+                    f"a server's adapters can only prune heads: {type(intervention).__name__} cannot be served; give "
+                    f"heads=, mask= or router=, or use pruned-hf"
                 )
-        known = [*(each.name for each in fields(ServerOptions)), *API_OPTIONS]
         for name in self.arguments.others:
-            if name not in known:
-                raise unknown(name, known)
+            raise unknown_argument(name, SERVER_OPTIONS)
 
-    def _checkpoint(self) -> Checkpoint:
-        """Read the model that is served, as far as it is here."""
-        name = self.options.pretrained or self.api.tokenizer or self.options.model
+    def _read_checkpoint(self) -> Checkpoint:
+        """Read the served model's configuration and, if they are here, its files."""
+        name = self.options.pretrained or self.options.tokenizer or self.options.model
         if not name:
-            raise InputError(
-                "name the model that is served: pretrained=NAME_OR_FOLDER with its configuration and tokenizer"
-            )
+            raise InputError("name the served model: pretrained=NAME_OR_FOLDER with its configuration and tokenizer")
         description = {key: value for key, value in self.arguments.description.items() if value is not None}
-        more = {"revision": self.api.revision, "trust_remote_code": self.api.trust_remote_code}
-        return Checkpoint({"pretrained": str(name), **more, **description})
+        source = {"revision": self.options.revision, "trust_remote_code": self.options.trust_remote_code}
+        return Checkpoint({"pretrained": str(name), **source, **description})
 
-    def _base(self) -> str:
-        """Identify the checkpoint that is served: what the adapters were made from, or what is here."""
+    def _identify_base(self) -> str:
+        """Return the digest of the served checkpoint, from the adapters' manifests or from local weights."""
         path = self.checkpoint.path
+        for name, adapter in self.adapters.items():
+            if adapter["base"]["heads"] != self.model_map.signature()["heads"]:
+                raise InputError(
+                    f"adapter {name} was made for {adapter['base']['name']}, whose layers differ from those of {path}; "
+                    f"another base model? Give pretrained= of the served model"
+                )
+        try:
+            local = checkpoint_identity(path, self.options.revision)
+        except InputError:  # only configuration and tokenizer are here
+            local = None
         bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
         if len(bases) > 1:
             names = " and ".join(list(bases.values())[:2])
             raise InputError(f"{self.options.adapters}: {names} were made from different models; export them again")
-        for name, adapter in self.adapters.items():
-            if adapter["base"]["heads"] != self.model_map.signature()["heads"]:
-                raise InputError(
-                    f"adapter {name} was made for {adapter['base']['name']}, which has other layers than {path}; "
-                    f"another base model? Give pretrained= of the model that is served"
-                )
-        try:
-            here = checkpoint_identity(path, self.api.revision)
-        except InputError:  # only configuration and tokenizer are here
-            here = None
-        for base, name in bases.items():
-            if here not in (None, base):
+        if bases:
+            ((base, name),) = bases.items()
+            if local not in (None, base):
                 raise InputError(
                     f"adapter {name} was made from {self.adapters[name]['base']['name']}, another base model than "
-                    f"{path}; give pretrained= of the one that is served and pruned, or export the adapters again"
+                    f"{path}; give pretrained= of the served model, or export the adapters again"
                 )
             return str(base)
-        if here is None and self.arguments.responses:
+        if local is None and self.arguments.responses:
             raise InputError(
-                f"{path} has no weights here, so that answers of another model of this shape could not be told apart: "
-                f"give adapters=FOLDER, which says what they were made from, or leave out responses="
+                f"{path} has no weights here, so stored answers could not be told from those of another model of this "
+                f"shape: give adapters=FOLDER, whose manifests name the weights, or leave out responses="
             )
-        return here or digest([path, config_fingerprint(self.config)])
+        return local or digest([path, config_fingerprint(self.config)])
 
-    def _dtype(self) -> str:
-        """Return the type in which the servers compute, from the option or from the adapters."""
+    def _resolve_dtype(self) -> str:
+        """Return the type in which the servers compute, from `dtype=` or from the adapters; empty if unknown."""
         dtype = str(self.options.dtype or "").removeprefix("torch.")
         exported = {adapter["dtype"] for adapter in self.adapters.values()}
         if dtype and exported and exported != {dtype}:
@@ -171,90 +166,91 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             )
         dtype = dtype or (next(iter(exported)) if len(exported) == 1 else "")
         if not dtype and self.arguments.responses:
-            raise InputError("answers that are kept need to name the type in which the servers compute: dtype=bfloat16")
+            raise InputError("responses= needs the type in which the servers compute: give dtype=, e.g. dtype=bfloat16")
         return dtype
 
-    def _load(self, name: str, servers: Sequence[Server]) -> None:
-        """Set up lm-eval's own class, with the tokenizer."""
-        options = {each: getattr(self.api, each) for each in _FOR_LM_EVAL if getattr(self.api, each) is not None}
-        tokenizer = embedded.resolve(str(self.api.tokenizer or self.checkpoint.path))
+    def _init_lm_eval(self, name: str, servers: Sequence[Server]) -> None:
+        """Initialise lm-eval's class and the tokenizer."""
+        options = {
+            each: getattr(self.options, each) for each in _LM_EVAL_OPTIONS if getattr(self.options, each) is not None
+        }
+        tokenizer = embedded.resolve(str(self.options.tokenizer or self.checkpoint.path))
         url = f"{servers[0].url}/v1/{'chat/completions' if self.chat else 'completions'}"
         options |= {"model": name, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "seed": self.seed}
-        with refused_as(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
+        with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(base_url=url, **options)
-        self.add_bos_token = self.api.add_bos_token
-        self.think_end_token = self.api.think_end_token
-        self.chat_template_args = self.api.template_arguments
-        lengths = [server.listing.length for server in servers if server.listing.length]
-        self.max_length = min([self.api.max_length or int(resolve_max_length(self.config, self.tokenizer)), *lengths])
+        self.add_bos_token = self.options.add_bos_token
+        self.think_end_token = self.options.think_end_token
+        self.chat_template_args = self.options.template_arguments
+        limits = [server.listing.max_length for server in servers if server.listing.max_length]
+        self.max_length = min(
+            [self.options.max_length or int(resolve_max_length(self.config, self.tokenizer)), *limits]
+        )
 
     @cached_property
     def header(self) -> dict[str, str]:
         """Return the headers of each request."""
-        key = self.api.auth_token or self.api_key
-        return dict(self.api.header) if self.api.header else ({"Authorization": f"Bearer {key}"} if key else {})
+        if self.options.header:
+            return dict(self.options.header)
+        key = self.options.auth_token or self.api_key
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
-    @property
     def _certificates(self) -> Any:
-        """Return aiohttp's `ssl`."""
-        path, verify = self.api.ca_cert_path, self.api.verify_certificate
+        """Return aiohttp's `ssl` argument."""
+        path, verify = self.options.ca_cert_path, self.options.verify_certificate
         try:
             return ssl.create_default_context(cafile=path) if path and verify else verify
         except (OSError, ssl.SSLError) as error:
             raise InputError(f"ca_cert_path={path} holds no certificates ({first_line(error)})") from None
 
-    def _check_adapters(self, variants: Sequence[Served]) -> None:
-        """Check that what will be asked for has been exported, if the folder is here."""
+    def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
+        """Check that the adapters of all variants are in the folder `adapters=`, in the server's format."""
         if not self.adapters:
             return
-        form = "gguf" if self.kind.lists else "peft"
-        for variant in variants:
-            composed = self.kind.lists and variant.name not in self.adapters
-            names = () if variant == DENSE else variant.heads if composed else (variant.name,)
-            for name in names:
-                if name not in self.adapters:
-                    raise InputError(
-                        f"{self.options.adapters} has no adapter {name}; write it with `lmeval-prune export adapter`, "
-                        f"and start the server with it"
-                    )
-                if self.adapters[name]["format"] != form:
-                    raise InputError(
-                        f"adapter {name} is of another format than {self.kind.name} takes; export it as {form}"
-                    )
+        adapter_format = "gguf" if self.kind.adapter_list else "peft"
+        names = [name for variant in variants if variant != DENSE for name in self._adapter_names(variant)]
+        for name in names:
+            if name not in self.adapters:
+                raise InputError(
+                    f"{self.options.adapters} has no adapter {name}; write it with `lmeval-prune export adapter`, and "
+                    f"start the server with it"
+                )
+            if self.adapters[name]["format"] != adapter_format:
+                raise InputError(
+                    f"adapter {name} is of another format than {self.kind.name} takes; export it as {adapter_format}"
+                )
+
+    def _adapter_names(self, variant: ServedVariant) -> Sequence[str]:
+        """Return the names of a variant's adapters: a single one, or for llama.cpp one for each head."""
+        return variant.heads if self.kind.adapter_list and variant.name not in self.adapters else (variant.name,)
 
     # ------------------------------------------------------------------ identity
 
     @property
     def max_gen_toks(self) -> int:
-        """Return the tokens of an answer where a task does not say."""
+        """Return the default limit of generated tokens."""
         return int(self._max_gen_toks)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return everything of the model that an answer depends on, beside the variant, as JSON."""
+        """Return the parts of the model that answers depend on, except the variant, as JSON."""
         return ModelIdentity.of_server(self).to_json()
 
     @property
-    def outcomes_of(self) -> dict[str, Any]:
-        """Return what outcomes depend on beside `identity`: the adapters' content.
-
-        Raises:
-            InputError: the folder of adapters is not known.
-        """
+    def outcome_identity(self) -> dict[str, Any]:
+        """Return the hashes of the adapters, on which outcomes depend beside `identity`."""
         if not self.adapters:
-            raise InputError(
-                "a sweep of a server names what was pruned: give adapters=FOLDER in model_args, as exported"
-            )
-        hashes = [item for variant in self.answering.variants() for item in self.hashes(variant).items()]
+            raise InputError("a sweep on a server needs the adapters' content: give adapters=FOLDER in model_args")
+        hashes = [item for variant in self.answering.variants() for item in self.adapter_hashes(variant).items()]
         return {"adapters": dict(sorted(hashes))}
 
-    def hashes(self, variant: Served) -> dict[str, str]:
-        """Return digests of the contents of a variant's adapters, as far as they are known here."""
+    def adapter_hashes(self, variant: ServedVariant) -> dict[str, str]:
+        """Return the hashes of a variant's adapters, as far as they are in the folder `adapters=`."""
         names = (variant.name,) if variant.name in self.adapters else variant.heads
         return {name: str(self.adapters[name]["hash"]) for name in names if name in self.adapters}
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return a section `pruning` for the results file: what was asked for."""
+        """Return the section `pruning` of the results file."""
         masks: Any = self.arguments.interventions
         heads = [head for mask in masks for head in mask.resolve(self.model_map).heads]
         info: dict[str, Any] = {"created_by": CREATED_BY, **self.identity, "heads": heads}
@@ -269,23 +265,19 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
     ) -> list[int]:
-        """Return a text's tokens, as `hf` makes them for prompts."""
+        """Return the tokens of a text, as `hf` tokenizes prompts."""
         return list(HFLM.tok_encode(self, string, add_special_tokens, left_truncate_len))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> Any:
-        """Return a chat as the prompt's text, by the tokenizer's template, as `hf` does.
-
-        Raises:
-            InputError: it has none.
-        """
+        """Return a chat as a text, by the tokenizer's chat template."""
         try:
             return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
         except ValueError as error:
             raise InputError(_no_template(f" ({first_line(error)})")) from None
 
-    @reported
+    @print_input_errors
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the tokenizer's template; `InputError` if it has none."""
+        """Return the tokenizer's chat template."""
         if chat_template and not getattr(self.tokenizer, "chat_template", None):
             raise InputError(_no_template(""))
         template: str | None = super().chat_template(chat_template)
@@ -293,33 +285,35 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return a name for lm-eval's cache of requests."""
+        """Return a key for lm-eval's cache of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     # ------------------------------------------------------------------ answering
 
-    @reported
+    @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse `--use_cache`, which would not tell variants apart."""
+        """Refuse `--use_cache`, whose keys do not depend on the variant."""
         if getattr(cache_hook, "dbdict", None) is not None:
             raise InputError("--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args")
         super().set_cache_hook(cache_hook)
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse to score given texts where the server does not tell the log-probabilities of a prompt."""
-        if kind != "generate_until" and (not self.kind.scores or self.chat):
+        """Refuse log-likelihoods if the server does not return the log-probabilities of a prompt."""
+        if kind != "generate_until" and (not self.kind.scores_prompts or self.chat):
             source = "a chat" if self.chat else f"server={self.kind.name}"
             raise InputError(
-                f"task {requests[0].task_name} scores given texts, and {source} does not tell the log-probabilities of "
-                f"a prompt: use server=vllm with --model pruned-server, or pruned-hf"
+                f"task {requests[0].task_name} scores given texts, and {source} does not return the log-probabilities "
+                f"of a prompt: use server=vllm with --model pruned-server, or pruned-hf"
             )
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[Scored]:
-        return self.jobs.score(requests, not disable_tqdm)
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any
+    ) -> list[LogLikelihood]:
+        return self.client.score(requests, not disable_tqdm)
 
 
 class PrunedServerChatLM(PrunedServerLM):
-    """Asks chats, by the servers' own chat templates; for `--apply_chat_template`."""
+    """Sends chats, to which the servers apply their own chat templates; for `--apply_chat_template`."""
 
     chat = True
 
@@ -328,12 +322,12 @@ class PrunedServerChatLM(PrunedServerLM):
         return JsonChatStr(json.dumps(chat_history, ensure_ascii=False))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return an empty text: the template is not known here."""
+        """Return an empty text: only the servers know the template."""
         return ""
 
 
 def _no_template(reason: str) -> str:
     return (
-        f"the tokenizer has no chat template{reason}: leave out --apply_chat_template, give tokenizer= of one that has "
-        f"one, or use --model pruned-server-chat with a server that has one"
+        f"the tokenizer has no chat template{reason}: leave out --apply_chat_template, give another tokenizer=, or use "
+        f"--model pruned-server-chat with a server that has a template"
     )

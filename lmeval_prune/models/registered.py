@@ -1,7 +1,7 @@
-"""Names of functions that rooms above this one register as `MODULE:NAME`: nothing is imported before it is used.
+"""Functions that higher layers register by name as `MODULE:NAME`, imported at first use.
 
-router     called with `Arguments`, returns the `Tries` of their `router=`
-process    registers us with lm-eval; another process of a run calls it, too
+router     called with `Arguments`, returns the `HeadRouter` for their `router=`
+process    registers this package with lm-eval in another process of a run
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lmeval_prune.errors import InputError
 TARGETS: dict[str, str] = {}
 
 
-def registered(name: str) -> Any:
-    """Import what is registered under a name; `InputError` if nothing is."""
+def load_registered(name: str) -> Any:
+    """Import the function registered under a name."""
     if name not in TARGETS:
         raise InputError(
             f"{name}= needs lmeval-prune to be registered with lm-eval: unset LMEVAL_PRUNE_NO_BRIDGE, or use "

@@ -1,7 +1,7 @@
-"""Asks servers, before anything else, whether they serve what they will be asked for.
+"""Check at the start of a run that each server serves the model and its variants.
 
-A server that is set up wrongly answers all the same: an adapter that fits no module of the model leaves it unpruned, a
-request without an adapter may be answered under the last one's, another model has answers, too.
+A server that is set up wrongly answers without an error: an adapter that matches no module leaves the model unpruned, a
+request without an adapter may be computed with another request's adapter, and so on.
 """
 
 from __future__ import annotations
@@ -14,49 +14,58 @@ from itertools import combinations
 from typing import Any
 
 from lmeval_prune.errors import InputError, first_few
-from lmeval_prune.models.dispatch import Dispatcher, Gone, Job, Server, list_models
-from lmeval_prune.models.http_client import Connection, Failure, log_probability, read, read_json, send, whole_number
-from lmeval_prune.models.served import DENSE, Served, ServerKind
+from lmeval_prune.models.dispatch import Dispatcher, Job, Server, ServersFailedError, list_models
+from lmeval_prune.models.http_client import (
+    Cause,
+    Connection,
+    RetryableError,
+    log_probability,
+    parse,
+    parse_json,
+    send,
+    whole_number,
+)
+from lmeval_prune.models.server_kinds import DENSE, ServedVariant, ServerKind
 
 logger = logging.getLogger(__name__)
-TEXT = (
+PROBE_TEXT = (
     "A baker sells 12 rolls at 30 cents each and 5 loaves at 2.50 each. First she adds up what the rolls bring in, "
     "then the loaves, and writes both numbers into her green book. Why does she need the sum?"
 )
-LENGTH = 64  # tokens of it
-GENERATED = 12  # tokens, where a server does not score the prompt
-TOGETHER = 32  # adapters that are asked for at once
-SAME = 1e-5  # difference of log-probabilities below which two answers are one
+PROMPT_LENGTH = 64  # tokens of the text in a request
+GENERATED_LENGTH = 12  # tokens to generate, if the server does not score prompts
+BATCH_ADAPTERS = 32  # adapters in one batch
+MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
 Signature = list[tuple[str, float]]  # tokens and their log-probabilities
 
 
-def reach(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
-    """Return the servers that answer, with their models; `InputError` if none answers, or one is of another kind."""
+def connect(kind: ServerKind, urls: Sequence[str], connection: Connection) -> list[Server]:
+    """Return the reachable servers with their listings; refuse a server of another kind."""
     servers: list[Server] = []
-    missing: list[InputError] = []
+    unreachable: list[InputError] = []
     for url in urls:
         try:
             servers.append(Server(url, connection.run(partial(list_models, url=url, kind=kind))))
-        except Failure as error:
-            if not error.innocent:  # it answers, and not as such a server does
+        except RetryableError as error:
+            if error.cause is not Cause.SERVER:  # there is a server, and it answers as no server of this kind does
                 raise InputError(str(error)) from None
-            missing.append(InputError(str(error)))
+            unreachable.append(InputError(str(error)))
     if not servers:
-        raise missing[0]
-    for refusal in missing:
-        logger.warning("%s: the others do the work", refusal)
+        raise unreachable[0]
+    for refusal in unreachable:
+        logger.warning("%s; continuing with the other servers", refusal)
     return servers
 
 
 def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) -> str:
-    """Return the unpruned model's name, the user's or the only one; `InputError` if it is not one on all servers."""
+    """Return the name of the unpruned model on all servers; default: the only model that they list."""
     for server in servers:
         models = server.listing.models
         if name is None:
             if len(models) != 1:
                 raise InputError(f"{server.url} has {len(models)} models ({first_few(models)}); name one with model=")
             (name,) = models
-        elif name not in models and kind.lists is None:
+        elif name not in models and kind.adapter_list is None:
             raise InputError(
                 f"{server.url} serves {first_few(models, 'no model')}, not {name}; another base model? Name it with "
                 f"model=, or start the server with --served-model-name {name}"
@@ -68,130 +77,122 @@ def model_name(kind: ServerKind, servers: Sequence[Server], name: str | None) ->
     return name
 
 
-def tokens_of(connection: Connection, kind: ServerKind, url: str, model: str, text: str) -> list[int] | None:
-    """Return a text's tokens, without special ones, as the server makes them; None if it does not tell."""
+def server_tokens(connection: Connection, kind: ServerKind, url: str, model: str, text: str) -> list[int] | None:
+    """Tokenize a text on a server, without special tokens; return None if the server has no such endpoint."""
 
-    def numbers(body: Any) -> list[int]:
+    def token_ids(body: Any) -> list[int]:
         return [whole_number(token["id"] if isinstance(token, dict) else token) for token in body["tokens"]]
 
+    payload = kind.tokenize_payload(model, text)
     try:
-        response = connection.run(
-            partial(send, method="POST", url=f"{url}/tokenize", content=kind.tokenize(model, text))
-        )
-        tokens: list[int] | None = read(numbers, read_json(response.body)) if response.status == 200 else None
-    except Failure:
+        response = connection.run(partial(send, method="POST", url=f"{url}/tokenize", content=payload))
+        tokens: list[int] | None = parse(token_ids, parse_json(response.body)) if response.status == 200 else None
+    except RetryableError:
         return None
     return tokens
 
 
 class Probe:
-    """Questions to each server of a dispatcher, and checks of their answers."""
+    """Checks each server of a dispatcher by a few requests."""
 
     def __init__(self, dispatcher: Dispatcher, tokenizer: Any) -> None:
         self.dispatcher, self.tokenizer = dispatcher, tokenizer
-        self.tokens: list[int] = list(tokenizer.encode(TEXT, add_special_tokens=False))
+        self.tokens: list[int] = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
 
-    def run(self, variants: Sequence[Served]) -> None:
-        """Refuse a server that does not serve the model and these variants; leave out those that end meanwhile."""
+    def run(self, variants: Sequence[ServedVariant]) -> None:
+        """Refuse a server that does not serve these variants; remove servers that fail from the dispatcher."""
         pruned = [variant for variant in dict.fromkeys(variants) if variant != DENSE]
-        left: list[Server] = []
+        working: list[Server] = []
         for server in self.dispatcher.servers:
             try:
                 self._check(server, pruned)
-                left.append(server)
-            except Gone as error:
-                if not left and server is self.dispatcher.servers[-1]:
+                working.append(server)
+            except ServersFailedError as error:
+                if not working and server is self.dispatcher.servers[-1]:
                     raise
-                logger.warning("%s; it is left out", error)
-        self.dispatcher.servers = left
+                logger.warning("%s; continuing without this server", error)
+        self.dispatcher.servers = working
 
-    def _check(self, server: Server, pruned: Sequence[Served]) -> None:
+    def _check(self, server: Server, pruned: Sequence[ServedVariant]) -> None:
         self._check_tokenizer(server)
         unpruned = self._signatures(server, [DENSE] * 4, 1)
-        noise = max(SAME, 1.5 * max(distance(*pair) for pair in combinations(unpruned, 2)))
-        alone = dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))
-        for variant, signature in alone.items():
-            if distance(signature, unpruned[0]) <= noise:
+        noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair) for pair in combinations(unpruned, 2)))
+        alone = {DENSE: unpruned[0], **dict(zip(pruned, self._signatures(server, pruned, 1), strict=True))}
+        for (other, other_signature), (variant, signature) in combinations(alone.items(), 2):
+            if distance(signature, other_signature) <= noise:
                 raise InputError(
-                    f"{server.url} answers under {variant} as the unpruned model does: the adapter matches none of "
-                    f"the modules that it adapts (vLLM: --lora-target-modules o_proj), or it is not applied"
+                    f"{server.url} answers under {variant} as under {other}: two names of one adapter, or an adapter "
+                    f"that matches no module (vLLM: --lora-target-modules o_proj)? Start it by the command that "
+                    f"`lmeval-prune export adapter` prints"
                 )
-        for (variant, signature), (other, same) in combinations(alone.items(), 2):
-            if distance(signature, same) <= noise:
-                raise InputError(
-                    f"{server.url} answers under {variant} as under {other}: two names of one adapter? Start it with "
-                    f"the folders that `lmeval-prune export adapter` wrote"
-                )
-        self._check_batch(server, {DENSE: unpruned[0], **alone})
+        self._check_batch(server, alone)
 
     def _check_tokenizer(self, server: Server) -> None:
         dispatcher, count = self.dispatcher, len(self.tokens)
-        tokens = tokens_of(dispatcher.connection, dispatcher.kind, server.url, dispatcher.model, TEXT)
+        tokens = server_tokens(dispatcher.connection, dispatcher.kind, server.url, dispatcher.model, PROBE_TEXT)
         if tokens is None:
-            logger.info("%s does not say how it makes tokens; not compared", server.url)
+            logger.info("%s cannot tokenize texts; its tokenizer is not compared", server.url)
         elif tokens != self.tokens:
             raise InputError(
-                f"{server.url} makes {len(tokens)} tokens of a text of which this tokenizer makes {count}"
-                f"{', other ones' if count == len(tokens) else ''}: another base model? Give tokenizer= of the model "
-                f"that is served"
+                f"{server.url} splits a text into {len(tokens)} tokens, this tokenizer into {count}"
+                f"{' different ones' if count == len(tokens) else ''}: another base model? Give tokenizer= of the "
+                f"served model"
             )
 
-    def _check_batch(self, server: Server, alone: dict[Served, Signature]) -> None:
-        """Check that each variant stays itself in a batch with others.
+    def _check_batch(self, server: Server, alone: dict[ServedVariant, Signature]) -> None:
+        """Check that variants do not mix in a batch.
 
-        Answers are rounded otherwise in a batch: only one that is nearer to another variant by more than half of what
-        separates the two is that other's, and only if this is more than the rounding.
+        Batching changes rounding. So an answer belongs to another variant only if it is nearer to that variant by more
+        than half the distance of the two variants, and if this distance exceeds the rounding.
         """
-        pruned = [variant for variant in alone if variant != DENSE][:TOGETHER]
+        pruned = [variant for variant in alone if variant != DENSE][:BATCH_ADAPTERS]
         if not pruned:
             return
-        mixed = [variant for each in pruned for variant in (each, DENSE)]
-        answers = list(zip(mixed, self._signatures(server, mixed, len(mixed)), strict=True))
+        batch = [variant for each in pruned for variant in (each, DENSE)]
+        answers = list(zip(batch, self._signatures(server, batch, len(batch)), strict=True))
         unpruned = [signature for variant, signature in answers if variant == DENSE]
         rounding = min((distance(*pair) ** 2 for pair in combinations(unpruned, 2)), default=0.0)
         for variant, signature in answers:
-            nearness = {each: distance(signature, alone[each]) for each in (DENSE, *pruned)}
-            other = min(nearness, key=nearness.__getitem__)
-            apart = distance(alone[other], alone[variant]) ** 2
-            if nearness[variant] ** 2 - nearness[other] ** 2 <= apart / 2 or apart <= 4 * rounding:
+            distances = {each: distance(signature, alone[each]) for each in (DENSE, *pruned)}
+            other = min(distances, key=distances.__getitem__)
+            separation = distance(alone[other], alone[variant]) ** 2
+            if distances[variant] ** 2 - distances[other] ** 2 <= separation / 2 or separation <= 4 * rounding:
                 continue
             requests = "the unpruned model's requests" if variant == DENSE else f"requests under {variant}"
             raise InputError(
-                f"{server.url} answers {requests} under {other} when both are in one batch (vLLM on CPU does so "
-                f"without a spare slot): start it with a --max-loras one above the number of adapters, or leave dense "
-                f"out"
+                f"{server.url} answers {requests} under {other} when both are in one batch (as vLLM on a CPU without a "
+                f"spare slot): start it with --max-loras set to the number of adapters plus one, or leave out dense"
             )
 
-    def _signatures(self, server: Server, variants: Sequence[Served], concurrent: int) -> list[Signature]:
-        """Ask a server for its answers under variants."""
+    def _signatures(self, server: Server, variants: Sequence[ServedVariant], num_concurrent: int) -> list[Signature]:
+        """Request the log-probabilities of the probe text under each variant."""
         kind = self.dispatcher.kind
-        length = {"max_tokens": 1, "echo": True} if kind.scores else {"max_tokens": GENERATED}
-        payload = {"prompt": self.tokens[:LENGTH], "temperature": 0, **kind.telling, **length}
-        name = "a question to try it"
-        jobs = [Job("/v1/completions", lambda: payload, variant, self._signature, name) for variant in variants]
-        return list(self.dispatcher.only(server, concurrent).all(jobs))
+        length = {"max_tokens": 1, "echo": True} if kind.scores_prompts else {"max_tokens": GENERATED_LENGTH}
+        payload = {"prompt": self.tokens[:PROMPT_LENGTH], "temperature": 0, **kind.logprob_settings, **length}
+        jobs = [
+            Job("/v1/completions", lambda: payload, variant, self._parse_signature, "a probe", index)
+            for index, variant in enumerate(variants)
+        ]
+        return self.dispatcher.restricted_to(server, num_concurrent).run(jobs)
 
-    def _signature(self, body: dict[str, Any]) -> Signature:
+    def _parse_signature(self, body: dict[str, Any]) -> Signature:
         logprobs = body["choices"][0]["logprobs"]
-        if "content" in logprobs:  # as in chats
+        if "content" in logprobs:  # the form of chats, which llama.cpp uses for completions, too
             pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]
         else:
             pairs = list(zip(map(str, logprobs["tokens"]), logprobs["token_logprobs"], strict=True))
-        if self.dispatcher.kind.scores:
-            pairs = pairs[1:-1]  # the first has none, the last is generated
+        if self.dispatcher.kind.scores_prompts:
+            pairs = pairs[1:-1]  # the first token has no log-probability, the last is generated
         if not pairs:
-            raise Failure("it gives no log-probabilities")
+            raise RetryableError("it gives no log-probabilities")
         return [(token, log_probability(value)) for token, value in pairs]
 
 
 def distance(first: Signature, second: Signature) -> float:
-    """Return the root mean square of the differences of log-probabilities.
-
-    It ends with the first token that differs, which counts 1.
-    """
+    """Return the root mean square difference of log-probabilities, up to the first different token, which counts 1."""
     squares = []
-    for (token, value), (other, other_value) in zip(first, second, strict=False):
-        squares.append(1.0 if token != other else (value - other_value) ** 2)
-        if token != other:
+    for (token, value), (other_token, other_value) in zip(first, second, strict=False):
+        squares.append(1.0 if token != other_token else (value - other_value) ** 2)
+        if token != other_token:
             break
     return math.sqrt(sum(squares) / len(squares))

@@ -1,4 +1,4 @@
-"""lm-eval's own cache (`--use_cache`), with answers of different and differently pruned models kept apart."""
+"""lm-eval's own cache (`--use_cache`) with separate tables for different models and interventions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from lmeval_prune.models import generation
 from lmeval_prune.models.identity import code_versions
 
 
-def keep_apart(database: Any, lm: Any) -> None:
-    """Give each combination of model, settings and what is applied when it is asked a table of its own.
+def separate_tables(database: Any, lm: Any) -> None:
+    """Use a separate table of the cache for each model, its settings and its current interventions.
 
-    lm-eval keys its cache by prompt and generation settings only.
-
-    Args:
-        database: the cache, sqlitedict's `SqliteDict`; its class is replaced by one that names its table anew.
-        lm: the `PrunedHFLM`.
+    lm-eval keys its cache by prompt and generation settings only. `database` is sqlitedict's `SqliteDict`; its class is
+    replaced by a subclass.
     """
     if not hasattr(database, "tablename") or not hasattr(database, "conn"):
         raise InputError(
@@ -32,10 +29,10 @@ def keep_apart(database: Any, lm: Any) -> None:
 
     def tablename(self: Any) -> str:
         lm: Any = model()
-        applied = digest(lm.answering.interventions())
-        if applied not in digests:
-            digests[applied] = digest([lm.identity, applied, code_versions()])
-        table = f"lmeval_prune_{digests[applied]}"
+        interventions = digest(lm.answering.interventions())
+        if interventions not in digests:
+            digests[interventions] = digest([lm.identity, interventions, code_versions()])
+        table = f"lmeval_prune_{digests[interventions]}"
         if table not in tables:
             self.conn.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (key TEXT PRIMARY KEY, value BLOB)')
             self.conn.commit()
@@ -43,14 +40,14 @@ def keep_apart(database: Any, lm: Any) -> None:
         return table
 
     database.__class__ = type("Tables", (type(database),), {"tablename": property(tablename)})
-    _ = database.tablename  # refuses now what cannot be told apart
+    _ = database.tablename  # raises now if the model has no identity
 
 
-def refuse_collapsed(requests: Iterable[Any]) -> None:
-    """Refuse requests whose repeats the cache would answer alike."""
+def refuse_identical_repeats(requests: Iterable[Any]) -> None:
+    """Refuse sampled requests for whose repeats the cache would return the same answer."""
     for request in requests:
         settings = request.args[1]
-        if generation.samples(settings) and settings.get("do_sample") is None:
+        if generation.is_sampling(settings) and settings.get("do_sample") is None:
             raise InputError(
                 f"task {request.task_name} samples (temperature {settings['temperature']}) without do_sample: true, "
                 f"so --use_cache would give every repeat the same answer on the next run; add do_sample=true to "

@@ -1,1 +1,1 @@
-"""Registration with lm-eval. Imports nothing, because `bridge` runs at every interpreter start."""
+"""Registration with lm-eval. Imports nothing, because `bridge` runs at each start of Python."""

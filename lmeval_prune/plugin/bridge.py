@@ -1,11 +1,10 @@
-"""Makes released lm-eval (0.4.13) find us; a `.pth` file imports this at interpreter start.
+"""Register this package with lm-eval 0.4.13, which reads no entry points; imported by a `.pth` file.
 
-lm-eval 0.4.13 reads no entry points. A finder in front of `sys.meta_path` waits until lm-eval's own
-`lm_eval.models` and `lm_eval.tasks.manager` have been executed, then calls `lmeval_prune.plugin.registration`, and
-is gone. Nothing is imported before that: this file must stay as small as it is, for every Python
-process of the environment runs it.
+A finder in `sys.meta_path` waits until `lm_eval.models` and `lm_eval.tasks.manager` are executed, calls
+`lmeval_prune.plugin.registration`, and removes itself. Every Python process of the environment runs this file at its
+start, so it must stay small and import nothing before lm-eval is imported.
 
-Set `LMEVAL_PRUNE_NO_BRIDGE=1` to switch it off; `lmeval-prune run` works without it.
+`LMEVAL_PRUNE_NO_BRIDGE=1` switches it off; `lmeval-prune run` works without it.
 """
 
 import os
@@ -15,7 +14,7 @@ _HOOKS = {"lm_eval.models": "register_models", "lm_eval.tasks.manager": "registe
 
 
 class _Finder:
-    """Wraps the loader of each module named in `_HOOKS`, once, and finds nothing itself."""
+    """Wraps the loader of each module in `_HOOKS` once; finds no modules itself."""
 
     def __init__(self) -> None:
         self.waiting = dict(_HOOKS)
@@ -26,7 +25,7 @@ class _Finder:
             return None
         from importlib.util import find_spec
 
-        self.busy = True  # the search below passes here again
+        self.busy = True  # find_spec calls this method again
         try:
             spec = find_spec(name)
         finally:
@@ -43,7 +42,7 @@ class _Finder:
         return spec
 
     def done(self, name: str) -> None:
-        """Call the hook of a module that has just been executed; never break lm-eval."""
+        """Call the hook of a module that was executed; a failure is a warning."""
         hook = self.waiting.pop(name, None)
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)

@@ -1,6 +1,6 @@
-"""Registers our model classes and task folder with lm-eval, and SPRINT's routing with our model classes.
+"""Register the package's models and tasks with lm-eval, and SPRINT's router with the models.
 
-It knows every room by name and imports none. Safe to call any number of times.
+Modules are registered by name and imported on first use. Registration can be repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUTING = "lmeval_prune.sprint.routing:Routing"
 
 
 def register_models() -> None:
-    """Add `MODELS` to lm-eval's registry, lazily; names already there (read from entry points) stay."""
+    """Add `MODELS` to lm-eval's registry; names that lm-eval read from entry points stay."""
     from lm_eval.api.registry import model_registry
 
     from lmeval_prune.models.registered import TARGETS
@@ -31,7 +31,7 @@ def register_models() -> None:
 
 
 def register_tasks() -> None:
-    """Let every `TaskManager` that includes lm-eval's own tasks know ours, and read lm-eval's where it needs them."""
+    """Add the package's tasks to every `TaskManager` with lm-eval's tasks; lm-eval's index is then read on demand."""
     from lm_eval.tasks.manager import TaskManager
 
     if hasattr(TaskManager.__init__, "_lmeval_prune"):
@@ -60,7 +60,7 @@ def register_tasks() -> None:
 
 
 def register() -> None:
-    """Register everything now: for `lmeval-prune run` and for programs that run without the bridge."""
+    """Register models and tasks now, for `lmeval-prune run` and for programs without the bridge."""
     import lm_eval.models
     import lm_eval.tasks.manager  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Count what a model costs: parameters, and the arithmetic of a forward pass."""
+"""Count parameters and FLOPs of a model."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch.utils.flop_counter import FlopCounterMode
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 
-PROMPT = 128  # tokens of the prompt whose FLOPs a results file has
+PROMPT_TOKENS = 128  # of the prompt whose FLOPs are written to results files
 
 
 def cost_columns(model: Any) -> dict[str, int | None]:
-    """Return the parameters and FLOPs that a results file says of a model."""
+    """Return the parameters and FLOPs of a model for a results file."""
     total, without_embeddings = parameters(model)
     return {
         "parameters": total,
         "parameters_without_embeddings": without_embeddings,
-        "flops_per_prompt": formula_flops(map_model(model), PROMPT),
-        "tokens_of_that_prompt": PROMPT,
+        "flops_per_prompt": formula_flops(map_model(model), PROMPT_TOKENS),
+        "tokens_of_that_prompt": PROMPT_TOKENS,
     }
 
 
 def parameters(model: nn.Module) -> tuple[int, int]:
-    """Count all parameters, each once, and those of no embedding (an output head tied to one counts as embedding)."""
+    """Return the number of parameters, with and without embeddings (a tied output head counts as an embedding)."""
     embedded = {id(x) for module in model.modules() if isinstance(module, nn.Embedding) for x in module.parameters()}
     tensors = list(model.parameters())
     return sum(x.numel() for x in tensors), sum(x.numel() for x in tensors if id(x) not in embedded)
 
 
 def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
-    """Count multiplications and additions of a forward pass by closed formulas, logits included.
+    """Return the multiplications and additions of a forward pass by closed formulas, including the logits.
 
-    Two for each weight and token, and two for each head, pair of tokens and dimension of queries and of values. Both
-    stacks of an encoder-decoder read `tokens` tokens. Experts count as often as a token is routed to them.
+    Two for each weight and token, and two for each head, pair of tokens and dimension of queries and of values. Encoder
+    and decoder read `tokens` tokens each. Only the experts that a token is routed to count.
 
     Returns:
-        None for experts whose weights are not one tensor, or where the number of experts a token is unknown.
+        None if the experts' weights are not one tensor, or the number of experts per token is unknown.
     """
     config = model_map.model.config
     experts = getattr(config, "num_experts_per_tok", None)
@@ -50,7 +50,7 @@ def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
         if isinstance(module, nn.Linear) or is_transposed(module):
             if re.search(r"\bexperts\.\d", name):
                 return None
-            read = 1 if ".pooler." in f".{name}" else tokens  # a pooler reads one token of a text
+            read = 1 if ".pooler." in f".{name}" else tokens  # a pooler reads one token
             total += 2 * read * in_features(module) * out_features(module)
             continue
         for part, weight in module.named_parameters(recurse=False):
@@ -66,13 +66,13 @@ def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
 
 
 def counted_flops(model: Any, tokens: int) -> int:
-    """Count the FLOPs of a forward pass over one prompt with torch's counter."""
+    """Return the FLOPs of a forward pass over one prompt, counted by torch."""
     inputs = random_inputs(model, 1, tokens)
     return flops_of(lambda: model(**inputs))
 
 
 def flops_of(run: Callable[[], Any]) -> int:
-    """Count the FLOPs of what a function runs with torch's counter; pairs of tokens behind a causal mask count."""
+    """Return the FLOPs of a function call, counted by torch; token pairs hidden by a causal mask count, too."""
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=_FLASH_ON_CPU) as counter:
         run()
     return int(counter.get_total_flops())
@@ -83,12 +83,12 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 
 
-# torch's counter does not know this operation
+# torch's counter lacks this operation
 _FLASH_ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Return the same random prompts for every model of a vocabulary; an encoder-decoder's for both stacks."""
+    """Return random prompts for a model, equal for equal vocabularies; for encoder and decoder, if there are both."""
     ids = torch.randint(3, model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids.to(next(model.parameters()).device)}
     if getattr(model.config, "is_encoder_decoder", False):

@@ -1,4 +1,4 @@
-"""Measure the speed of models, alternating in one run, and the peak memory of each in a separate process."""
+"""Measure the speed of models in alternation, and the peak memory of each in a separate process."""
 
 from __future__ import annotations
 
@@ -26,22 +26,13 @@ from lmeval_prune.profiling.costs import random_inputs
 
 @dataclass(frozen=True)
 class Workload:
-    """Size of the timed prompts and answers.
+    """Size of the timed prompts and answers."""
 
-    Attributes:
-        prompt: tokens in a prompt.
-        new: tokens decoded after it, by causal models.
-        batches: batch sizes.
-        rounds: number of times that each model is timed.
-        clock: `wall` for elapsed time, or `processor` for the processor time of this process: fairer on a busy
-            machine, with one thread.
-    """
-
-    prompt: int = 128
-    new: int = 32
-    batches: Sequence[int] = (1, 8)
-    rounds: int = 5
-    clock: str = "wall"
+    prompt: int = 128  # tokens of a prompt
+    new: int = 32  # tokens that causal models decode after it
+    batches: Sequence[int] = (1, 8)  # batch sizes
+    rounds: int = 5  # measurements of each model
+    clock: str = "wall"  # `wall`, or `processor`: CPU time of this process, for busy machines, with one thread
 
 
 def check_length(folder: str, work: Workload) -> None:
@@ -56,29 +47,29 @@ def check_length(folder: str, work: Workload) -> None:
 def measure(
     models: Mapping[str, Any], work: Workload, progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, dict[str, float]]:
-    """Time models alternately; return tokens per second, the median over rounds.
+    """Return the median tokens per second of models, which are timed in alternation.
 
     Returns:
-        By model and figure, with the batch size: `prefill_1`, `decode_1` for causal models, `forward_1` for others.
+        By model, then by pass and batch size: `prefill_1`, `decode_1` for causal models, `forward_1` for others.
     """
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in models}
     for model in models.values():
-        _timed(model, work, min(work.batches), 2)  # warm up
+        _time(model, work, min(work.batches), 2)  # warm up
 
     for number in range(work.rounds):
         for batch in work.batches:
             for name, model in models.items():
                 progress(f"round {number + 1} of {work.rounds}, batch {batch}: {name}")
-                for figure, rate in _timed(model, work, batch, work.new).items():
-                    rates[name].setdefault(f"{figure}_{batch}", []).append(rate)
+                for kind, rate in _time(model, work, batch, work.new).items():
+                    rates[name].setdefault(f"{kind}_{batch}", []).append(rate)
     return {
-        name: {figure: round(statistics.median(values), 2) for figure, values in figures.items()}
-        for name, figures in rates.items()
+        name: {kind: round(statistics.median(values), 2) for kind, values in kinds.items()}
+        for name, kinds in rates.items()
     }
 
 
 def peak_memory(folder: str, work: Workload) -> float:
-    """Return the peak memory in MiB at the largest batch, above what a process uses before it loads the model.
+    """Return the peak memory in MiB at the largest batch, minus the memory before the model is loaded.
 
     Raises:
         InputError: the measuring process was killed.
@@ -86,12 +77,12 @@ def peak_memory(folder: str, work: Workload) -> float:
     if torch.cuda.is_available():
         model = load_pretrained(folder).cuda()
         torch.cuda.reset_peak_memory_stats()
-        _timed(model, work, max(work.batches), work.new)
+        _time(model, work, max(work.batches), work.new)
         return torch.cuda.max_memory_allocated() / 2**20
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(1, context) as pool:
-            return pool.submit(_peak, folder, work, torch.get_num_threads()).result()
+            return pool.submit(_peak_memory, folder, work, torch.get_num_threads()).result()
     except BrokenProcessPool:
         raise InputError(
             f"the process that measures the memory of {folder} was killed, probably for lack of memory; "
@@ -99,20 +90,17 @@ def peak_memory(folder: str, work: Workload) -> float:
         ) from None
 
 
-def _peak(folder: str, work: Workload, threads: int) -> float:
+def _peak_memory(folder: str, work: Workload, threads: int) -> float:
     torch.set_num_threads(threads)
-    skeleton_of(folder)  # imports what the model needs
+    skeleton_of(folder)  # imports the model's code
     before = psutil.Process().memory_info().rss
     model = load_pretrained(folder)
-    _timed(model, work, max(work.batches), work.new)
-    return (highest_memory() - before) / 2**20
+    _time(model, work, max(work.batches), work.new)
+    return (peak_memory_of_process() - before) / 2**20
 
 
-def highest_memory() -> int:
-    """Return the peak memory of this process in bytes.
-
-    `/proc` is read first: on Linux, the peak of `getrusage` includes that of the parent process.
-    """
+def peak_memory_of_process() -> int:
+    """Return the peak memory of this process in bytes, on Linux without that of the parent process."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.is_file() else []
     for line in lines:
@@ -121,27 +109,28 @@ def highest_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _timed(model: Any, work: Workload, batch: int, new: int) -> dict[str, float]:
+def _time(model: Any, work: Workload, batch: int, new: int) -> dict[str, float]:
+    """Return the tokens per second of the passes of a model at one batch size."""
     inputs = random_inputs(model, batch, work.prompt)
     if _is_causal(model):
         return decoding_rates(model, inputs["input_ids"], new, work.clock, logits_to_keep=1)
     with torch.no_grad():
-        _, seconds = _clocked(lambda: model(**inputs), inputs["input_ids"].device, work.clock)
+        _, seconds = _run_timed(lambda: model(**inputs), inputs["input_ids"].device, work.clock)
     return {"forward": inputs["input_ids"].numel() / seconds}
 
 
-def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall", **reading: Any) -> dict[str, float]:
-    """Time a causal model: tokens per second in reading prompts (`prefill`) and in decoding after them (`decode`).
+def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall", **forward: Any) -> dict[str, float]:
+    """Return the tokens per second of a causal model in reading prompts (`prefill`) and in decoding (`decode`).
 
     Args:
         model: a stock model, with any interventions applied.
         ids: prompts, shape (batch, tokens).
         new: tokens to decode.
         clock: as in `Workload`.
-        reading: further arguments of the forward pass over the prompts.
+        forward: further arguments of the forward pass over the prompts.
     """
     with torch.no_grad():
-        out, prefill = _clocked(lambda: model(ids, use_cache=True, **reading), ids.device, clock)
+        out, prefill = _run_timed(lambda: model(ids, use_cache=True, **forward), ids.device, clock)
 
         def decode() -> None:
             cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
@@ -149,7 +138,7 @@ def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall",
                 step = model(token, past_key_values=cache, use_cache=True)
                 cache, token = step.past_key_values, step.logits[:, -1:].argmax(-1)
 
-        _, decoding = _clocked(decode, ids.device, clock)
+        _, decoding = _run_timed(decode, ids.device, clock)
     return {"prefill": ids.numel() / prefill, "decode": len(ids) * new / decoding}
 
 
@@ -157,8 +146,8 @@ def _is_causal(model: Any) -> bool:
     return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def _clocked(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:
-    """Return the value of a function and the seconds of its call."""
+def _run_timed(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:
+    """Return the result of a function call and its seconds."""
     now = time.perf_counter if clock == "wall" else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize()

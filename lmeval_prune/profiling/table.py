@@ -1,4 +1,4 @@
-"""Show a profile as a table and as a picture."""
+"""Write a profile as a table and as a bar plot."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _LABELS = {
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write a Markdown table: a column a model, each figure with its share of the first model's."""
+    """Return a Markdown table with a column for each model; values are followed by their ratio to the first model's."""
     first, *others = rows.values()
     lines = []
-    for key in _figures(first):
+    for key in _keys(first):
         cells = ["" if first.get(key) is None else _formatted(key, first[key])]
         for row in others:
             value = row.get(key)
-            share = f" ({value / first[key]:.3f})" if value is not None and first[key] else ""
-            cells.append("" if value is None else f"{_formatted(key, value)}{share}")
+            ratio = f" ({value / first[key]:.3f})" if value is not None and first[key] else ""
+            cells.append("" if value is None else f"{_formatted(key, value)}{ratio}")
         lines.append([_label(key), *cells])
     return markdown(pd.DataFrame(lines, columns=["", *(Path(name).name for name in rows)]), [""]) + "\n"
 
 
 def draw_bars(rows: Mapping[str, Mapping[str, Any]], stem: Path) -> None:
-    """Draw each figure relative to the first model's as bars."""
+    """Draw each value relative to the first model's as bars."""
     names = list(rows)
-    first, keys = rows[names[0]], _figures(rows[names[0]])
+    first, keys = rows[names[0]], _keys(rows[names[0]])
     canvas, axes = figure(7.5, 0.9 + 0.55 * len(keys), f"relative to {Path(names[0]).name}")
     height = 0.8 / max(1, len(names) - 1)
     for number, name in enumerate(names[1:] or names):
-        shares = [rows[name].get(key, 0) / first[key] if first[key] else 0 for key in keys]
+        ratios = [rows[name].get(key, 0) / first[key] if first[key] else 0 for key in keys]
         offset = (number - (len(names) - 2) / 2) * height
         positions = [position + offset for position in range(len(keys))]
-        axes.barh(positions, shares, height * 0.9, color=COLOURS[number % len(COLOURS)], label=Path(name).name)
+        axes.barh(positions, ratios, height * 0.9, color=COLOURS[number % len(COLOURS)], label=Path(name).name)
     axes.axvline(1, color="black", lw=0.8, ls=":")
     axes.set_yticks(range(len(keys)), [_label(key) for key in keys])
     axes.invert_yaxis()
@@ -51,7 +51,7 @@ def draw_bars(rows: Mapping[str, Mapping[str, Any]], stem: Path) -> None:
     save(canvas, stem)
 
 
-def _figures(row: Mapping[str, Any]) -> list[str]:
+def _keys(row: Mapping[str, Any]) -> list[str]:
     speeds = [key for key in row if key.partition("_")[0] in ("prefill", "decode", "forward")]
     return ["parameters", "without_embeddings", "flops_counted", *speeds, "peak_memory_mib"]
 

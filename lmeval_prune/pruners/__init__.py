@@ -1,1 +1,1 @@
-"""Makes plans: what of a model matters least, by scores of its heads and feed-forward channels."""
+"""Score heads and feed-forward channels, and make plans that remove the least important ones."""

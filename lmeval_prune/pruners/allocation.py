@@ -1,8 +1,8 @@
-"""Shares out a budget of parameters, or of heads and channels, among the layers, each a pot of equal units.
+"""Allocate a pruning budget to layers: decide how many units each layer loses.
 
-What a layer can lose of one kind, its heads or its channels, is a *pot*. A budget is a share of what is in all pots of
-the layers in play. One of parameters is hit within one unit, or refused; `flap_reference`, which counts by costs of its
-own, may miss it, and then a warning says so. One of heads or channels takes as many whole units as fit.
+The units that a layer can lose of one kind (heads or channels) form a `UnitPool`. A budget is a share of all units in
+the pools. A budget of parameters is met within one unit, or refused; `flap_reference`, which has its own costs, may
+miss it and then logs a warning. A budget of heads or channels removes as many whole units as fit.
 """
 
 from __future__ import annotations
@@ -17,54 +17,37 @@ from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.base import by_member
+from lmeval_prune.pruners.base import per_member
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, HEADS, Part, Removed, Units, parts_of
 
 logger = logging.getLogger(__name__)
 
 REFERENCE = "flap_reference"
-REFERENCE_COSTS = {HEADS: int(512 / 3), CHANNELS: 1}  # of a head of 128 columns, in channels, as FLAP's code rounds it
-STANDARDISED = ("standardised", REFERENCE)  # compare heads of all layers with all channels
-_HALF = 0.5 + 1e-9  # of a unit: the most that rounding may leave
+REFERENCE_COSTS = {HEADS: int(512 / 3), CHANNELS: 1}  # cost of a head of 128 columns in channels, as in FLAP's code
+STANDARDISED = ("standardised", REFERENCE)  # allocations that compare heads with channels
+_HALF = 0.5 + 1e-9  # largest rounding error, in units
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A share that parts lose together.
+    """Share that some kinds of parts lose together."""
 
-    Attributes:
-        kinds: of these parts, `heads`, `channels` or both.
-        ratio: the share.
-        allocation: `uniform` and `log`: each layer a share of its own; `global`: heads of all layers are compared, and
-            channels of all layers; `standardised`: all are compared, by how far they are from their layer's mean;
-            `flap_reference`: the same, with that code's costs and threshold.
-        options: the others, with their unit settled.
-    """
-
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # heads, channels or both
     ratio: float
-    allocation: str
-    options: PruneOptions
+    allocation: str  # see `PruneOptions.allocation`
+    options: PruneOptions  # resolved
 
 
 @dataclass(frozen=True)
-class Pot:
-    """Equal units that a layer can lose.
+class UnitPool:
+    """Equal units that one layer can lose."""
 
-    Attributes:
-        key: the part, `heads.L0` or `channels.L0`.
-        units: members of each unit, lowest score first; those that are removed already are not among them.
-        scores: of the units.
-        cost: of a unit, in what the budget counts.
-        removed: units that are removed already.
-    """
-
-    key: str
-    units: Units
-    scores: Tensor
-    cost: float
-    removed: int = 0
+    key: str  # part key, heads.L0 or channels.L0
+    units: Units  # members of each remaining unit, lowest score first
+    scores: Tensor  # of these units
+    cost: float  # of one unit, in what the budget counts
+    removed: int = 0  # number of units that earlier steps removed
 
     @property
     def kind(self) -> str:
@@ -72,187 +55,185 @@ class Pot:
         return self.key.partition(".")[0]
 
     @property
+    def label(self) -> str:
+        """Label of the layer, `L0`."""
+        return self.key.partition(".")[2]
+
+    @property
     def size(self) -> int:
-        """Number of units, also of those that are removed."""
+        """Number of units, removed ones included."""
         return len(self.units) + self.removed
 
     @property
     def total(self) -> float:
-        """Cost of all its units."""
+        """Cost of all units, removed ones included."""
         return self.size * self.cost
 
-    def most(self, allow_empty: bool) -> int:
-        """Return how many units it may lose in all; the last one only if that is allowed."""
+    def limit(self, allow_empty: bool) -> int:
+        """Return the maximum number of removed units; the last unit counts only with `allow_empty`."""
         return self.size if allow_empty else max(self.size - 1, self.removed)
 
 
-def pots_of(
+def unit_pools(
     model_map: ModelMap, budget: Budget, scores: Mapping[str, Tensor] | None = None, removed: Removed | None = None
-) -> list[Pot]:
-    """Return the pots of a budget, layer by layer, heads before channels.
+) -> list[UnitPool]:
+    """Return the pools of a budget, layer by layer, heads before channels.
 
-    Args:
-        model_map: of the model.
-        budget: the budget.
-        scores: by part; None for scores by which the smallest units and whole layers go first.
-        removed: by part, members that are removed already.
-
-    Raises:
-        InputError: no layer is in play.
+    `removed` are members that earlier steps removed. Without scores, small units and whole layers are removed first.
     """
-    options, pots, spared = budget.options, list[Pot](), _spared(model_map, budget.options)
+    options, pools, skipped = budget.options, list[UnitPool](), _skipped_layers(model_map, budget.options)
     unit = options.unit or "head"
     for part in parts_of(model_map, budget.kinds):
-        if part.label in spared:
+        if part.label in skipped:
             continue
-        gone = (removed or {}).get(part.key, set())
-        units, values = _ranked(part, torch.zeros(part.size) if scores is None else scores[part.key], unit, gone)
+        already = (removed or {}).get(part.key, set())
+        units, values = _ranked(part, torch.zeros(part.size) if scores is None else scores[part.key], unit, already)
         cost = part.cost(unit) if options.budget == "parameters" else units.shape[1]
         values = torch.full_like(values, cost) if scores is None else values
-        pots.append(Pot(part.key, [*map(tuple, units.tolist())], values, cost, len(gone) // units.shape[1]))
-    if not pots:
-        raise InputError(f"no layer is left: skip_first={options.skip_first} and skip_last={options.skip_last}")
-    return pots
+        pools.append(UnitPool(part.key, [*map(tuple, units.tolist())], values, cost, len(already) // units.shape[1]))
+    if not pools:
+        raise InputError(
+            f"no layer is left: skip_first={options.skip_first} and skip_last={options.skip_last} skip all layers"
+        )
+    return pools
 
 
 def _ranked(part: Part, scores: Tensor, unit: str, removed: set[int]) -> tuple[Tensor, Tensor]:
-    """Return the units of a part that are left, (units, members), and their scores, the lowest first."""
-    left = torch.tensor([member for member in range(part.size) if member not in removed], dtype=torch.long)
-    if part.kind == HEADS and unit == "balanced":  # the n-th lowest head of each group
-        groups = part.size // part.share
-        members = left.view(groups, len(left) // groups)
-        members = members.gather(1, by_member(scores)[members].argsort(dim=1, stable=True)).T
+    """Return the remaining units of a part, (units, members), and their scores, lowest first."""
+    remaining = torch.tensor([member for member in range(part.size) if member not in removed], dtype=torch.long)
+    if part.kind == HEADS and unit == "balanced":  # unit n: the n-th lowest head of each group
+        groups = part.size // part.group_size
+        members = remaining.view(groups, len(remaining) // groups)
+        members = members.gather(1, per_member(scores)[members].argsort(dim=1, stable=True)).T
     else:
-        members = left.view(-1, part.share if unit == "group" else 1)
+        members = remaining.view(-1, part.group_size if unit == "group" else 1)
     values = scores[members].flatten(1).mean(1).double()
     order = values.argsort(stable=True)
     return members[order], values[order]
 
 
-def _spared(model_map: ModelMap, options: PruneOptions) -> set[str]:
-    """Return the labels of layers that are not in play."""
-    spared: set[str] = set()
+def _skipped_layers(model_map: ModelMap, options: PruneOptions) -> set[str]:
+    """Return the labels of layers that are not pruned."""
+    skipped: set[str] = set()
     for stack in model_map.stacks:
         labels = [layer.label for layer in model_map.attention if layer.stack == stack]
-        spared |= {*labels[: options.skip_first], *labels[len(labels) - options.skip_last :]}
-    return spared
+        skipped |= {*labels[: options.skip_first], *labels[len(labels) - options.skip_last :]}
+    return skipped
 
 
 def standardised(scores: Mapping[str, Tensor], removed: Removed, allocation: str) -> Mapping[str, Tensor]:
     """Return scores as an allocation compares them.
 
-    Those of `STANDARDISED` have mean 0 and deviation 1 over what is left of each part, columns counted one by one.
+    Allocations in `STANDARDISED` get mean 0 and deviation 1 over the remaining members, or their columns, of each part.
     """
     if allocation not in STANDARDISED:
         return scores
-    correction, compared = int(allocation == REFERENCE), {}
+    correction, result = int(allocation == REFERENCE), {}
     for key, values in scores.items():
-        gone = removed.get(key, ())
-        left = values[[member for member in range(len(values)) if member not in gone]].double()
-        deviation = left.std(correction=correction) if left.numel() > correction else torch.zeros(())
-        mean = left.mean() if left.numel() else 0.0
-        compared[key] = (values.double() - mean) / (deviation if deviation > 0 else 1.0)
-    return compared
+        already = removed.get(key, ())
+        remaining = values[[member for member in range(len(values)) if member not in already]].double()
+        deviation = remaining.std(correction=correction) if remaining.numel() > correction else torch.zeros(())
+        mean = remaining.mean() if remaining.numel() else 0.0
+        result[key] = (values.double() - mean) / (deviation if deviation > 0 else 1.0)
+    return result
 
 
-def allocate(pots: Sequence[Pot], budget: Budget) -> list[int]:
-    """Return how many units each pot loses in all.
-
-    Raises:
-        InputError: the ratio cannot be reached without emptying a layer.
-    """
+def allocate(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
+    """Return how many units each pool loses, earlier steps included; refuse a ratio that would empty a layer."""
     options, allocation = budget.options, budget.allocation
     if options.budget == "heads":
-        return _whole_units(pots, budget)
+        return _whole_units(pools, budget)
     if allocation in ("uniform", "log"):
-        return _by_layer(pots, budget)
+        return _by_layer(pools, budget)
     if allocation == REFERENCE:
-        return _below_threshold(pots, budget)
-    counts = [0] * len(pots)
+        return _below_threshold(pools, budget)
+    counts = [0] * len(pools)
     for kinds in [(HEADS, CHANNELS)] if allocation == "standardised" else [(HEADS,), (CHANNELS,)]:
-        pool = [index for index, pot in enumerate(pots) if pot.kind in kinds]
-        for index, count in zip(pool, _nearest([pots[i] for i in pool], budget), strict=True):
+        indices = [index for index, pool in enumerate(pools) if pool.kind in kinds]
+        for index, count in zip(indices, _nearest([pools[i] for i in indices], budget), strict=True):
             counts[index] = count
     return counts
 
 
 def share_of(ratio: float, count: float) -> int:
-    """Return `floor(ratio · count)`, where 0.3 of 270 is 81."""
+    """Return `floor(ratio · count)` without floating-point error: 0.3 of 270 is 81."""
     return math.floor(ratio * count + 1e-9)
 
 
-def removed_by(pots: Sequence[Pot], counts: Sequence[int], before: Removed) -> Removed:
-    """Return what is removed in all when each pot loses so many units, its lowest; pots in their order."""
-    lost = {
-        pot.key: before.get(pot.key, set()).union(*pot.units[: count - pot.removed])
-        for pot, count in zip(pots, counts, strict=True)
+def removed_by(pools: Sequence[UnitPool], counts: Sequence[int], before: Removed) -> Removed:
+    """Return the removed members by part key after each pool loses its `count` lowest units."""
+    after = {
+        pool.key: before.get(pool.key, set()).union(*pool.units[: count - pool.removed])
+        for pool, count in zip(pools, counts, strict=True)
     }
-    others = {key: members for key, members in before.items() if key not in lost}
-    return others | {key: members for key, members in lost.items() if members}
+    others = {key: members for key, members in before.items() if key not in after}
+    return others | {key: members for key, members in after.items() if members}
 
 
-def spent(pots: Sequence[Pot], counts: Sequence[int], budget: Budget) -> dict[str, int]:
-    """Return how many parameters of the pots can be removed and are, and warn of a budget that is missed."""
-    removable = sum(pot.total for pot in pots)
-    removed = sum(count * pot.cost for pot, count in zip(pots, counts, strict=True))
-    if abs(removed - budget.ratio * removable) > max(pot.cost for pot in pots) * (1 + 1e-9):
+def parameter_counts(pools: Sequence[UnitPool], counts: Sequence[int], budget: Budget) -> dict[str, int]:
+    """Return the numbers of removable and of removed parameters; warn if the budget is missed by more than one unit."""
+    removable = sum(pool.total for pool in pools)
+    removed = sum(count * pool.cost for pool, count in zip(pools, counts, strict=True))
+    if abs(removed - budget.ratio * removable) > max(pool.cost for pool in pools) * (1 + 1e-9):
         logger.warning(
-            "allocation %s misses the budget by more than one unit: %.1f%% of the parameters in play go, %.1f%% were "
-            "asked for", budget.allocation, 100 * removed / removable, 100 * budget.ratio
+            "allocation %s misses the budget by more than one unit: %.1f%% of the removable parameters are removed "
+            "instead of %.1f%%", budget.allocation, 100 * removed / removable, 100 * budget.ratio
         )  # fmt: skip
     return {"removable": round(removable), "removed": round(removed)}
 
 
-def _whole_units(pots: Sequence[Pot], budget: Budget) -> list[int]:
-    """Take the lowest units that fit; of channels, as few as leave a multiple and the last one."""
-    counts = [pot.removed for pot in pots]
+def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
+    """Remove the lowest units that fit; of channels, keep a multiple of `ffn_multiple` and at least one."""
+    counts = [pool.removed for pool in pools]
     of_heads = budget.kinds == (HEADS,)
     allow_empty = budget.options.allow_empty_layer or not of_heads
-    everywhere = range(len(pots))
-    for pool in [[index] for index in everywhere] if budget.allocation == "uniform" else [[*everywhere]]:
-        left = share_of(budget.ratio, sum(pots[i].total for i in pool)) - sum(counts[i] * pots[i].cost for i in pool)
-        for owner in _lowest_first([pots[i] for i in pool], allow_empty).tolist():
-            if pots[pool[owner]].cost <= left:
-                counts[pool[owner]] += 1
-                left -= pots[pool[owner]].cost
+    indices = range(len(pools))
+    for compared in [[index] for index in indices] if budget.allocation == "uniform" else [[*indices]]:
+        due = share_of(budget.ratio, sum(pools[i].total for i in compared))
+        left = due - sum(counts[i] * pools[i].cost for i in compared)
+        for position in _lowest_first([pools[i] for i in compared], allow_empty).tolist():
+            index = compared[position]
+            if pools[index].cost <= left:
+                counts[index] += 1
+                left -= pools[index].cost
     if of_heads:
         return counts
     multiple = budget.options.ffn_multiple
-    kept = [-(-max(1, pot.size - count) // multiple) * multiple for pot, count in zip(pots, counts, strict=True)]
-    return [pot.size - min(pot.size - pot.removed, width) for pot, width in zip(pots, kept, strict=True)]
+    kept = [-(-max(1, pool.size - count) // multiple) * multiple for pool, count in zip(pools, counts, strict=True)]
+    return [pool.size - min(pool.size - pool.removed, width) for pool, width in zip(pools, kept, strict=True)]
 
 
-def _by_layer(pots: Sequence[Pot], budget: Budget) -> list[int]:
-    """Carry what rounding leaves to the next layer, and take what the last ones cannot give from those before."""
+def _by_layer(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
+    """Round in each layer and carry the rest to the next; what the last layers cannot lose, earlier ones lose."""
     carried = {HEADS: 0.0, CHANNELS: 0.0}
-    most = [pot.most(budget.options.allow_empty_layer) for pot in pots]
+    limits = [pool.limit(budget.options.allow_empty_layer) for pool in pools]
     counts = []
-    for pot, share, limit in zip(pots, _shares(pots, budget), most, strict=True):
-        due = carried[pot.kind] + share * pot.size * pot.cost
-        count = min(max(math.floor(due / pot.cost + 0.5), pot.removed), limit)
-        carried[pot.kind] = due - count * pot.cost
+    for pool, share, limit in zip(pools, _layer_shares(pools, budget), limits, strict=True):
+        due = carried[pool.kind] + share * pool.size * pool.cost
+        count = min(max(math.floor(due / pool.cost + 0.5), pool.removed), limit)
+        carried[pool.kind] = due - count * pool.cost
         counts.append(count)
-    for index in reversed(range(len(pots))):
-        pot = pots[index]
-        more = min(max(0, math.floor(carried[pot.kind] / pot.cost + 0.5)), most[index] - counts[index])
+    for index in reversed(range(len(pools))):
+        pool = pools[index]
+        more = min(max(0, math.floor(carried[pool.kind] / pool.cost + 0.5)), limits[index] - counts[index])
         counts[index] += more
-        carried[pot.kind] -= more * pot.cost
+        carried[pool.kind] -= more * pool.cost
     for kind, left in carried.items():
-        if left > max((pot.cost for pot in pots if pot.kind == kind), default=0.0) * _HALF:
-            raise _emptied(budget.ratio, kind)
+        if left > max((pool.cost for pool in pools if pool.kind == kind), default=0.0) * _HALF:
+            raise _empty_layer_error(budget.ratio, kind)
     return counts
 
 
-def _shares(pots: Sequence[Pot], budget: Budget) -> list[float]:
-    """Return each pot's share; of `log` r_i = r_0 + (r_last − r_0) · log(i + 1) / log L, whose mean is the ratio."""
-    labels = list(dict.fromkeys(pot.key.partition(".")[2] for pot in pots))
+def _layer_shares(pools: Sequence[UnitPool], budget: Budget) -> list[float]:
+    """Return each pool's share; `log`: r_i = r_0 + (r_last − r_0) · log(i + 1) / log L, with the ratio as mean."""
+    labels = list(dict.fromkeys(pool.label for pool in pools))
     if budget.allocation == "uniform" or len(labels) == 1:
-        return [budget.ratio] * len(pots)
-    depths = [math.log(labels.index(pot.key.partition(".")[2]) + 1) / math.log(len(labels)) for pot in pots]
-    sizes = [pot.total for pot in pots]
-    middle = sum(depth * size for depth, size in zip(depths, sizes, strict=True)) / sum(sizes)
+        return [budget.ratio] * len(pools)
+    depths = [math.log(labels.index(pool.label) + 1) / math.log(len(labels)) for pool in pools]
+    sizes = [pool.total for pool in pools]
+    mean_depth = sum(depth * size for depth, size in zip(depths, sizes, strict=True)) / sum(sizes)
     first = budget.options.log_start * budget.ratio
-    rise = (budget.ratio - first) / middle
+    rise = (budget.ratio - first) / mean_depth
     if first + rise >= 1:
         raise InputError(
             f"a ratio of {budget.ratio} by allocation=log would empty the last layer (its share is {first + rise:.2f});"
@@ -261,45 +242,45 @@ def _shares(pots: Sequence[Pot], budget: Budget) -> list[float]:
     return [first + rise * depth for depth in depths]
 
 
-def _lowest_first(pots: Sequence[Pot], allow_empty: bool) -> Tensor:
-    """Return the pots that the units are of which may go, by their indices, the lowest score first."""
-    spare = [pot.most(allow_empty) - pot.removed for pot in pots]
-    owners = torch.cat([torch.full((count,), index) for index, count in enumerate(spare)])
-    return owners[torch.cat([p.scores[:n] for p, n in zip(pots, spare, strict=True)]).argsort(stable=True)]
+def _lowest_first(pools: Sequence[UnitPool], allow_empty: bool) -> Tensor:
+    """Return the pool index of each removable unit, lowest score first."""
+    removable = [pool.limit(allow_empty) - pool.removed for pool in pools]
+    owners = torch.cat([torch.full((count,), index) for index, count in enumerate(removable)])
+    return owners[torch.cat([p.scores[:n] for p, n in zip(pools, removable, strict=True)]).argsort(stable=True)]
 
 
-def _nearest(pots: Sequence[Pot], budget: Budget) -> list[int]:
-    """Take the lowest units of all pots, as many as come nearest to the budget."""
-    if not pots:
+def _nearest(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
+    """Remove the lowest units of all pools whose total cost is nearest to the budget."""
+    if not pools:
         return []
-    due = sum(budget.ratio * pot.total - pot.removed * pot.cost for pot in pots)
-    owners = _lowest_first(pots, budget.options.allow_empty_layer)
-    costs = torch.tensor([pot.cost for pot in pots], dtype=torch.float64)[owners]
+    due = sum(budget.ratio * pool.total - pool.removed * pool.cost for pool in pools)
+    owners = _lowest_first(pools, budget.options.allow_empty_layer)
+    costs = torch.tensor([pool.cost for pool in pools], dtype=torch.float64)[owners]
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), costs.cumsum(0)])
-    chosen = int((sums - due).abs().argmin())
-    if due - float(sums[chosen]) > max(pot.cost for pot in pots) * _HALF:
-        raise _emptied(budget.ratio, " or ".join(dict.fromkeys(pot.kind for pot in pots)))
-    lost = torch.bincount(owners[:chosen], minlength=len(pots)).tolist()
-    return [pot.removed + count for pot, count in zip(pots, lost, strict=True)]
+    number = int((sums - due).abs().argmin())
+    if due - float(sums[number]) > max(pool.cost for pool in pools) * _HALF:
+        raise _empty_layer_error(budget.ratio, " or ".join(dict.fromkeys(pool.kind for pool in pools)))
+    removed = torch.bincount(owners[:number], minlength=len(pools)).tolist()
+    return [pool.removed + count for pool, count in zip(pools, removed, strict=True)]
 
 
-def _below_threshold(pots: Sequence[Pot], budget: Budget) -> list[int]:
-    """Return how many units each pot loses by FLAP's released code.
+def _below_threshold(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
+    """Return how many units each pool loses by FLAP's released code.
 
-    Units are kept from the highest score on until their costs are nearest to what is to stay; the score of the last of
-    these is the threshold, and what is not above it goes.
+    Units are kept from the highest score down until their total cost is nearest to the target. The score of the last
+    kept unit is the threshold, and units at or below it are removed.
     """
-    costs = torch.tensor([float(REFERENCE_COSTS[pot.kind]) for pot in pots], dtype=torch.float64)
-    scores = torch.cat([pot.scores for pot in pots])
+    costs = torch.tensor([float(REFERENCE_COSTS[pool.kind]) for pool in pools], dtype=torch.float64)
+    scores = torch.cat([pool.scores for pool in pools])
     ranked, order = scores.sort(descending=True, stable=True)
-    kept = costs.repeat_interleave(torch.tensor([len(pot.units) for pot in pots]))[order].cumsum(0)
-    total = float((costs * torch.tensor([pot.size for pot in pots])).sum())
+    kept = costs.repeat_interleave(torch.tensor([len(pool.units) for pool in pools]))[order].cumsum(0)
+    total = float((costs * torch.tensor([pool.size for pool in pools])).sum())
     threshold = ranked[(kept - (1 - budget.ratio) * total).abs().argmin()]
-    lost = [pot.removed + int((pot.scores <= threshold).sum()) for pot in pots]
-    return [min(pot.most(budget.options.allow_empty_layer), count) for pot, count in zip(pots, lost, strict=True)]
+    counts = [pool.removed + int((pool.scores <= threshold).sum()) for pool in pools]
+    return [min(pool.limit(budget.options.allow_empty_layer), count) for pool, count in zip(pools, counts, strict=True)]
 
 
-def _emptied(ratio: float, kind: str) -> InputError:
+def _empty_layer_error(ratio: float, kind: str) -> InputError:
     return InputError(
         f"a ratio of {ratio} would take all {kind} of a layer; give a smaller ratio, --parts, or --allow_empty_layer"
     )

@@ -1,7 +1,8 @@
-"""Statistics of attention weights over calibration text, row by row; no matrix outlives the block it is computed in.
+"""Compute statistics of attention weights over calibration text without storing whole attention matrices.
 
-Weights are computed once more from queries and keys, in front of the model's own attention, which stays as it is. A
-family that does not call attention functions through transformers' interface is asked for its weights instead.
+Weights are recomputed from queries and keys before the model's own attention runs, one block of queries at a time. The
+forward pass does not change. Families that do not call attention functions through transformers' interface return
+their weights instead.
 """
 
 from __future__ import annotations
@@ -23,36 +24,29 @@ from lmeval_prune.interventions.attention_call import (
     AttentionCall,
     check_attention_calls,
     eager_attention,
-    put_in_front,
+    intercept_attention,
 )
-from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_at
+from lmeval_prune.pruners.calibration import CalibrationText, StopForward, stop_forward_at
 
-BLOCK = 2**22  # attention weights at once
+BLOCK = 2**22  # maximum number of attention weights in memory
 
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """Attention weights of some queries.
+    """Attention weights of a block of queries."""
 
-    Attributes:
-        weights: (batch, heads, queries, keys).
-        visible: which keys a query may see, broadcastable to that.
-        first: whether a query is its text's first, (batch, queries).
-        first_keys: whether a key is, (batch, keys).
-    """
-
-    weights: Tensor
-    visible: Tensor
-    first: Tensor
-    first_keys: Tensor
+    weights: Tensor  # (batch, heads, queries, keys)
+    visible: Tensor  # mask of keys that a query may attend to, broadcastable to `weights`
+    first: Tensor  # mask of queries that are the first token of their text, (batch, queries)
+    first_keys: Tensor  # mask of keys that are the first token of their text, (batch, keys)
 
 
-# (batch, heads, queries) values, and which of the queries count, (batch, queries)
+# returns values, (batch, heads, queries), and a mask of queries that count, (batch, queries)
 Measure = Callable[[AttentionRows], tuple[Tensor, Tensor]]
 
 
 def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Measure) -> dict[str, Tensor]:
-    """Return the mean of a measure over real queries of a text, by part, `heads.L0`: (heads,) in float64."""
+    """Return the mean of a measure over the real queries of a text, by part key (`heads.L0`): (heads,) in float64."""
     sums = {layer.label: torch.zeros(layer.heads, dtype=torch.float64) for layer in model_map.attention}
     counts = dict.fromkeys(sums, 0)
     real = torch.ones(0)
@@ -60,8 +54,7 @@ def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Mea
     def add(label: str, rows: AttentionRows, real_rows: Tensor) -> None:
         values, counted = measure(rows)
         counted = counted & real_rows
-        chosen = torch.where(counted[:, None], values, 0.0)
-        sums[label] += chosen.sum((0, 2)).double().cpu()
+        sums[label] += torch.where(counted[:, None], values, 0.0).sum((0, 2)).double().cpu()
         counts[label] += int(counted.sum())
 
     def handler(call: AttentionCall, attend: Attend) -> Attended:
@@ -71,23 +64,19 @@ def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Mea
 
     if _can_be_intercepted(model_map):
         with ExitStack() as stack:
-            put_in_front(model_map, handler, stack)
+            intercept_attention(model_map, handler, stack)
             for _, real in text.run(model_map.model):  # noqa: B007 - read by the handler
                 pass
     else:
-        _from_outputs(model_map, text, add)
+        _read_output_attentions(model_map, text, add)
     empty = [label for label, count in counts.items() if not count]
     if empty:
-        raise InputError(f"no attention of layer {empty[0]} was seen on the calibration text; give longer windows")
+        raise InputError(f"no query of layer {empty[0]} counts on the calibration text; give longer windows")
     return {f"heads.{label}": total / counts[label] for label, total in sums.items()}
 
 
 def _can_be_intercepted(model_map: ModelMap) -> bool:
-    """Return whether a handler can stand in front of the attention; if not, the model is to give out its weights.
-
-    Raises:
-        InputError: neither.
-    """
+    """Return whether attention calls can be intercepted; an encoder-decoder raises `InputError` if they cannot."""
     try:
         check_attention_calls(model_map)
     except InputError:
@@ -98,35 +87,35 @@ def _can_be_intercepted(model_map: ModelMap) -> bool:
 
 
 def rows_of(call: AttentionCall, real: Tensor) -> Iterator[tuple[AttentionRows, slice]]:
-    """Compute the attention weights of a call, block by block of queries, each with the slice of its queries."""
+    """Compute the attention weights of a call in blocks of queries; yield each block with its query range."""
     query, key, options = call.query, call.key, call.options
     batch, heads, length, width = query.shape
-    kind = torch.promote_types(query.dtype, torch.float32)
+    dtype = torch.promote_types(query.dtype, torch.float32)
     scaling = options.get("scaling")
     scaling = 1 / math.sqrt(width) if scaling is None else scaling
-    keys = key.to(kind).repeat_interleave(heads // key.shape[1], dim=1).transpose(2, 3)
+    keys = key.to(dtype).repeat_interleave(heads // key.shape[1], dim=1).transpose(2, 3)
     count = keys.shape[-1]
     causal = call.mask is None and length > 1 and _is_causal(call)
     first = (real.cumsum(1) == 1) & real.bool()
     size = max(1, BLOCK // (batch * heads * count))
     for start in range(0, length, size):
         queries = slice(start, min(length, start + size))
-        logits = query[:, :, queries].to(kind) @ keys * scaling
+        logits = query[:, :, queries].to(dtype) @ keys * scaling
         if options.get("softcap") is not None:
             logits = options["softcap"] * torch.tanh(logits / options["softcap"])
         if options.get("position_bias") is not None:
-            logits = logits + options["position_bias"][:, :, queries, :count].to(kind)
+            logits = logits + options["position_bias"][:, :, queries, :count].to(dtype)
         visible = torch.ones(1, 1, 1, count, dtype=torch.bool, device=query.device)
         if call.mask is not None:
             mask = call.mask[:, :, queries if call.mask.shape[2] > 1 else slice(None), :count]
             visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-            logits = logits if mask.dtype == torch.bool else logits + mask.to(kind)
+            logits = logits if mask.dtype == torch.bool else logits + mask.to(dtype)
         elif causal:
             positions = torch.arange(queries.start, queries.stop, device=query.device)[:, None] + count - length
             visible = (torch.arange(count, device=query.device) <= positions)[None, None]
         logits = logits.masked_fill(~visible, -torch.inf)
-        if options.get("s_aux") is not None:
-            sink = options["s_aux"].to(kind).reshape(1, -1, 1, 1).expand(batch, -1, logits.shape[2], 1)
+        if options.get("s_aux") is not None:  # attention sinks
+            sink = options["s_aux"].to(dtype).reshape(1, -1, 1, 1).expand(batch, -1, logits.shape[2], 1)
             weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
         else:
             weights = logits.softmax(-1)
@@ -138,21 +127,21 @@ def _is_causal(call: AttentionCall) -> bool:
     return bool(getattr(call.module, "is_causal", True) if option is None else option)
 
 
-def _from_outputs(
+def _read_output_attentions(
     model_map: ModelMap, text: CalibrationText, add: Callable[[str, AttentionRows, Tensor], None]
 ) -> None:
-    """Read the weights that the model gives out itself; all layers' of one batch are there at once."""
+    """Add the attention weights that the model returns itself; those of all layers and one batch are in memory."""
     model: Any = model_map.model
     device = next(model.parameters()).device
-    base = getattr(model, "get_base_model", lambda: model)().base_model  # PEFT; without the output head
-    with eager_attention(model), torch.no_grad(), stopping_at(base, after=True):  # others give out none, or wrong ones
+    base = getattr(model, "get_base_model", lambda: model)().base_model  # without PEFT and the output head
+    with eager_attention(model), torch.no_grad(), stop_forward_at(base, after=True):  # only eager returns weights
         for ids, real in ((x.to(device), y.to(device)) for x, y in text.batches):
             try:
                 layers = model(ids, attention_mask=real, output_attentions=True).attentions
-            except Reached as reached:
-                layers = getattr(reached.output, "attentions", None)
+            except StopForward as stop:
+                layers = getattr(stop.output, "attentions", None)
             if not layers or any(weights is None for weights in layers):
-                raise InputError(f"this {model_map.model_type} model gives out no attention weights")
+                raise InputError(f"this {model_map.model_type} model returns no attention weights; use another method")
             first = (real.cumsum(1) == 1) & real.bool()
             for layer, weights in zip(model_map.attention, layers, strict=True):
                 weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
@@ -161,15 +150,15 @@ def _from_outputs(
 
 
 def _visible(layer: AttentionLayer, real: Tensor) -> Tensor:
-    """Return which keys a query may see, (batch, 1, queries, keys): a weight of 0 may only be too small."""
+    """Return the mask of visible keys, (batch, 1, queries, keys); a weight of 0 alone may be rounding."""
     module: Any = layer.module
     positions = torch.arange(real.shape[1], device=real.device)
     distance = positions[:, None] - positions
-    seen = torch.ones_like(distance, dtype=torch.bool)
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if getattr(module, "is_causal", True):
-        seen = distance >= 0
+        visible = distance >= 0
     local = getattr(module, "attention_type", None) == "local"  # GPT-Neo
     window = module.config.window_size if local else getattr(module, "sliding_window", None)
     if window:
-        seen = seen & (distance < window)
-    return seen & real.bool()[:, None, None]
+        visible = visible & (distance < window)
+    return visible & real.bool()[:, None, None]

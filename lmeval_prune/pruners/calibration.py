@@ -1,7 +1,7 @@
-"""Calibration text: windows of token ids, drawn by a seed from a task's training split or a text file, and hashed.
+"""Read calibration text: windows of token ids from a task's training split or a text file.
 
-Text is read as lm-eval's `hf` reads a prompt: every window begins and ends with the special tokens that the tokenizer
-puts around a text, if it has such.
+Text is tokenised as lm-eval's `hf` tokenises a prompt: every window begins and ends with the special tokens that the
+tokenizer adds to a text.
 """
 
 from __future__ import annotations
@@ -22,27 +22,21 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import position_limit
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.tasks.named import load_task, task_manager
+from lmeval_prune.tasks.loading import load_task, task_manager
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Batches that a model is run on.
+    """Batches of token ids for calibration."""
 
-    Attributes:
-        name: where the text comes from.
-        batches: token ids (rows, tokens), and which are real, (rows, tokens).
-        reading: how the text was read: the special tokens of a window, and whether by the chat template.
-    """
-
-    name: str
-    batches: tuple[tuple[Tensor, Tensor], ...]
-    reading: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # source of the text
+    batches: tuple[tuple[Tensor, Tensor], ...]  # token ids (rows, tokens); mask of real tokens, 0 for padding
+    reading: Mapping[str, Any] = field(default_factory=dict)  # tokenisation: special tokens, chat template
 
     @classmethod
-    def of(
+    def from_windows(
         cls,
         name: str,
         windows: Tensor,
@@ -50,7 +44,7 @@ class CalibrationText:
         real: Tensor | None = None,
         reading: Mapping[str, Any] | None = None,
     ) -> CalibrationText:
-        """Make it of windows of token ids, (windows, tokens)."""
+        """Split windows of token ids, (windows, tokens), into batches."""
         real = torch.ones_like(windows) if real is None else real
         return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), reading or {})
 
@@ -59,8 +53,8 @@ class CalibrationText:
         """Number of real tokens."""
         return int(sum(real.sum() for _, real in self.batches))
 
-    def about(self) -> dict[str, Any]:
-        """Return what a plan says of it."""
+    def record(self) -> dict[str, Any]:
+        """Return the record of this text that a plan stores."""
         state = hashlib.sha256()
         for row, real in ((row, real) for batch in self.batches for row, real in zip(*batch, strict=True)):
             state.update(repr(row[real.bool()].tolist()).encode())
@@ -68,55 +62,53 @@ class CalibrationText:
         return {"text": self.name, **counts, **self.reading, "sha256": state.hexdigest()[:16]}
 
     def run(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the model on each batch, up to its output head; what hooks collect of a batch is there in the next turn.
+        """Run the model, without its output head, on each batch.
 
         Yields:
-            Before the forward pass of each batch, on the model's device: its token ids, and which are real.
+            Token ids and mask of a batch, on the model's device, before the forward pass of this batch. What hooks
+            collect is available in the next iteration.
         """
-        with torch.no_grad(), stopping_at(getattr(model, "get_output_embeddings", lambda: None)()):
+        with torch.no_grad(), stop_forward_at(getattr(model, "get_output_embeddings", lambda: None)()):
             for ids, real, inputs in self.inputs(model):
                 yield ids, real
-                with suppress(Reached):
+                with suppress(StopForward):
                     getattr(model, "base_model", model)(**inputs)
 
     def inputs(self, model: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """Yield each batch on the model's device: token ids, which are real, and arguments of the model.
+        """Yield token ids, mask and model arguments of each batch, on the model's device.
 
-        An encoder-decoder reads a batch in both stacks; its decoder begins as for lm-eval, which gives it labels.
+        An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval.
         """
         device = next(model.parameters()).device
         for ids, real in self.batches:
             ids, real = ids.to(device), real.to(device)
+            is_padded = not bool(real.all())
             inputs: dict[str, Any] = {"input_ids": ids}
-            if not bool(real.all()):
+            if is_padded:
                 inputs["attention_mask"] = real
             if getattr(model.config, "is_encoder_decoder", False):
-                begin = getattr(
-                    model, "prepare_decoder_input_ids_from_labels", lambda ids: ids
-                )  # a bare stack has none
-                inputs["decoder_input_ids"] = begin(ids)
-                inputs |= {"decoder_attention_mask": real} if not bool(real.all()) else {}
+                # a model without a head does not have this method
+                shift = getattr(model, "prepare_decoder_input_ids_from_labels", lambda ids: ids)
+                inputs["decoder_input_ids"] = shift(ids)
+                if is_padded:
+                    inputs["decoder_attention_mask"] = real
             yield ids, real, inputs
 
 
-class Reached(Exception):  # noqa: N818 - the end of a run, no failure
-    """Ends a run of a model that has gone as far as is needed.
-
-    Args:
-        output: what has come out by then.
-    """
+class StopForward(Exception):  # noqa: N818 - not an error
+    """Ends a forward pass early; `output` holds the inputs or the output of the module that ended it."""
 
     def __init__(self, output: Any) -> None:
-        super().__init__("the model has been run as far as is needed")
+        super().__init__("the forward pass ends here")
         self.output = output
 
 
 @contextmanager
-def stopping_at(module: nn.Module | None, after: bool = False) -> Iterator[None]:
-    """Raise `Reached` inside the block instead of running a module, or after it was run; None is never run."""
+def stop_forward_at(module: nn.Module | None, after: bool = False) -> Iterator[None]:
+    """Raise `StopForward` before a module runs, or after it, inside the block; do nothing for None."""
 
     def stop(_: nn.Module, values: Any, output: Any = None) -> None:
-        raise Reached(output if after else values)
+        raise StopForward(output if after else values)
 
     with ExitStack() as stack:
         if module is not None:
@@ -126,50 +118,41 @@ def stopping_at(module: nn.Module | None, after: bool = False) -> Iterator[None]
 
 
 def check_length(model: Any, tokens: int) -> None:
-    """Refuse windows that are longer than a model has positions; of one without weights, too.
-
-    Raises:
-        InputError: they are.
-    """
+    """Raise `InputError` for windows that are longer than the model's positions; the model may have no weights."""
     limit = position_limit(model)
     if limit is not None and tokens > limit:
         raise InputError(f"windows of {tokens} tokens: this model has at most {limit} positions; give fewer --tokens")
 
 
 def encode(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> list[int]:
-    """Return a text's token ids with special tokens, as lm-eval's `hf` reads a prompt (`HFLM.tok_encode`).
+    """Tokenise a text with special tokens as lm-eval's `hf` tokenises a prompt (`HFLM.tok_encode`).
 
-    Args:
-        tokenizer: of the model.
-        text: the prompt; one that begins with the beginning-of-text token, as chat templates write it, gets no second.
-        add_bos_token: as for lm-eval's `hf`; None for what the tokenizer does by itself.
+    No special tokens are added if the text begins with the beginning-of-text token, as chat templates write it.
     """
-    special = False if _begins(tokenizer, text) else add_bos_token
+    special = False if _begins_with_bos(tokenizer, text) else add_bos_token
     return list(tokenizer.encode(text, **({} if special is None else {"add_special_tokens": special})))
 
 
-def _begins(tokenizer: Any, text: str) -> bool:
-    """Return whether a text begins with the token that lm-eval takes for the beginning of a text."""
-    first = _prefix_token_id(tokenizer)
-    return first is not None and text.startswith(tokenizer.decode(first))
+def _begins_with_bos(tokenizer: Any, text: str) -> bool:
+    bos = _bos_token_id(tokenizer)
+    return bos is not None and text.startswith(tokenizer.decode(bos))
 
 
-def _prefix_token_id(tokenizer: Any) -> int | None:
+def _bos_token_id(tokenizer: Any) -> int | None:
+    """Return the id of the beginning-of-text token; like lm-eval, fall back to the end-of-text token."""
     bos: int | None = tokenizer.bos_token_id
     return tokenizer.eos_token_id if bos is None else bos
 
 
 def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> tuple[list[int], list[int]]:
-    """Return the special tokens that the tokenizer itself puts before and after a stretch of a text.
+    """Return the special tokens that the tokenizer adds before and after a window from the middle of a text.
 
-    A text that begins with the beginning-of-text token, as chat templates write it, has none after it, as of `encode`.
-    Whether there is one before a stretch from its middle is read from the rest: the template's own token may be that of
-    a turn.
-
-    Raises:
-        InputError: the tokenizer reads the text itself in another way when it adds them.
+    If the text itself begins with the beginning-of-text token, as chat templates write it, nothing is added after it
+    (as in `encode`), and the tokens before are read from the rest: the template's token may be that of a turn.
     """
-    plain = text.removeprefix(tokenizer.decode(_prefix_token_id(tokenizer))) if _begins(tokenizer, text) else text
+    plain = text
+    if _begins_with_bos(tokenizer, text):
+        plain = text.removeprefix(tokenizer.decode(_bos_token_id(tokenizer)))
     whole, bare = encode(tokenizer, plain, add_bos_token), tokenizer.encode(plain, add_special_tokens=False)
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
@@ -188,30 +171,17 @@ def read_calibration(
     apply_chat_template: bool = False,
     add_bos_token: bool | None = None,
 ) -> CalibrationText:
-    """Draw windows of a text.
+    """Read calibration windows.
 
-    A file's paragraphs, or a task's training problems with their answers, are put in an order that the seed gives and
-    read one after another. Each window is a stretch of that, between the special tokens of a prompt.
-
-    Args:
-        tokenizer: of the model.
-        text: a text file.
-        task: a task of lm-eval's with a training split; instead of `text`.
-        windows, tokens: how many windows of how many tokens, special tokens included.
-        batch: windows a forward pass.
-        seed: of the order.
-        apply_chat_template: write a problem as the user's turn and its answer as the assistant's.
-        add_bos_token: as of `encode`.
-
-    Raises:
-        InputError: there is no text, or not enough for one window, or there are no turns.
+    The paragraphs of a file, or a task's training problems with their answers, are shuffled and concatenated. Each
+    window is a slice of the result between the special tokens of a prompt. Arguments as in `TextOptions`.
     """
     if (text is None) == (task is None):
         raise InputError("give the calibration text: either --task NAME (its training split) or --text FILE")
     if min(windows, tokens - 1, batch) < 1:
         raise InputError("windows and batch must be at least 1, tokens at least 2")
     if apply_chat_template:
-        check_chat(tokenizer, text)
+        _check_chat(tokenizer, text)
     name, pieces, write = _source(tokenizer, text, task, apply_chat_template)
     if not pieces:
         raise InputError(f"the calibration text ({name}) is empty; give another")
@@ -234,74 +204,69 @@ def read_calibration(
         )
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
     reading = {"special_tokens": special, "apply_chat_template": apply_chat_template}
-    return CalibrationText.of(name, torch.tensor(rows), batch, reading=reading)
+    return CalibrationText.from_windows(name, torch.tensor(rows), batch, reading=reading)
 
 
 def _source(
     tokenizer: Any, text: str | None, task: str | None, apply_chat_template: bool
 ) -> tuple[str, list[Any], Callable[[Any], str]]:
-    """Return the name of a text, its pieces, and what writes a piece."""
+    """Return the name of a source, its paragraphs or problems, and a function that writes each of them as text."""
     if text is not None:
-        return f"file {Path(text).name}", list(_paragraphs(Path(text))), str
-    loaded, pieces = _problems(str(task))
+        return f"file {Path(text).name}", _paragraphs(Path(text)), str
+    loaded, problems = _problems(str(task))
     write = partial(_as_chat, tokenizer, loaded) if apply_chat_template else partial(_as_text, loaded)
-    return f"training split of {task}", pieces, write
+    return f"training split of {task}", problems, write
 
 
 def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -> list[list[int]]:
-    """Cut ids into stretches between special tokens, but for those that begin with them, as a conversation does."""
+    """Cut token ids into windows with special tokens; add none before a slice that begins with them already."""
     if tokens <= len(before) + len(after):
         raise InputError(f"a window of {tokens} tokens has no room beside its special tokens; give more --tokens")
     rows, start = list[list[int]](), 0
     while start < len(ids):
         prefix = [] if ids[start : start + len(before)] == before else before
-        stretch = ids[start : start + tokens - len(prefix) - len(after)]
-        rows += [[*prefix, *stretch, *after]]
-        start += len(stretch)
+        content = ids[start : start + tokens - len(prefix) - len(after)]
+        rows += [[*prefix, *content, *after]]
+        start += len(content)
     return [row for row in rows if len(row) == tokens]
 
 
-def check_chat(tokenizer: Any, text: str | None) -> None:
-    """Refuse to write turns where there are none, or no template for them.
-
-    Raises:
-        InputError: saying which.
-    """
+def _check_chat(tokenizer: Any, text: str | None) -> None:
     if text is not None:
         raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
     if not tokenizer.chat_template:
         raise InputError("the tokenizer has no chat template; leave out --apply_chat_template")
 
 
-def _paragraphs(path: Path) -> Iterator[str]:
+def _paragraphs(path: Path) -> list[str]:
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
     except UnicodeDecodeError as error:
         raise InputError(
-            f"the calibration text {path} is no text in UTF-8 ({first_line(error)}); convert it, "
-            f"e.g. iconv -f latin1 -t utf-8"
+            f"the calibration text {path} is not UTF-8 ({first_line(error)}); convert it, e.g. iconv -f latin1 -t utf-8"
         ) from None
     except OSError as error:
         raise InputError(f"the calibration text {path} cannot be read ({first_line(error)})") from None
-    return (f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip())
+    return [f"{piece.strip()}\n\n" for piece in content.split("\n\n") if piece.strip()]
 
 
 def _problems(name: str) -> tuple[Any, list[Any]]:
-    """Return a task, and the problems of its training split."""
+    """Return a task and the problems of its training split."""
     task = load_task(task_manager({"data_split": "train"}), name)
     try:
         return task, list(_training_docs(name, task))
     except InputError:
         raise
-    except Exception as error:  # a task may fail in any way of its own
+    except Exception as error:  # tasks raise errors of any type
         raise InputError(f"the training split of {name} cannot be read ({first_line(error)})") from error
 
 
 def _training_docs(name: str, task: Any) -> Iterable[Any]:
-    if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # ours have read data_split
-        docs: Iterable[Any] = task.test_docs()
+    docs: Iterable[Any]
+    if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # tasks of this package read data_split
+        docs = task.test_docs()
     elif task.has_training_docs():
         docs = task.training_docs()
     else:
@@ -310,16 +275,16 @@ def _training_docs(name: str, task: Any) -> Iterable[Any]:
 
 
 def _as_text(task: Any, doc: Any) -> str:
-    """Write a problem and its answer: with the working, where the data has it."""
-    worked = _working(doc)
-    if "question" in doc and worked:
-        return f"Question: {doc['question']}\nAnswer: {worked}\n\n"
+    """Write a problem and its answer, with the worked solution if the data has it."""
+    solution = _solution(doc)
+    if "question" in doc and solution:
+        return f"Question: {doc['question']}\nAnswer: {solution}\n\n"
     return f"{task.doc_to_text(doc)} {_target(task, doc)}\n\n"
 
 
 def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
-    """Write what lm-eval would ask as the user's turn, and the answer as the assistant's."""
-    turns = {"user": task.doc_to_text(doc), "assistant": _working(doc) or _target(task, doc)}
+    """Write lm-eval's prompt as user turn, and the answer as assistant turn."""
+    turns = {"user": task.doc_to_text(doc), "assistant": _solution(doc) or _target(task, doc)}
     messages = [{"role": role, "content": str(content)} for role, content in turns.items()]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -327,7 +292,7 @@ def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
         raise InputError(f"the chat template fails ({first_line(error)}); leave out --apply_chat_template") from error
 
 
-def _working(doc: Any) -> str | None:
+def _solution(doc: Any) -> str | None:
     return next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)
 
 

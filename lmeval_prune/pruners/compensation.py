@@ -1,4 +1,4 @@
-"""Make up for removed inputs of a projection: by a bias, or by the output projection that does best without them."""
+"""Compensate for removed columns of a projection: with a bias, or with a least-squares update of its weight."""
 
 from __future__ import annotations
 
@@ -9,64 +9,55 @@ from torch import Tensor
 
 from lmeval_prune.errors import InputError
 
-_STEPS = 6  # how often the damping is raised, ten times each
+_DAMPING_STEPS = 6  # attempts, each with ten times the damping
 
 
 def bias_for(weight: Tensor, mean: Tensor, removed: Collection[int]) -> Tensor:
-    """Return what the removed columns add to the output on average: W·(m ⊙ removed), in float64.
+    """Return the mean output of the removed columns: W·(m ⊙ removed), shape (outputs,), in float64.
 
-    Args:
-        weight: (outputs, columns).
-        mean: of each column over tokens.
-        removed: columns.
+    `weight` is W, (outputs, columns); `mean` is m, the mean of each column over tokens, (columns,).
     """
     columns = sorted(removed)
     return weight.double().cpu()[:, columns] @ mean[columns]
 
 
 def least_squares_for(weight: Tensor, second: Tensor, removed: Collection[int]) -> Tensor:
-    """Return the weight whose output without the removed columns is nearest to what it was, in float64.
+    """Return the weight without the removed columns whose output is nearest to the original one, in float64.
 
-    Minimises the mean of ‖W·x − W'·x‖² over W' that are zero in the removed columns S: W'_K = W_K + W_S·H_SK·H_KK⁻¹.
-
-    Args:
-        weight: (outputs, columns).
-        second: H, the mean of x·xᵀ over tokens, damped (`damped`).
-        removed: columns.
+    Minimises the mean of ‖W·x − W'·x‖² over W' with zeros in the removed columns S: W'_K = W_K + W_S·H_SK·H_KK⁻¹.
+    `weight` is W, (outputs, columns); `second` is H, the damped mean of x·xᵀ over tokens, (columns, columns).
     """
     weight = weight.double().cpu()
-    lost = torch.zeros(len(second), dtype=torch.bool)
-    lost[sorted(removed)] = True
-    factor = torch.linalg.cholesky(second[~lost][:, ~lost])
+    is_removed = torch.zeros(len(second), dtype=torch.bool)
+    is_removed[sorted(removed)] = True
+    kept = ~is_removed
+    factor = torch.linalg.cholesky(second[kept][:, kept])
     solved = torch.zeros_like(weight)
-    solved[:, ~lost] = weight[:, ~lost] + torch.cholesky_solve(second[~lost][:, lost] @ weight[:, lost].T, factor).T
+    solved[:, kept] = (
+        weight[:, kept] + torch.cholesky_solve(second[kept][:, is_removed] @ weight[:, is_removed].T, factor).T
+    )
     return solved
 
 
 def damped(second: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Return a mean of x·xᵀ that can be inverted, and the share of its mean diagonal that its diagonal is raised by.
+    """Add damping, as a share of the mean diagonal, to a mean of x·xᵀ (columns, columns) until it is invertible.
 
-    Args:
-        second: the mean of x·xᵀ.
-        damping: that share; raised as long as the matrix is not positive definite.
-
-    Raises:
-        InputError: no share is enough.
+    Returns the damped matrix and the damping that it needed; raises `InputError` if no damping is enough.
     """
     diagonal = float(second.diagonal().mean())
-    for _ in range(_STEPS):
+    for _ in range(_DAMPING_STEPS):
         raised = second + torch.eye(len(second), dtype=second.dtype) * (damping * diagonal)
         _, failed = torch.linalg.cholesky_ex(raised)
         if diagonal > 0 and not failed and _is_invertible(raised):
             return raised, damping
         damping = max(10 * damping, 1e-6)
     raise InputError(
-        "the covariance of a layer's inputs is not positive definite, however it is damped: the calibration text gives "
-        "nothing there (not a number, or zeros only); give another text, or another type"
+        "the covariance of a layer's inputs is not positive definite with any damping: on the calibration text they "
+        "are zero or not finite; give another text, or another dtype"
     )
 
 
 def _is_invertible(matrix: Tensor) -> bool:
-    """Return whether rounding has left the smallest pivots, so that the inverse means something."""
+    """Return whether the smallest pivots are larger than rounding errors."""
     pivots = torch.linalg.cholesky(matrix).diagonal()
     return bool(pivots.min() > 1e-7 * pivots.max())

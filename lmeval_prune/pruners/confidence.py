@@ -1,11 +1,11 @@
-"""Confidence, our reading of "attention visualisation": how sure a head's strongest look is.
+"""Confidence: score a head by its largest attention weights; our reading of "attention visualisation".
 
-It ranks against the entropy of `norm_entropy`: there heads that concentrate go first, here those that do not.
+Confidence ranks opposite to the entropy of `norm_entropy`: entropy removes concentrated heads first, confidence the
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,15 +25,16 @@ class Confidence(Pruner):
     reads_text: ClassVar[bool] = True
     heads_only: ClassVar[bool] = True
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
-        """Look at the attention of each head; see the base class."""
-        return Scores(attention_statistic(model_map, self.required(text), confidences))
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Average the largest attention weights; see `Pruner.scores`."""
+        return Scores(attention_statistic(model_map, self.require_text(text), confidences))
 
 
 def confidences(rows: AttentionRows) -> tuple[Tensor, Tensor]:
-    """Return the largest weight of each query, its text's first key left out; all queries but the first count."""
+    """Return the largest weight of each query without its text's first key, and a mask that leaves out first queries.
+
+    Shapes: (batch, heads, queries) and (batch, queries).
+    """
     largest = rows.weights.masked_fill(rows.first_keys[:, None, None], 0).amax(-1)
-    several = (rows.visible.sum(-1) > 1).any(1).expand(len(largest), largest.shape[2])
-    return largest, several & ~rows.first
+    several_keys = (rows.visible.sum(-1) > 1).any(1).expand(len(largest), largest.shape[2])
+    return largest, several_keys & ~rows.first

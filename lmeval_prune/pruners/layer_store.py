@@ -1,4 +1,4 @@
-"""Keeps what a plan removes of each layer until the plan is whole, so that a killed calibration goes on."""
+"""Store the removed units of each finished layer until the plan is complete, so that a killed run resumes."""
 
 from __future__ import annotations
 
@@ -12,42 +12,31 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lmeval_prune.artefacts import digest, file_name, from_json, read_json, read_tensors, write_bytes, write_text
+from lmeval_prune.artefacts import digest, file_name, parse_json, read_json, read_tensors, write_bytes, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.parts import Removed
 
 
 @dataclass
 class Removal:
-    """Removed heads and channels of layers, and their compensation.
-
-    Attributes:
-        removed: by part.
-        compensation: tensors, as of a plan.
-        damping: of projections where it was raised.
-    """
+    """Removed heads and channels of some layers, and the compensation for them."""
 
     removed: Removed = field(default_factory=dict)
-    compensation: dict[str, Tensor] = field(default_factory=dict)
-    damping: dict[str, float] = field(default_factory=dict)
+    compensation: dict[str, Tensor] = field(default_factory=dict)  # named as in a plan
+    damping: dict[str, float] = field(default_factory=dict)  # by projection, where it was raised
 
     def add(self, other: Removal) -> None:
-        """Take in other layers'."""
+        """Add the removed units of other layers."""
         self.removed |= other.removed
         self.compensation |= other.compensation
         self.damping |= other.damping
 
 
 class LayerStore:
-    """A folder with a file for each layer that is done.
+    """Folder with one file per finished layer; files of a plan with another `identity` (a JSON value) are deleted."""
 
-    Args:
-        folder: it is made when a layer is done. What is there of another plan is removed.
-        about: what the plan depends on, a JSON value.
-    """
-
-    def __init__(self, folder: Path, about: Any) -> None:
-        self.folder, self.key = folder, digest(about)
+    def __init__(self, folder: Path, identity: Any) -> None:
+        self.folder, self.key = folder, digest(identity)
         try:
             same = read_json(folder / "about.json").get("key") == self.key
         except InputError:
@@ -56,28 +45,27 @@ class LayerStore:
             self.remove()
 
     def load(self, label: str) -> Removal | None:
-        """Return what a layer loses; None if it is not known."""
+        """Return what a layer loses, or None if its file is missing or damaged."""
         try:
             tensors = read_tensors(self._path(label))
-            notes = from_json(bytes(tensors.pop("notes").tolist()), label)
+            notes = parse_json(bytes(tensors.pop("notes").tolist()), label)
             removed = {key: set(members) for key, members in notes["removed"].items()}
             return Removal(removed, tensors, dict(notes["damping"]))
-        except (AttributeError, KeyError, TypeError, ValueError):  # it is damaged, or not there, and is made again
+        except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
     def save(self, label: str, removal: Removal) -> None:
-        """Keep what a layer loses."""
+        """Store what a layer loses."""
         if not (self.folder / "about.json").exists():
             write_text(self.folder / "about.json", json.dumps({"key": self.key}))
         removed = {key: sorted(members) for key, members in removal.removed.items()}
-        notes = json.dumps({"removed": removed, "damping": removal.damping})
+        notes = json.dumps({"removed": removed, "damping": removal.damping}).encode()
         tensors = {name: tensor.contiguous() for name, tensor in removal.compensation.items()}
-        write_bytes(
-            self._path(label), save({**tensors, "notes": torch.tensor(list(notes.encode()), dtype=torch.uint8)})
-        )
+        tensors["notes"] = torch.tensor(list(notes), dtype=torch.uint8)
+        write_bytes(self._path(label), save(tensors))
 
     def remove(self) -> None:
-        """Remove what is kept of layers."""
+        """Delete the stored layers."""
         for path in self.folder.glob("*.safetensors"):
             path.unlink()
         (self.folder / "about.json").unlink(missing_ok=True)

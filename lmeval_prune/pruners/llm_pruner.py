@@ -1,8 +1,8 @@
-"""LLM-Pruner: by how much the loss would change, to first order, if a head or channel were not there.
+"""LLM-Pruner: score a head or channel by the first-order change of the loss if it were removed.
 
-With S = W ⊙ ∂L/∂W, summed over all that goes with a head (rows of its query, key and value projections, columns of the
-output projection) or a channel (rows of gate and up, a column of down). A key-value head belongs to its query heads in
-equal parts, so that a group's score is the sum over all that goes with it.
+With S = W ⊙ ∂L/∂W, a score sums over all weights of a head (rows of its query, key and value projections, columns of
+the output projection) or channel (rows of gate and up, a column of down). A key-value head counts in equal parts for
+each of its query heads, so that a group's score is the sum over all its weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.parts import Part, Removed, weight_of
 
-Gradients = dict[nn.Module, Tensor]  # of projections, (outputs, inputs)
+Gradients = dict[nn.Module, Tensor]  # by projection, (outputs, inputs)
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,24 @@ class LlmPruner(Pruner):
     importance: Literal["first", "second", "mix", "vectorize"] = "first"
 
     def check_model(self, model_map: ModelMap) -> None:
-        """Refuse what has no gradients, no next token or unknown projections; see the base class."""
+        """Refuse models that are quantised, not causal, or have unknown projections; see `Pruner.check_model`."""
         name = pruner_name(self)
         if getattr(model_map.model, "is_quantized", False):
             raise InputError(f"{name} needs gradients, which a quantised model lacks; load it in float32 or bfloat16")
         if not model_map.predicts_next_token:
             raise InputError(
-                f"{name} needs the loss of a causal language model; this {model_map.model_type} model is none"
+                f"{name} needs the loss of a causal language model; this {model_map.model_type} model is none; use "
+                f"another method"
             )
         for layer in model_map.attention:
             if projection_in(layer.module, layer.family.query) is None:
-                raise InputError(f"{name} needs the query projection of {layer.name}, which is not known")
+                raise InputError(f"{name} needs the query projection of {layer.name}, which is unknown")
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
-        """Score all from one pass; see the base class."""
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Compute gradients over the text and sum the terms of each head and channel; see `Pruner.scores`."""
         self.check_model(model_map)
         squared = self.importance in ("second", "mix")
-        first, second = gradients(model_map, self.required(text), projections_of(parts), squared)
+        first, second = gradients(model_map, self.require_text(text), projections_of(parts), squared)
 
         def terms(module: nn.Module) -> Tensor:
             weight = weight_of(module).double().cpu()
@@ -68,7 +67,7 @@ class LlmPruner(Pruner):
 
 
 def projections_of(parts: Sequence[Part]) -> list[nn.Module]:
-    """Return the projections whose rows or columns go with heads or channels."""
+    """Return all projections with rows or columns of these parts."""
     modules: list[nn.Module] = []
     for part in parts:
         block = part.block
@@ -83,35 +82,30 @@ def structure_sums(
     by_line: bool = False,
     size: Callable[[Tensor], Tensor] = torch.abs,
 ) -> dict[str, Tensor]:
-    """Sum over all weights that go with each head and channel, by part.
+    """Sum `size` of the terms of all weights of each head and channel, by part key.
 
-    Args:
-        parts: the parts.
-        terms: of each weight of a projection, (outputs, inputs).
-        by_line: sum each row of those that compute, and each column of those that read, before its size is taken.
-        size: of a term, or of such a sum.
+    `terms` returns the terms of a projection, (outputs, inputs); `by_line` sums rows and columns before `size`.
     """
 
     def summed(module: nn.Module, axis: int) -> Tensor:
         weights = terms(module)
         return size(weights.sum(axis)) if by_line else size(weights).sum(axis)
 
-    def of_heads(layer: AttentionLayer, read: Tensor) -> Tensor:
-        lines = {module: summed(module, 1) for module in {layer.rows(name, 0).module for name in "qkv"}}
+    def head_sums(layer: AttentionLayer, output: Tensor) -> Tensor:
+        row_sums = {module: summed(module, 1) for module in {layer.rows(name, 0).module for name in "qkv"}}
 
         def rows(rows: Rows) -> Tensor:
-            return lines[rows.module][rows.start : rows.stop].sum()
+            return row_sums[rows.module][rows.start : rows.stop].sum()
 
-        share = layer.heads // layer.kv_heads
         query = torch.stack([rows(layer.rows("q", head)) for head in range(layer.heads)])
         shared = torch.stack([rows(layer.rows("k", g)) + rows(layer.rows("v", g)) for g in range(layer.kv_heads)])
-        return read + query + shared.repeat_interleave(share) / share
+        return output + query + shared.repeat_interleave(layer.group_size) / layer.group_size
 
     sums = {}
     for part in parts:
         total = summed(part.projection, 0).unflatten(0, (part.size, -1)).sum(1)
         if isinstance(part.block, AttentionLayer):
-            total = of_heads(part.block, total)
+            total = head_sums(part.block, total)
         else:
             for name, module in part.block.parts.items():
                 rows = part.block.rows(name)
@@ -123,27 +117,21 @@ def structure_sums(
 def gradients(
     model_map: ModelMap, text: CalibrationText, projections: list[nn.Module], squared: bool = False
 ) -> tuple[Gradients, Gradients]:
-    """Compute the gradient of a text's mean next-token loss by projections' weights, in float32 or better.
+    """Compute gradients of a text's mean next-token loss with respect to projection weights, in float32 or better.
 
-    Args:
-        model_map: of a causal model.
-        text: calibration text.
-        projections: whose weights.
-        squared: also the mean over windows of the square of each window's own gradient; window by window.
-
-    Raises:
-        InputError: no token has one before it.
+    With `squared`, the second result is the mean over windows of the squared gradient, else it is empty. Raises
+    `InputError` if no token follows another one.
     """
     model = model_map.model
     modules = list(dict.fromkeys(projections))
     total = sum(int((real[:, 1:] & real[:, :-1]).sum()) for _, real in text.batches)
     if not total:
-        raise InputError("the calibration text has no token with one before it; give longer windows")
-    first = {module: torch.zeros(weight_of(module).shape, dtype=_kind(module)) for module in modules}
+        raise InputError("the calibration text has no token that follows another one; give longer windows")
+    first = {module: torch.zeros(weight_of(module).shape, dtype=_gradient_dtype(module)) for module in modules}
     second = {module: torch.zeros_like(gradient) for module, gradient in first.items()} if squared else {}
     rows = tuple((ids[n : n + 1], real[n : n + 1]) for ids, real in text.batches for n in range(len(ids)))
     windows = CalibrationText(text.name, rows)
-    with _only_these_learn(model, modules), torch.enable_grad():
+    with _gradients_of(model, modules), torch.enable_grad():
         for _, real, inputs in (windows if squared else text).inputs(model):
             ids, predicted = inputs["input_ids"], real[:, 1:].bool() & real[:, :-1].bool()
             logits = model(**inputs, use_cache=False).logits[:, :-1]
@@ -162,17 +150,17 @@ def gradients(
 
 
 @contextmanager
-def _only_these_learn(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
-    """Compute gradients of these modules' weights only inside the block."""
+def _gradients_of(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
+    """Compute gradients only of these modules' weights inside the block; restore the model's settings afterwards."""
     with ExitStack() as stack:
-        learning = {id(module.weight) for module in modules}
+        weights = {id(module.weight) for module in modules}
         for parameter in model.parameters():
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             stack.callback(setattr, parameter, "grad", parameter.grad)
-            parameter.requires_grad_(id(parameter) in learning)
+            parameter.requires_grad_(id(parameter) in weights)
             parameter.grad = None
         yield
 
 
-def _kind(module: nn.Module) -> torch.dtype:
+def _gradient_dtype(module: nn.Module) -> torch.dtype:
     return torch.promote_types(weight_of(module).dtype, torch.float32)

@@ -1,8 +1,7 @@
-"""Magnitude: how large the weights are that read a head or a channel, in every layer its share."""
+"""Magnitude pruning: score heads and channels by the norm of the weights that read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,13 +13,11 @@ from lmeval_prune.pruners.parts import Part, Removed, weight_of
 
 @dataclass(frozen=True)
 class Magnitude(Pruner):
-    """Scores a head or channel by the sum of the Euclidean norms of its columns in the projection that reads it."""
+    """Scores a head or channel by the sum of the L2 norms of its columns in the output or down projection."""
 
     allocation: ClassVar[str] = "uniform"
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
-        """Sum norms; see the base class."""
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Sum the column norms; see `Pruner.scores`."""
         norms = {part.key: weight_of(part.projection).double().norm(dim=0).cpu() for part in parts}
         return Scores({part.key: norms[part.key].unflatten(0, (part.size, -1)).sum(1) for part in parts})

@@ -1,6 +1,6 @@
-"""Moments of what projections read, over calibration text: streamed, batch by batch, summed up in float64.
+"""Collect mean, variance and second moments of projection inputs over calibration text, batch by batch.
 
-Products of pairs are computed in the inputs' own type, float32 or better, and summed up in float64.
+Sums are in float64. Products x·xᵀ of one batch are computed in the inputs' dtype, float32 or better.
 """
 
 from __future__ import annotations
@@ -14,35 +14,23 @@ from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features
-from lmeval_prune.artefacts import COMPUTED, check_finite
+from lmeval_prune.artefacts import NONFINITE_REMEDY, check_finite
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.parts import Part
 
 
 class Moments:
-    """Mean, deviations and products of some columns over tokens.
+    """Mean, variance and, with `products`, second moments of columns over tokens."""
 
-    Args:
-        columns: how many there are.
-        pairs: collect products of pairs of columns, too; those of one batch in the inputs' own type, float32 or better.
-
-    Attributes:
-        columns: how many there are.
-        count: tokens so far.
-        mean: of each column.
-        deviations: sum over tokens of the squared distance from the mean.
-        products: sum over tokens of x·xᵀ, (columns, columns); None without pairs.
-    """
-
-    def __init__(self, columns: int, pairs: bool = False) -> None:
-        self.columns, self.count = columns, 0
+    def __init__(self, columns: int, products: bool = False) -> None:
+        self.count = 0  # number of tokens
         self.mean = torch.zeros(columns, dtype=torch.float64)
-        self.deviations = torch.zeros(columns, dtype=torch.float64)
-        self.products = torch.zeros(columns, columns, dtype=torch.float64) if pairs else None
+        self.deviations = torch.zeros(columns, dtype=torch.float64)  # sum of squared distances from the mean
+        self.products = torch.zeros(columns, columns, dtype=torch.float64) if products else None  # sum of x·xᵀ
 
     def add(self, x: Tensor) -> None:
-        """Take in tokens, (tokens, columns)."""
+        """Add tokens, (tokens, columns)."""
         if not len(x):
             return
         if self.products is not None:
@@ -51,24 +39,20 @@ class Moments:
         x = x.detach().double()
         mean = x.mean(0)
         deviations = (x - mean).square().sum(0).cpu()
-        apart = mean.cpu() - self.mean
+        difference = mean.cpu() - self.mean
         total = self.count + len(x)
-        self.mean += apart * (len(x) / total)
-        self.deviations += deviations + apart.square() * (self.count * len(x) / total)
+        self.mean += difference * (len(x) / total)
+        self.deviations += deviations + difference.square() * (self.count * len(x) / total)
         self.count = total
 
     def add_batch(self, x: Tensor, real: Tensor) -> None:
-        """Take in those of the tokens (rows, tokens, columns) that are real."""
+        """Add the tokens of a batch without padding; x is (rows, tokens, columns), real (rows, tokens)."""
         self.add(x.reshape(*real.shape, -1)[real.bool()])
 
     def check(self, projection: str) -> None:
-        """Refuse values that are no numbers.
-
-        Raises:
-            InputError: naming the projection.
-        """
+        """Raise `InputError`, with the projection's name, if the moments are not finite."""
         statistics = self.deviations if self.products is None else self.products
-        check_finite({projection: statistics}, "what was read of the inputs", COMPUTED)
+        check_finite({projection: statistics}, "the calibration run", NONFINITE_REMEDY)
 
     @property
     def variance(self) -> Tensor:
@@ -93,9 +77,9 @@ class Moments:
 
 
 class ReferenceFluctuation(Moments):
-    """Moments with the fluctuation of FLAP's reference code: distances from a mean that runs over the windows.
+    """Moments with the fluctuation of FLAP's reference code: squared distances from a running mean over windows.
 
-    Its mean is updated in place before it is subtracted, and of the first window nothing counts:
+    The code updates the mean before it subtracts it, and the first window does not count:
     1/(N−1) · Σ k/(k+1) · Σ (x − m_k)² over windows k = 1 … N−1, m_k the mean of windows 0 … k.
     """
 
@@ -103,63 +87,55 @@ class ReferenceFluctuation(Moments):
     distances: Tensor | float = 0.0
 
     def add(self, x: Tensor) -> None:
-        """Take in the tokens of one window."""
+        """Add the tokens of one window."""
         super().add(x)
-        apart = (x.detach().double().cpu() - self.mean).square().sum(0)
-        self.distances = self.distances + self.windows / (self.windows + 1) * apart
+        distances = (x.detach().double().cpu() - self.mean).square().sum(0)
+        self.distances = self.distances + self.windows / (self.windows + 1) * distances
         self.windows += 1
 
     def add_batch(self, x: Tensor, real: Tensor) -> None:
-        """Take in a batch window after window."""
+        """Add a batch window by window."""
         for window, mask in zip(x.reshape(*real.shape, -1), real.bool(), strict=True):
             self.add(window[mask])
 
     @property
     def fluctuation(self) -> Tensor:
-        """Fluctuation of each column, by the formula of the class."""
+        """Fluctuation of each column by the class's equation."""
         return self.mean.new_tensor(0.0) + self.distances / max(1, self.windows - 1)
 
 
 def read_inputs(
     model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], collect: Callable[[Part, Tensor, Tensor], None]
 ) -> None:
-    """Run a text, and hand on what the projections of some parts read.
+    """Run the model on a text and pass the inputs of projections to a function.
 
     Args:
-        model_map: of the model, with whatever is applied to it.
+        model_map: map of the model.
         text: calibration text.
-        parts: the parts.
-        collect: called once a batch and part with the part, its inputs (rows, tokens, columns), and which tokens are
-            real and no padding (rows, tokens).
+        parts: parts whose projections are read.
+        collect: called once per batch and part with the part, its inputs (rows, tokens, columns), and a mask of real
+            tokens (rows, tokens), False for padding.
     """
     real = torch.ones(0)
 
-    def hand_on(part: Part, x: Tensor) -> Tensor:
-        collect(
-            part, x.detach().reshape(*real.shape, -1), real.bool()
-        )  # some projections read (rows · tokens, columns)
+    def hook(part: Part, x: Tensor) -> Tensor:
+        # OPT's feed-forward projections read (rows · tokens, columns)
+        collect(part, x.detach().reshape(*real.shape, -1), real.bool())
         return x
 
     with ExitStack() as stack:
         for part in parts:
-            change_input(part.projection, partial(hand_on, part), stack)
+            change_input(part.projection, partial(hook, part), stack)
         for _, real in text.run(model_map.model):  # noqa: B007 - read by the hooks
             pass
 
 
 def input_moments(
-    model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], kind: type[Moments] = Moments
+    model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], moments_class: type[Moments] = Moments
 ) -> dict[str, Moments]:
-    """Return moments of what the projections of some parts read, by part, from one run of the text.
-
-    Args:
-        model_map: of the model, with whatever is applied to it.
-        text: calibration text.
-        parts: the parts.
-        kind: class of the moments.
-    """
-    moments = {part.key: kind(in_features(part.projection)) for part in parts}
+    """Return the moments of the inputs of the parts' projections over a text, by part key."""
+    moments = {part.key: moments_class(in_features(part.projection)) for part in parts}
     read_inputs(model_map, text, parts, lambda part, x, real: moments[part.key].add_batch(x, real))
     for part in parts:
-        moments[part.key].check(part.name)
+        moments[part.key].check(part.projection_name)
     return moments

@@ -1,6 +1,6 @@
 """Weight norm and attention entropy: the score of dynamic pruning (its eqs. 1, 3 and 4).
 
-How they are read where the paper is silent: docs/pruning.md.
+docs/pruning.md says how details that the paper leaves open are read.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lmeval_prune.architectures import ModelMap, Rows
+from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, Rows
 from lmeval_prune.pruners.attention_statistics import AttentionRows, attention_statistic
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -24,32 +24,30 @@ from lmeval_prune.settings import Share
 
 @dataclass(frozen=True)
 class NormEntropy(Pruner):
-    """Mixes weight norm and entropy of a head's attention or a channel's activation: S = α·w + (1−α)·H.
+    """Mixes weight norm w and entropy H of a head's attention or a channel's activation: S = α·w + (1−α)·H.
 
     Attributes:
         alpha: α, from 0 (entropy only) to 1 (norm only).
-        normalize: `standard`: both standardised over all heads before they are mixed; `none`: as printed.
-        entropy: `normalized`: by the logarithm of how many keys a query sees; `raw`: as printed.
+        normalize: `standard`: standardise w and H over all heads before they are mixed; `none`: as printed.
+        entropy: `normalized`: divide by the logarithm of the number of visible keys; `raw`: as printed.
     """
 
-    parts: ClassVar[str] = "heads"  # what the paper removes; the score of channels is an extension
+    parts: ClassVar[str] = "heads"  # the paper prunes heads; scores of channels are our extension
     alpha: Share = 0.5
     normalize: Literal["standard", "none"] = "standard"
     entropy: Literal["normalized", "raw"] = "normalized"
 
     @property
     def reads_text(self) -> bool:  # type: ignore[override]
-        """Read it for the entropy, unless α leaves it out."""
+        """True unless α = 1 leaves the entropy out."""
         return self.alpha < 1
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
-        """Compute eq. 4; see the base class."""
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Compute eq. 4; see `Pruner.scores`."""
         norms = weight_norms(parts)
         if self.alpha == 1:
             return Scores(norms)
-        text, entropies = self.required(text), dict[str, Tensor]()
+        text, entropies = self.require_text(text), dict[str, Tensor]()
         if any(part.kind == HEADS for part in parts):
             entropies |= attention_statistic(model_map, text, self._entropies)
         entropies |= activation_entropies(model_map, text, parts, self.entropy == "normalized")
@@ -58,56 +56,58 @@ class NormEntropy(Pruner):
         return Scores({key: self.alpha * norm + (1 - self.alpha) * entropies[key] for key, norm in norms.items()})
 
     def _entropies(self, rows: AttentionRows) -> tuple[Tensor, Tensor]:
-        """Compute eq. 3 of each query."""
+        """Compute eq. 3 for each query: (batch, heads, queries), and a mask of queries that count, (batch, queries)."""
         entropy = torch.special.entr(rows.weights).sum(-1)
-        seen = rows.visible.sum(-1).expand(len(entropy), -1, entropy.shape[2])
+        visible_keys = rows.visible.sum(-1).expand(len(entropy), -1, entropy.shape[2])
         if self.entropy == "raw":
-            return entropy, (seen > 0).any(1)
-        return entropy / seen.clamp(min=2).log(), (seen > 1).any(1)
+            return entropy, (visible_keys > 0).any(1)
+        return entropy / visible_keys.clamp(min=2).log(), (visible_keys > 1).any(1)
 
 
 @dataclass(frozen=True)
 class GlobalThreshold(Pruner):
-    """Eq. 1 alone, one threshold over all layers: α = 1 of `NormEntropy`, to be used without a schedule."""
+    """Scores by eq. 1 alone, with one threshold for all layers: `NormEntropy` with α = 1, used without a schedule."""
 
-    parts: ClassVar[str] = "heads"  # as of `NormEntropy`
+    parts: ClassVar[str] = "heads"
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
-        """Compute eq. 1; see the base class."""
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Compute eq. 1; see `Pruner.scores`."""
         return Scores(weight_norms(parts))
 
 
 def weight_norms(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Compute eq. 1: over the rows that compute a head or a channel, sums of absolute values, their mean for a head."""
-    return {part.key: _head_norms(part.block) if part.kind == HEADS else _channel_norms(part.block) for part in parts}
+    """Compute eq. 1: L1 norms of the rows that compute a head (mean over rows) or a channel (sum)."""
+    return {
+        part.key: _head_norms(part.block) if isinstance(part.block, AttentionLayer) else _channel_norms(part.block)
+        for part in parts
+    }
 
 
-def _head_norms(layer: Any) -> Tensor:
+def _head_norms(layer: AttentionLayer) -> Tensor:
     zero = torch.zeros((), dtype=torch.float64)
     rows = ((("q", head), *((part, layer.kv_head_of(head)) for part in "kv")) for head in range(layer.heads))
-    return torch.stack([sum((row_sums(layer.rows(*row)).mean() for row in head), zero) for head in rows])
+    return torch.stack([sum((_row_norms(layer.rows(*row)).mean() for row in head), zero) for head in rows])
 
 
-def _channel_norms(block: Any) -> Tensor:
-    return sum((row_sums(block.rows(part)) for part in block.parts), torch.zeros((), dtype=torch.float64))
+def _channel_norms(block: FeedForward) -> Tensor:
+    return sum((_row_norms(block.rows(part)) for part in block.parts), torch.zeros((), dtype=torch.float64))
 
 
-def row_sums(rows: Rows) -> Tensor:
-    """Return the sum of absolute values of each of some rows, in float64."""
+def _row_norms(rows: Rows) -> Tensor:
     return weight_of(rows.module)[rows.start : rows.stop].abs().double().sum(1).cpu()
 
 
 def _standardised(scores: dict[str, Tensor], removed: Removed) -> dict[str, Tensor]:
-    """Return scores with mean 0 and deviation 1 over what is left of all layers, heads and channels apart."""
+    """Standardise scores over the remaining members of all layers, separately for heads and channels."""
     result: dict[str, Tensor] = {}
     for kind in KINDS:
         of_kind = {key: values for key, values in scores.items() if key.startswith(f"{kind}.")}
-        gone = {key: removed.get(key, ()) for key in of_kind}
-        left = [v[[m for m in range(len(v)) if m not in gone[key]]] for key, v in of_kind.items()]
-        if left:
-            pooled = torch.cat(left)
+        remaining = [
+            values[[member for member in range(len(values)) if member not in removed.get(key, ())]]
+            for key, values in of_kind.items()
+        ]
+        if remaining:
+            pooled = torch.cat(remaining)
             deviation = pooled.std(correction=0)
             result |= {k: (v - pooled.mean()) / (deviation if deviation > 0 else 1) for k, v in of_kind.items()}
     return result
@@ -116,9 +116,9 @@ def _standardised(scores: dict[str, Tensor], removed: Removed) -> dict[str, Tens
 def activation_entropies(
     model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], normalized: bool
 ) -> dict[str, Tensor]:
-    """Return the entropy over tokens of how a channel's activation's size is spread: low if a few have it all.
+    """Return the entropy over tokens of each channel's absolute activation: low if a few tokens have most of it.
 
-    With a_t its size at token t and S their sum it is log S − (Σ a_t log a_t) / S, so that two sums are enough.
+    With a_t the absolute activation at token t and S = Σ a_t, it is log S − (Σ a_t log a_t) / S.
     """
     blocks = [part for part in parts if part.kind == CHANNELS]
     if not blocks:
@@ -134,7 +134,7 @@ def activation_entropies(
     read_inputs(model_map, text, blocks, collect)
     entropies = {}
     for key, (total, weighted) in sums.items():
-        alive = total > 0
-        entropy = torch.where(alive, total.log() - weighted / total.where(alive, torch.ones(()).double()), 0.0)
+        active = total > 0
+        entropy = torch.where(active, total.log() - weighted / total.where(active, torch.ones(()).double()), 0.0)
         entropies[key] = entropy / math.log(max(2, counts[key])) if normalized else entropy
     return entropies

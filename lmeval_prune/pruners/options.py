@@ -1,4 +1,4 @@
-"""Settings of a plan and of calibration text. Imports nothing, so that `--help` is quick."""
+"""Options of pruning plans and of calibration text. This module imports no torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PruneOptions(Settings):
-    """Settings of how much is removed of a model.
+    """Options that say how much of a model is removed.
 
     Attributes:
-        ratio: share that is removed: of the parameters of what parts names; of --budget heads, of all query heads
-        unit: what heads are removed by: head (each by itself), group (a key-value head with its query heads) or
-            balanced (one query head of every group at once). Default: group where the model has groups that can be cut,
-            else head; with --budget heads, head
-        ffn_ratio: with --budget heads, the share of all feed-forward channels that is removed
-        ffn_multiple: as many channels stay in each block as make a multiple of this
-        allocation: global (scores of all layers are compared) or uniform (each layer loses its share, and what
-            rounding leaves is carried to the next; where the share is a whole number of units, layers stay alike, which
-            a plain checkpoint needs); of a budget of parameters also standardised (heads and channels of
-            all layers are compared, by how far they are from their layer's mean), flap_reference (the same as FLAP's
-            released code counts) and log (later layers lose more); default: the method's
-        p_min: with several steps, the share that the schedule starts from and raises to the ratio. With a ratio and an
-            ffn_ratio it is that of the larger one; the smaller one starts from the same fraction of itself
-        steps: stages, each scored anew with what is removed so far masked
-        growth: exponent of the schedule between them
+        ratio: share that is removed: of the parameters of the selected parts; with --budget heads, of all query heads
+        unit: unit in which heads are removed: head (single heads), group (a key-value head with its query heads) or
+            balanced (one query head of every group). Default: group where the model has groups that can be cut, else
+            head; with --budget heads, head
+        ffn_ratio: with --budget heads, share of all feed-forward channels that is removed
+        ffn_multiple: the number of channels that stay in each block is a multiple of this
+        allocation: global (compare the scores of all layers) or uniform (remove the same share of each layer and
+            carry the rounding remainder to the next; if the share is a whole number of units, layers stay equal, which
+            a plain checkpoint needs); with a budget of parameters also standardised (compare heads and channels of
+            all layers by their distance from their layer's mean), flap_reference (the same, with the costs of FLAP's
+            released code) and log (later layers lose more); default: the method's
+        p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
+            ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
+        steps: stages; each stage computes new scores with the units of earlier stages masked
+        growth: exponent of the schedule between p_min and the ratio
         allow_empty_layer: let a layer lose all its heads
-        budget: what ratio counts: parameters (one share of those of heads and channels that can be removed) or heads
-            (ratio is a share of all query heads, ffn_ratio of all channels)
-        parts: of a budget of parameters, what goes: both, heads or channels. Default: what the method's paper removes:
-            heads for norm_entropy, global_threshold and confidence, both for the others and with an ffn_method
-        skip_first: of a budget of parameters, so many first layers are spared, and do not count in the ratio
-        skip_last: the same of the last layers
-        log_start: of allocation=log, what the first layer loses, as a share of the ratio
-        compensation: what makes up for the loss: none, bias (the mean of what is lost) or least_squares (output
-            projections that do best without it); default: the method's
-        damping: of least squares, what is added to the diagonal, as a share of its mean
+        budget: what ratio counts: parameters (of heads and channels that can be removed) or heads (ratio is a share of
+            all query heads, ffn_ratio of all channels)
+        parts: with a budget of parameters, what is removed: both, heads or channels. Default: what the method's paper
+            removes: heads for norm_entropy, global_threshold and confidence, both for the others and with an ffn_method
+        skip_first: with a budget of parameters, number of first layers that are not pruned and do not count in the
+            ratio
+        skip_last: the same for the last layers
+        log_start: with allocation=log, what the first layer loses, as a share of the ratio
+        compensation: compensation for removed units: none, bias (their mean output) or least_squares (an updated
+            weight of the output projection); default: the method's
+        damping: for least squares, what is added to the diagonal of the covariance, as a share of its mean
     """
 
     ratio: ShareBelowOne = 0.0
@@ -74,27 +75,27 @@ class PruneOptions(Settings):
             )
 
     def __str__(self) -> str:
-        """Return in words what is to be removed; of options that leave nothing open."""
+        """Describe in words what resolved options remove, e.g. `20% of the parameters of heads and channels`."""
         if self.budget == "heads":
             shares = ((self.ratio, "query heads"), (self.ffn_ratio, "channels"))
             return " and ".join(f"{share:.4g}% of the {kind}" for ratio, kind in shares if (share := 100 * ratio))
         kinds = "heads and channels" if self.parts == "both" else self.parts or "what the method removes"
         ends = ((self.skip_first, "first"), (self.skip_last, "last"))
-        spared = " and ".join(f"the {end} {count}" for count, end in ends if count)
-        layers = f" in all layers but {spared}" if spared else ""
+        skipped = " and ".join(f"the {end} {count}" for count, end in ends if count)
+        layers = f" in all layers but {skipped}" if skipped else ""
         return f"{100 * self.ratio:.4g}% of the parameters of {kinds}{layers}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of parts that lose something, `heads` and `channels`; of options that leave nothing open."""
+        """Kinds of parts that resolved options remove: `heads`, `channels` or both."""
         if self.budget == "heads":
             return tuple(kind for kind, ratio in (("heads", self.ratio), ("channels", self.ffn_ratio)) if ratio)
         return ("heads", "channels") if self.parts in ("both", None) else (self.parts,)
 
     def shares(self, step: int) -> tuple[float, float]:
-        """Return the shares of heads and of channels that are gone after a step, 0 to T (eq. 5).
+        """Return the shares of heads and of channels that are removed after a step, 0 to T (eq. 5).
 
-        p_t = p_min + (p_max − p_min)·(t/T)ⁿ, p_max the larger ratio; the smaller one is as far on its way.
+        p_t = p_min + (p_max − p_min)·(t/T)ⁿ for the larger ratio p_max; the smaller ratio is scaled in proportion.
         """
         largest = max(self.ratio, self.ffn_ratio)
         start = self.p_min / largest if largest else 0.0
@@ -107,18 +108,18 @@ class PruneOptions(Settings):
 
 @dataclass(frozen=True)
 class TextOptions(Settings):
-    """Settings of calibration text.
+    """Options of calibration text.
 
     Attributes:
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file
-        windows: windows of the calibration text
-        tokens: tokens of a window, special tokens included
-        batch: windows a forward pass
-        seed: of the order in which the text is read
-        apply_chat_template: write calibration problems as the user's turns and their answers as the assistant's, as
-            lm_eval asks with this option
-        add_bos_token: as of lm_eval's model_args; default: what the tokenizer does by itself
+        windows: number of windows
+        tokens: tokens per window, special tokens included
+        batch: windows per forward pass
+        seed: seed of the order in which the text is read
+        apply_chat_template: write calibration problems as user turns and their answers as assistant turns, like
+            lm_eval's option of this name
+        add_bos_token: like lm_eval's model_arg of this name; default: what the tokenizer does
     """
 
     task: str | None = None
@@ -136,16 +137,16 @@ class TextOptions(Settings):
             raise InputError("give the calibration text by --task or by --text, not both")
 
     @property
-    def is_named(self) -> bool:
-        """True if a text is named."""
+    def has_text(self) -> bool:
+        """True if a task or a file is given."""
         return bool(self.task or self.text)
 
 
 @dataclass(frozen=True)
 class PruneSettings(TextOptions, PruneOptions):
-    """Settings of a plan and of its calibration text."""
+    """Options of a plan and of its calibration text."""
 
 
-def pick(kind: type[T], settings: Any) -> T:
-    """Make settings of a base class of those of a subclass."""
-    return kind(**{each.name: getattr(settings, each.name) for each in fields(cast("Any", kind))})
+def pick(base: type[T], settings: Any) -> T:
+    """Copy the fields of a base class from an instance of a subclass."""
+    return base(**{each.name: getattr(settings, each.name) for each in fields(cast("Any", base))})

@@ -1,31 +1,33 @@
-"""Parts of a model that a plan removes from: each layer's heads, and each layer's feed-forward channels."""
+"""Prunable parts of a model: the heads of each layer, and the feed-forward channels of each layer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
-from lmeval_prune.architectures.blocks import attribute_of, in_features, is_transposed, out_features, projection_in
+from lmeval_prune.architectures.blocks import (
+    attribute_of,
+    columns_of,
+    in_features,
+    is_transposed,
+    out_features,
+    projection_in,
+)
 from lmeval_prune.errors import InputError
 
 HEADS, CHANNELS = "heads", "channels"
 KINDS = (HEADS, CHANNELS)
 
-Removed = dict[str, set[int]]  # by part: numbers of its heads or channels that are gone
-Units = Sequence[tuple[int, ...]]  # numbers of heads or channels, or of columns, that go together
+Removed = dict[str, set[int]]  # removed heads or channels by part key
+Units = Sequence[tuple[int, ...]]  # heads, channels or columns that are removed together
 
 
 @dataclass(frozen=True)
 class Part:
-    """Heads of a layer, or its channels: groups of inputs of one projection.
-
-    Attributes:
-        block: attention layer or feed-forward block.
-    """
+    """The heads of one layer, or its channels: groups of input columns of one projection."""
 
     block: AttentionLayer | FeedForward
 
@@ -41,81 +43,76 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Name of its scores, `heads.L0` or `channels.L0`."""
+        """Key of its scores, `heads.L0` or `channels.L0`."""
         return f"{self.kind}.{self.label}"
 
     @property
-    def name(self) -> str:
-        """Name of its projection in a plan, `L0.o_proj` or `L0.down`."""
-        return f"{self.label}.{'o_proj' if self.kind == HEADS else 'down'}"
-
-    @property
     def projection(self) -> nn.Module:
-        """Projection that reads it."""
+        """Projection that reads the heads or channels."""
         return self.block.o_proj if isinstance(self.block, AttentionLayer) else self.block.down
 
     @property
+    def projection_name(self) -> str:
+        """Name of the projection in a plan, `L0.o_proj` or `L0.down`."""
+        return f"{self.label}.{'o_proj' if self.kind == HEADS else 'down'}"
+
+    @property
     def size(self) -> int:
-        """Number of its heads or channels."""
+        """Number of heads or channels."""
         return self.block.heads if isinstance(self.block, AttentionLayer) else self.block.channels
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the projection, (outputs, inputs) in float64 on the processor."""
+        """Weight of the projection, (outputs, columns), in float64 on the CPU."""
         return weight_of(self.projection).double().cpu()
 
     @property
-    def share(self) -> int:
-        """Query heads of a key-value head; 1 for channels."""
-        return self.block.heads // self.block.kv_heads if isinstance(self.block, AttentionLayer) else 1
+    def group_size(self) -> int:
+        """Query heads per key-value head; 1 for channels."""
+        return self.block.group_size if isinstance(self.block, AttentionLayer) else 1
 
     def units(self, unit: str = "head") -> Units:
-        """Return its channels, heads or groups of heads, each as the numbers of its members."""
-        count = self.share if unit == "group" else 1
+        """Return the members of each unit: single channels, single heads, or groups of heads."""
+        count = self.group_size if unit == "group" else 1
         return [tuple(range(start, start + count)) for start in range(0, self.size, count)]
 
     def columns(self, members: Iterable[int]) -> list[int]:
-        """Return the inputs of the projection that some heads or channels fill."""
-        slices = (self.block.columns(member) for member in members)
-        return [column for columns in slices for column in range(columns.start, columns.stop)]
+        """Return the input columns of the projection that belong to some heads or channels."""
+        return columns_of(self.block, members)
 
     def cost(self, unit: str) -> int:
-        """Return how many parameters go with one unit.
-
-        Raises:
-            InputError: the layer's projections are not known.
-        """
+        """Return the number of parameters that one unit has; refuse layers with unknown projections."""
         if isinstance(self.block, FeedForward):
             rows = sum(in_features(module) + _bias(module) for module in self.block.parts.values())
             return rows + out_features(self.block.down)
         layer = self.block
         if projection_in(layer.module, layer.family.query) is None:
             raise InputError(
-                f"a budget of parameters needs the query projection of {layer.name}, which is not known; give "
+                f"a budget of parameters needs the query projection of {layer.name}, which is unknown; give "
                 f"--budget heads"
             )
         query = _rows(layer, "q") + layer.head_dim * out_features(layer.o_proj) + _further(layer, "q", layer.heads)
         shared = _rows(layer, "k") + _rows(layer, "v") + _further(layer, "k", layer.kv_heads)
         if unit == "group":
-            return self.share * query + shared
+            return self.group_size * query + shared
         if unit == "balanced":
             return layer.kv_heads * query
-        return query + (shared if self.share == 1 else 0)  # multi-query: its own alone
+        return query + (shared if self.group_size == 1 else 0)  # multi-query heads share key and value
 
 
 def parts_of(model_map: ModelMap, kinds: Collection[str] = KINDS) -> list[Part]:
     """Return a model's parts, layer by layer, heads before channels."""
-    blocks = {block.label: block for block in model_map.feed_forward}
-    both = [Part(block) for layer in model_map.attention for block in (layer, blocks.pop(layer.label, None)) if block]
-    return [part for part in both if part.kind in kinds]
+    feed_forward = {block.label: block for block in model_map.feed_forward}
+    parts: list[Part] = []
+    for layer in model_map.attention:
+        parts.append(Part(layer))
+        if block := feed_forward.pop(layer.label, None):
+            parts.append(Part(block))
+    return [part for part in parts if part.kind in kinds]
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return a projection's weight as (outputs, inputs).
-
-    Raises:
-        InputError: it is quantised.
-    """
+    """Return a projection's weight with shape (outputs, inputs); refuse quantised weights."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     if not weight.is_floating_point():
@@ -131,10 +128,10 @@ def _rows(layer: AttentionLayer, projection: str) -> int:
 
 
 def _further(layer: AttentionLayer, projection: str, count: int) -> int:
-    """Count the entries of further parameters that belong to one head."""
+    """Count one head's entries in parameters outside the projections, such as attention sinks."""
     values = (attribute_of(layer.module, path) for path, name in layer.family.head_parameters if name == projection)
     return sum(value.numel() // count for value in values if isinstance(value, Tensor))
 
 
-def _bias(module: torch.nn.Module) -> int:
+def _bias(module: nn.Module) -> int:
     return int(getattr(module, "bias", None) is not None)

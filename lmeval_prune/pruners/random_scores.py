@@ -1,8 +1,7 @@
-"""Random scores, by a seed: what any other score must be better than."""
+"""Random scores: the baseline that every other score must beat."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +14,15 @@ from lmeval_prune.pruners.parts import KINDS, Part, Removed
 
 @dataclass(frozen=True)
 class RandomScores(Pruner):
-    """Draws scores evenly, heads and channels by seeds of their own.
+    """Draws uniform scores, with separate random generators for heads and channels.
 
     Attributes:
-        seed: of the draw.
+        seed: seed of the random numbers.
     """
 
     seed: int = 0
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
-        """Draw them; see the base class."""
-        draws = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(KINDS)}
-        return Scores({p.key: torch.rand(p.size, generator=draws[p.kind], dtype=torch.float64) for p in parts})
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Draw the scores; see `Pruner.scores`."""
+        generators = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(KINDS)}
+        return Scores({p.key: torch.rand(p.size, generator=generators[p.kind], dtype=torch.float64) for p in parts})

@@ -1,8 +1,8 @@
-"""Schedule of dynamic pruning (its eq. 5 and Algorithm 1): stages that remove more and more, each scored anew."""
+"""Make plans by the schedule of dynamic pruning (its eq. 5 and Algorithm 1): each step removes more by new scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from lmeval_prune.pruners.allocation import (
     REFERENCE,
     Budget,
     allocate,
-    pots_of,
+    parameter_counts,
     removed_by,
-    spent,
     standardised,
+    unit_pools,
 )
-from lmeval_prune.pruners.base import Pruner, Scores, by_member, pruner_name
+from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.compensation import bias_for
 from lmeval_prune.pruners.layer_store import LayerStore
@@ -29,16 +29,18 @@ from lmeval_prune.pruners.moments import input_moments
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, HEADS, Removed, parts_of, weight_of
 from lmeval_prune.pruners.sequential import (
-    LayerByLayer,
+    LayerwisePruning,
     SequentialPruner,
-    check_layer_by_layer,
+    check_layerwise,
     check_not_quantised,
     count_removed,
-    plan_of,
+    make_plan,
 )
 
 Progress = Callable[[str], None]
 NO_SCORES: Mapping[str, Tensor] = {}
+
+# --------------------------------------------------------------------------- plans
 
 
 def stages(
@@ -51,223 +53,282 @@ def stages(
     progress: Progress = lambda _: None,
     work: Path | None = None,
 ) -> Iterator[Plan]:
-    """Make the plans of Algorithm 1, one a step, each with all that is removed so far.
+    """Yield the plan of each step of Algorithm 1; a plan removes everything up to its step.
 
     Args:
-        pruner: scores heads, and channels unless there is another one for them.
-        model_map: of the model; it is as it was whenever a plan is yielded.
-        options: how much goes, and in which units.
+        pruner: scores heads, and channels unless there is a `channel_pruner`.
+        model_map: map of the model; the model is unchanged whenever a plan is yielded.
+        options: how much is removed, and in which units.
         text: calibration text, for pruners that need one.
         channel_pruner: scores channels.
-        scores: by part, for the first step, where they are at hand; those of a kind that has none are computed.
-        progress: is told what happens.
-        work: a folder for what is known of each layer of a method that goes layer by layer, so that a run that was
-            killed goes on; for the caller to remove when the plan is safe.
+        scores: stored scores by part key, for the first step; missing kinds are computed.
+        progress: receives progress messages.
+        work: folder for finished layers of a method that prunes layer by layer, so that a killed run resumes; the
+            caller deletes it after the plan is saved.
 
     Raises:
         InputError: the options do not suit the model or the pruner, or nothing would be removed.
     """
     pruners = {HEADS: pruner, CHANNELS: channel_pruner or pruner}
-    options = settled(options, pruner, model_map, channel_pruner)
+    options = resolve_options(options, pruner, model_map, channel_pruner)
     check_methods(pruner, pruners[CHANNELS], model_map, options, text is not None, scores)
     record = _record(pruner, pruners[CHANNELS], options, text)
     if isinstance(pruner, SequentialPruner):
-        yield _layer_by_layer(pruner, model_map, options, pruner.required(text), record, progress, work)
+        yield _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
         return
     removed, compensation, history = Removed(), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
-        so_far = plan_of(removed, options.allow_empty_layer, compensation=compensation)
-        with so_far.applied_to(model_map.model, model_map):
-            known = scores if step == 1 else NO_SCORES
+        stored = scores if step == 1 else NO_SCORES
+        earlier = make_plan(removed, options.allow_empty_layer, compensation=compensation)
+        with earlier.applied_to(model_map.model, model_map):
             for kind in options.kinds:
-                if not has_kind(known, kind):
+                if not has_scores_of(stored, kind):
                     progress(f"step {step} of {options.steps}: scoring {kind}")
-            scored = _scored(pruners, model_map, options.kinds, text, removed, known)
-        for budget in budgets(options, pruners, step):
-            compared = standardised(scored.values, removed, budget.allocation)
-            pots = pots_of(model_map, budget, compared, removed)
-            counts = allocate(pots, budget)
-            removed = removed_by(pots, counts, removed)
-            record |= _note(pots, counts, budget)
+            scored = _score(pruners, model_map, options.kinds, text, removed, stored)
+        removed, notes = _remove_lowest(model_map, _budgets(options, pruners, step), scored, removed)
+        record |= notes
         if step == options.steps and not any(removed.values()):
-            raise _nothing_goes(pruners, model_map, options)
-        added, notes = _made_up_for(model_map, removed, text, options, scored.means if step == 1 else None, progress)
+            raise _nothing_removed(pruners, model_map, options)
+        means = scored.means if step == 1 else None
+        added, notes = _compensation(model_map, removed, text, options, means, progress)
         compensation = {**compensation, **added}
         shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
         history.append({"step": step, **shares, **count_removed(removed)})
-        values = {key: by_member(columns) for key, columns in scored.values.items()}
-        made = {**record, **notes, "stages": list(history)}
-        yield plan_of(removed, options.allow_empty_layer, compensation=compensation, scores=values, made=made)
+        values = {key: per_member(columns) for key, columns in scored.values.items()}
+        provenance = {**record, **notes, "stages": list(history)}
+        fields = {"compensation": compensation, "scores": values, "provenance": provenance}
+        yield make_plan(removed, options.allow_empty_layer, **fields)
+
+
+def _remove_lowest(
+    model_map: ModelMap, budgets: Sequence[Budget], scores: Scores, removed: Removed
+) -> tuple[Removed, dict[str, Any]]:
+    """Remove the units with the lowest scores; return everything removed so far, and notes for the plan."""
+    notes: dict[str, Any] = {}
+    for budget in budgets:
+        pools = unit_pools(model_map, budget, standardised(scores.values, removed, budget.allocation), removed)
+        counts = allocate(pools, budget)
+        removed = removed_by(pools, counts, removed)
+        if budget.options.budget == "parameters":
+            notes["parameters"] = parameter_counts(pools, counts, budget)
+        else:
+            notes["head_allocation" if budget.kinds == (HEADS,) else "ffn_allocation"] = budget.allocation
+    return removed, notes
 
 
 def _record(
     pruner: Pruner, channel_pruner: Pruner, options: PruneOptions, text: CalibrationText | None
 ) -> dict[str, Any]:
-    """Return what a plan says of its methods, settled options and text."""
+    """Return what a plan stores about its methods, options and text."""
     record = {**pruner.identity, "removes": str(options), "options": asdict(options)}
     if options.ffn_ratio or channel_pruner is not pruner:
         record |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
-    return record | ({"calibration": text.about()} if text is not None else {})
+    return record | ({"calibration": text.record()} if text is not None else {})
 
 
-def budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int | None = None) -> list[Budget]:
-    """Return the budgets of a step, by default the last: of all parts together, or one of heads and one of channels."""
-    shares = options.shares(options.steps if step is None else step)
+def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) -> list[Budget]:
+    """Return the budgets of a step: one of all parameters, or one of heads and one of channels."""
+    shares = dict(zip((HEADS, CHANNELS), options.shares(step), strict=True))
     if options.budget == "parameters":
-        return [Budget(options.kinds, shares[0], options.allocation or pruners[HEADS].allocation, options)]
-    allocations = {kind: options.allocation or pruner.allocation for kind, pruner in pruners.items()}
-    both = dict(zip((HEADS, CHANNELS), shares, strict=True))
-    return [Budget((kind,), both[kind], allocations[kind], options) for kind in options.kinds]
+        return [Budget(options.kinds, shares[HEADS], options.allocation or pruners[HEADS].allocation, options)]
+    return [
+        Budget((kind,), shares[kind], options.allocation or pruners[kind].allocation, options) for kind in options.kinds
+    ]
 
 
-def least_removed(model_map: ModelMap, options: PruneOptions, pruners: Mapping[str, Pruner]) -> Iterator[Removed]:
-    """Return what is removed after each step by scores of which the smallest units and whole layers are the lowest.
+def smallest_removal(model_map: ModelMap, options: PruneOptions, pruners: Mapping[str, Pruner]) -> Iterator[Removed]:
+    """Yield what each step removes if the smallest units, and whole layers, have the lowest scores.
 
-    If nothing goes by these, nothing does by others.
-
-    Raises:
-        InputError: a share would empty a layer.
+    If these scores remove nothing, no other scores do. Raises `InputError` if a share would empty a layer.
     """
     removed: Removed = {}
     for step in range(1, options.steps + 1):
-        for budget in budgets(options, pruners, step):
-            pots = pots_of(model_map, budget, None, removed)
-            removed = removed_by(pots, allocate(pots, budget), removed)
+        for budget in _budgets(options, pruners, step):
+            pools = unit_pools(model_map, budget, None, removed)
+            removed = removed_by(pools, allocate(pools, budget), removed)
         yield removed
 
 
-def _note(pots: Any, counts: Any, budget: Budget) -> dict[str, Any]:
-    """Return what a plan says of a budget."""
-    if budget.options.budget == "parameters":
-        return {"parameters": spent(pots, counts, budget)}
-    return {f"{'head' if budget.kinds == (HEADS,) else 'ffn'}_allocation": budget.allocation}
-
-
-def _scored(
+def _score(
     pruners: Mapping[str, Pruner],
     model_map: ModelMap,
     kinds: Collection[str],
     text: CalibrationText | None,
     removed: Removed,
-    known: Mapping[str, Tensor],
+    stored: Mapping[str, Tensor],
 ) -> Scores:
-    """Score the kinds of which no scores are at hand, both at once if they are one method's."""
-    unknown = [kind for kind in kinds if not has_kind(known, kind)]
-    values, means = dict(known), None
-    same = pruners[HEADS] == pruners[CHANNELS]
-    for together in [unknown] if same and unknown else [[kind] for kind in unknown]:
+    """Score the kinds that have no stored scores, together if the same method scores both."""
+    missing = [kind for kind in kinds if not has_scores_of(stored, kind)]
+    values, means = dict(stored), None
+    is_one_method = pruners[HEADS] == pruners[CHANNELS]
+    for together in [missing] if is_one_method and missing else [[kind] for kind in missing]:
         scores = pruners[together[0]].scores(model_map, text, parts_of(model_map, together), removed)
         values |= scores.values
-        means = scores.means if same else None
+        means = scores.means if is_one_method else None
     return Scores(values, means)
 
 
-def has_kind(scores: Mapping[str, Tensor], kind: str) -> bool:
-    """Return whether there are scores of heads, or of channels."""
+def has_scores_of(scores: Mapping[str, Tensor], kind: str) -> bool:
+    """Return whether there are scores of a kind, `heads` or `channels`."""
     return any(key.startswith(f"{kind}.") for key in scores)
 
 
-def settled(
+def _compensation(
+    model_map: ModelMap,
+    removed: Removed,
+    text: CalibrationText | None,
+    options: PruneOptions,
+    means: Mapping[str, Tensor] | None,
+    progress: Progress,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the compensation for removed units, and notes on it for the plan; `means` of inputs, if scores had any."""
+    if options.compensation == "none":
+        return {}, {}
+    assert text is not None
+    pruned_parts = [part for part in parts_of(model_map) if removed.get(part.key)]
+    if options.compensation == "least_squares":
+        progress("computing the least-squares compensation, layer by layer")
+        pruning = LayerwisePruning(
+            model_map, text, lambda part, *_: removed[part.key], True, True, options, progress=progress
+        )
+        removal, notes = pruning.run(pruned_parts)
+        return removal.compensation, notes
+    if means is None or not {part.key for part in pruned_parts} <= means.keys():
+        progress("measuring the mean inputs of projections")
+        kinds = {part.kind for part in pruned_parts}
+        moments = input_moments(model_map, text, parts_of(model_map, kinds))
+        means = {key: statistics.mean for key, statistics in moments.items()}
+    biases = {}
+    for part in pruned_parts:
+        bias = bias_for(part.weight, means[part.key], part.columns(sorted(removed[part.key])))
+        biases[f"{part.projection_name}.bias"] = bias.to(weight_of(part.projection).dtype)
+    return biases, {}
+
+
+def _layerwise_plan(
+    pruner: SequentialPruner,
+    model_map: ModelMap,
+    options: PruneOptions,
+    text: CalibrationText,
+    record: dict[str, Any],
+    progress: Progress,
+    work: Path | None,
+) -> Plan:
+    """Make the plan of a method that prunes layer by layer."""
+    (budget,) = _budgets(options, {HEADS: pruner, CHANNELS: pruner}, options.steps)
+    pools = unit_pools(model_map, budget)
+    counts = allocate(pools, budget)
+    by_part = {pool.key: count for pool, count in zip(pools, counts, strict=True)}
+    store = LayerStore(work, [record, model_map.weights, model_map.signature()]) if work else None
+    select = pruner.selection(options.unit or "head", by_part)
+    pruning = LayerwisePruning(
+        model_map, text, select, pruner.needs_second, pruner.remeasure_down, options, store, progress
+    )
+    removal, notes = pruning.run([part for part in parts_of(model_map) if part.key in by_part])
+    stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
+    provenance = {**record, "parameters": parameter_counts(pools, counts, budget), **notes, "stages": [stage]}
+    fields = {"compensation": removal.compensation, "provenance": provenance}
+    return make_plan(removal.removed, options.allow_empty_layer, **fields)
+
+
+# --------------------------------------------------------------------------- options and checks
+
+
+def resolve_options(
     options: PruneOptions, pruner: Pruner, model_map: ModelMap, channel_pruner: Pruner | None = None
 ) -> PruneOptions:
-    """Return options with what they leave open to the methods and the model; also of a model without weights.
-
-    Raises:
-        InputError: they do not suit these.
-    """
+    """Fill in options that depend on the methods and the model, which may have no weights; refuse unsuitable ones."""
     channel_pruner = channel_pruner or pruner
-    usual: dict[str, Any] = {
-        "unit": options.unit or _usual_unit(model_map, options.budget),
-        "allocation": options.allocation or (pruner.allocation if options.budget == "parameters" else None),
+    counts_parameters = options.budget == "parameters"
+    defaults: dict[str, Any] = {
+        "unit": options.unit or _default_unit(model_map, options.budget),
+        "allocation": options.allocation or (pruner.allocation if counts_parameters else None),
         "compensation": options.compensation or pruner.compensates,
-        "parts": _parts(options, pruner, channel_pruner, model_map),
+        "parts": _default_parts(options, pruner, channel_pruner, model_map) if counts_parameters else options.parts,
     }
-    options = replace(options, **usual)
+    options = replace(options, **defaults)
+    _check_options(options, pruner, channel_pruner, model_map)
+    return options
+
+
+def _check_options(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> None:
+    """Raise `InputError` for resolved options that do not suit each other, the methods or the model."""
     if options.budget == "parameters":
-        _refuse(_of_parameters(options, model_map))
+        _check_budget_of_parameters(options, model_map)
     else:
-        _refuse(_of_heads(options, pruner, channel_pruner))
+        _check_budget_of_heads(options, pruner, channel_pruner)
     if isinstance(pruner, SequentialPruner):
-        _refuse(_of_sequential(options, pruner_name(pruner)))
-    _refuse(
-        {
-            "a later step would score weights that least squares has replaced; give --steps 1, or --compensation bias":
-                options.steps > 1 and options.compensation == "least_squares",
-            "nothing is to be removed; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
-            "--ffn_ratio (channels) or both, e.g. 0.25":
-                not options.ratio and not options.ffn_ratio,
-        }
-    )  # fmt: skip
+        _check_sequential(options, pruner_name(pruner))
+    if options.steps > 1 and options.compensation == "least_squares":
+        raise InputError(
+            "a later step would score weights that least squares has replaced; give --steps 1, or --compensation bias"
+        )
+    if not options.ratio and not options.ffn_ratio:
+        raise InputError(
+            "the options remove nothing; give --ratio (of the parameters), or --budget heads with --ratio (heads), "
+            "--ffn_ratio (channels) or both, e.g. 0.25"
+        )
     if options.ratio and options.parts != CHANNELS:
         check_unit(model_map, options.unit or "head")
     if CHANNELS in options.kinds and not model_map.channels():
         raise InputError(f"this {model_map.model_type} model has no dense feed-forward blocks; leave out ffn_ratio")
-    return options
 
 
-def _refuse(refusals: Mapping[str, bool]) -> None:
-    for message, applies in refusals.items():
-        if applies:
-            raise InputError(message)
+def _check_budget_of_heads(options: PruneOptions, *pruners: Pruner) -> None:
+    for name, default in (("parts", None), ("skip_first", 0), ("skip_last", 0)):
+        if getattr(options, name) != default:
+            raise InputError(f"{name} is for --budget parameters; give that budget, or leave out {name}")
+    if isinstance(pruners[0], SequentialPruner):
+        raise InputError(
+            f"{pruner_name(pruners[0])} counts parameters; give --budget parameters, or leave out --budget"
+        )
+    if REFERENCE in {options.allocation or pruner.allocation for pruner in pruners}:
+        raise InputError(
+            f"flap with reference=true allocates by {REFERENCE}, which counts parameters; leave out --budget heads, "
+            f"or give --allocation global or uniform"
+        )
 
 
-def _of_heads(options: PruneOptions, *pruners: Pruner) -> dict[str, bool]:
-    """Return what is refused of a budget of heads and channels."""
-    refusals = {
-        f"{name} is for --budget parameters; give that, or leave it out": getattr(options, name) != usual
-        for name, usual in (("parts", None), ("skip_first", 0), ("skip_last", 0))
-    }
-    return refusals | {
-        f"{pruner_name(pruners[0])} counts parameters; give --budget parameters, or leave it out":
-            isinstance(pruners[0], SequentialPruner),
-        f"flap with reference=true allocates by {REFERENCE}, which counts parameters; leave out --budget heads, or "
-        f"give --allocation global or uniform":
-            REFERENCE in {options.allocation or pruner.allocation for pruner in pruners},
-    }  # fmt: skip
+def _check_budget_of_parameters(options: PruneOptions, model_map: ModelMap) -> None:
+    if options.ffn_ratio or options.ffn_multiple != 1:
+        raise InputError(
+            "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and "
+            "ffn_multiple, or give --budget heads, with which ratio counts heads and ffn_ratio channels"
+        )
+    if options.unit == "head" and options.parts != CHANNELS and _has_groups(model_map):
+        raise InputError(
+            "a single head of a group has no share of the parameters, because its keys and values are removed with "
+            "the last head of the group; give --unit group, or --budget heads"
+        )
 
 
-def _of_parameters(options: PruneOptions, model_map: ModelMap) -> dict[str, bool]:
-    """Return what is refused of a budget of parameters."""
-    return {
-        "--ratio is one share of the parameters of heads and channels together; leave out ffn_ratio and ffn_multiple, "
-        "or give --budget heads, by which ratio counts heads and ffn_ratio channels":
-            bool(options.ffn_ratio) or options.ffn_multiple != 1,
-        "what one head of a group takes along depends on the others, so that single heads have no share of the "
-        "parameters; give --unit group, or --budget heads":
-            options.unit == "head" and options.parts != CHANNELS and _has_groups(model_map),
-    }  # fmt: skip
+def _check_sequential(options: PruneOptions, name: str) -> None:
+    if options.steps > 1:
+        raise InputError(f"{name} goes through the layers once; leave out --steps")
+    if options.allocation not in ("uniform", "log"):
+        raise InputError(f"{name} has scores of one layer at a time; use allocation uniform or log")
+    if options.unit == "balanced":
+        raise InputError(f"{name} removes heads or groups; use unit head or group")
 
 
-def _of_sequential(options: PruneOptions, name: str) -> dict[str, bool]:
-    """Return what is refused of a method that goes layer by layer."""
-    return {
-        f"{name} goes through the layers once; leave out --steps": options.steps > 1,
-        f"{name} knows scores of one layer at a time; use allocation uniform or log":
-            options.allocation not in ("uniform", "log"),
-        f"{name} removes heads or groups; use unit head or group": options.unit == "balanced",
-    }  # fmt: skip
-
-
-def _parts(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> str | None:
-    """Return which parts go of a budget of parameters: those of the options, else of the methods."""
-    if options.budget != "parameters":
-        return options.parts
-    usual = "both" if channel_pruner is not pruner else HEADS if pruner.heads_only else pruner.parts
-    parts = options.parts or usual
+def _default_parts(options: PruneOptions, pruner: Pruner, channel_pruner: Pruner, model_map: ModelMap) -> str:
+    """Return the parts that a budget of parameters removes from."""
+    default = "both" if channel_pruner is not pruner else HEADS if pruner.heads_only else pruner.parts
+    parts = options.parts or default
     return HEADS if parts == "both" and not model_map.channels() else parts
 
 
-def _usual_unit(model_map: ModelMap, budget: str) -> str:
-    """Return `head`; where parameters count, what can be cut as it is."""
+def _default_unit(model_map: ModelMap, budget: str) -> str:
+    """Return `head`, or for a budget of parameters the unit that can be cut."""
     if budget == "heads" or uncuttable(model_map):
         return "head"
     if all("group" in units_of(layer) for layer in model_map.attention):
         return "group"
-    return "balanced" if _has_groups(model_map) else "head"  # of a cut model, some layers may have one group left
+    return "balanced" if _has_groups(model_map) else "head"  # some layers of a cut model may have a single group
 
 
 def _has_groups(model_map: ModelMap) -> bool:
-    """Return whether some query heads, but not all, share a key-value head, and can be cut with it."""
+    """Return whether query heads share key-value heads (but not all of them a single one) and can be cut with them."""
     return any(1 < layer.kv_heads < layer.heads for layer in model_map.attention) and not uncuttable(model_map)
 
 
@@ -279,119 +340,53 @@ def check_methods(
     has_text: bool,
     scores: Mapping[str, Tensor] = NO_SCORES,
 ) -> None:
-    """Refuse methods that cannot make such a plan, before anything is computed.
-
-    Args:
-        pruner, channel_pruner: the methods.
-        model_map: of the model, with weights or without.
-        options: settled.
-        has_text: whether there is calibration text.
-        scores: those that are at hand.
-
-    Raises:
-        InputError: saying why.
-    """
+    """Raise `InputError` if the methods cannot make a plan with resolved options; the model may have no weights."""
     pruners = {HEADS: pruner, CHANNELS: channel_pruner}
-    sequential = [method for method in pruners.values() if isinstance(method, SequentialPruner)]
-    if sequential and channel_pruner is not pruner:
-        raise InputError("a method that goes layer by layer takes heads and channels itself; leave out ffn_method")
-    if sequential and scores:
-        raise InputError(f"{pruner_name(pruner)} scores each layer when those before have gone; leave out --scores")
+    if any(isinstance(method, SequentialPruner) for method in pruners.values()):
+        if channel_pruner is not pruner:
+            raise InputError("a method that prunes layer by layer scores heads and channels; leave out ffn_method")
+        if scores:
+            raise InputError(f"{pruner_name(pruner)} scores a layer after earlier ones are pruned; leave out --scores")
     for kind in options.kinds:
-        if options.steps > 1 or not has_kind(scores, kind):
+        if options.steps > 1 or not has_scores_of(scores, kind):
             pruners[kind].check([kind], has_text)
             pruners[kind].check_model(model_map)
     if options.compensation != "none":
         name = f"compensation={options.compensation}"
         check_not_quantised(model_map, name)
         if options.compensation == "least_squares":
-            check_layer_by_layer(model_map, name)
+            check_layerwise(model_map, name)
         if not has_text:
             raise InputError(f"{name} needs a text; give --task NAME or --text FILE")
-    if not _reaches_a_unit(pruners, model_map, options):
-        raise _nothing_goes(pruners, model_map, options)
+    if not _removes_a_unit(pruners, model_map, options):
+        raise _nothing_removed(pruners, model_map, options)
 
 
-def _reaches_a_unit(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> bool:
-    """Return whether the shares come to one unit at least, whatever the scores."""
-    return any(next(least_removed(model_map, replace(options, steps=1, p_min=0.0), pruners)).values())
+def _removes_a_unit(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> bool:
+    """Return whether the shares amount to at least one unit with some scores."""
+    return any(next(smallest_removal(model_map, replace(options, steps=1, p_min=0.0), pruners)).values())
 
 
-def _nothing_goes(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> InputError:
-    """Return the refusal of a plan that removes nothing; of other settings it names those by which something goes."""
+def _nothing_removed(pruners: Mapping[str, Pruner], model_map: ModelMap, options: PruneOptions) -> InputError:
+    """Return the error for a plan that removes nothing, with the settings that would help."""
 
-    def helps(**other: Any) -> bool:
+    def helps(**changes: Any) -> bool:
         try:
-            changed = settled(replace(options, **other), pruners[HEADS], model_map, pruners[CHANNELS])
-            return _reaches_a_unit(pruners, model_map, changed)
+            changed = resolve_options(replace(options, **changes), pruners[HEADS], model_map, pruners[CHANNELS])
+            return _removes_a_unit(pruners, model_map, changed)
         except InputError:
             return False
 
     units = [unit for unit in UNITS if options.ratio and unit != options.unit]
     by_layer = {options.allocation or pruner.allocation for pruner in pruners.values()} != {"global"}
-    fixes = {
+    remedies = {
         "a larger --ratio": bool(options.ratio),
         **{f"--unit {unit}": helps(unit=unit) for unit in units},
         "a larger --ffn_ratio": bool(options.ffn_ratio),
         "a smaller --ffn_multiple": options.ffn_multiple > 1 and helps(ffn_multiple=1),
         "--allocation global": by_layer and helps(allocation="global"),
     }
-    helping = " or ".join(fix for fix, is_one in fixes.items() if is_one)
+    advice = " or ".join(remedy for remedy, works in remedies.items() if works)
     return InputError(
-        f"nothing would be removed: the share is less than one unit of a layer or the model; give {helping}"
+        f"nothing would be removed: the share is less than one unit of a layer or the model; give {advice}"
     )
-
-
-def _made_up_for(
-    model_map: ModelMap,
-    removed: Removed,
-    text: CalibrationText | None,
-    options: PruneOptions,
-    means: Mapping[str, Tensor] | None,
-    progress: Progress,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what makes up for a loss on the model as it is, and what a plan says of that."""
-    if options.compensation == "none":
-        return {}, {}
-    assert text is not None
-    lossy = [part for part in parts_of(model_map) if removed.get(part.key)]
-    if options.compensation == "least_squares":
-        progress("making up for the loss by least squares, layer by layer")
-        walk = LayerByLayer(model_map, text, lambda part, *_: removed[part.key], True, True, options, progress=progress)
-        removal, notes = walk.run(lossy)
-        return removal.compensation, notes
-    if means is None or not {part.key for part in lossy} <= means.keys():  # of scores at hand nothing is known
-        progress("measuring what is lost on average")
-        kinds = {part.kind for part in lossy}
-        means = {
-            key: moments.mean for key, moments in input_moments(model_map, text, parts_of(model_map, kinds)).items()
-        }
-    biases = {}
-    for part in lossy:
-        bias = bias_for(part.weight, means[part.key], part.columns(sorted(removed[part.key])))
-        biases[f"{part.name}.bias"] = bias.to(weight_of(part.projection).dtype)
-    return biases, {}
-
-
-def _layer_by_layer(
-    pruner: SequentialPruner,
-    model_map: ModelMap,
-    options: PruneOptions,
-    text: CalibrationText,
-    record: dict[str, Any],
-    progress: Progress,
-    work: Path | None,
-) -> Plan:
-    """Make the plan of a method that goes layer by layer."""
-    (budget,) = budgets(options, {HEADS: pruner, CHANNELS: pruner})
-    pots = pots_of(model_map, budget)
-    counts = allocate(pots, budget)
-    by_part = {pot.key: count for pot, count in zip(pots, counts, strict=True)}
-    store = LayerStore(work, [record, model_map.weights, model_map.signature()]) if work else None
-    select = pruner.selection(options.unit or "head", by_part)
-    walk = LayerByLayer(model_map, text, select, pruner.pairs, pruner.afresh, options, store, progress)
-    removal, notes = walk.run([part for part in parts_of(model_map) if part.key in by_part])
-    stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
-    notes = {"parameters": spent(pots, counts, budget), **notes, "stages": [stage]}
-    made = {**record, **notes}
-    return plan_of(removal.removed, options.allow_empty_layer, compensation=removal.compensation, made=made)

@@ -1,8 +1,8 @@
-"""Goes through a model layer by layer: collect → select → update → next, on what is left of the layers before.
+"""Prune a model layer by layer: measure, select and compensate in one layer, with earlier layers already pruned.
 
-What comes out of a layer is kept and handed on, so that the text goes through each layer two or three times, and only
-one layer's statistics are held at once. The model's own code runs throughout: the layers before are stubs that give
-back what is kept.
+The hidden states of the whole text are stored once and overwritten layer by layer, so that the text runs through each
+layer two or three times, and statistics of only one layer are in memory. The model's own code runs throughout: earlier
+layers are replaced by stubs that return the stored hidden states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
-from lmeval_prune.pruners.calibration import CalibrationText, Reached, stopping_at
+from lmeval_prune.pruners.calibration import CalibrationText, StopForward, stop_forward_at
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.moments import Moments
@@ -34,193 +34,171 @@ from lmeval_prune.pruners.parts import HEADS, KINDS, Part, Removed, Units, weigh
 
 logger = logging.getLogger(__name__)
 
-# Selects the heads or channels that go, by the moments of their projection's inputs and the damped mean of x·xᵀ.
+# Selects heads or channels to remove by the moments of their projection's inputs and the damped mean of x·xᵀ.
 Select = Callable[[Part, Moments, Tensor | None], set[int]]
 
 
 @dataclass(frozen=True)
 class SequentialPruner(Pruner):
-    """A way to select units of a projection's inputs when the layers before it have lost theirs.
+    """Base class of methods that score a projection's units with earlier layers already pruned.
 
     Attributes:
-        pairs: (of the class) it needs products of pairs of inputs.
-        afresh: (of the class) what the down projection reads is looked at again when the layer's heads have gone.
+        needs_second: (class) scores need the mean of x·xᵀ.
+        remeasure_down: (class) measure the inputs of the down projection again after the layer's heads are removed.
     """
 
     reads_text: ClassVar[bool] = True
     allocation: ClassVar[str] = "uniform"
-    pairs: ClassVar[bool] = False
-    afresh: ClassVar[bool] = False
+    needs_second: ClassVar[bool] = False
+    remeasure_down: ClassVar[bool] = False
 
     @abstractmethod
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
-        """Score each unit of a projection's inputs, before any of them goes.
+        """Score each unit of a projection before any of them is removed.
 
         Args:
             weight: (outputs, inputs), in float64.
-            moments: of the inputs.
-            second: with `pairs`, the mean of x·xᵀ, damped.
-            units: the inputs of each.
+            moments: moments of the inputs.
+            second: with `needs_second`, the damped mean of x·xᵀ, (inputs, inputs).
+            units: input columns of each unit.
         """
 
     def select(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units, count: int) -> list[int]:
-        """Select so many units to go, by default those of the lowest scores; arguments as of `unit_scores`."""
+        """Select `count` units to remove: by default those with the lowest scores; arguments as in `unit_scores`."""
         lowest: list[int] = self.unit_scores(weight, moments, second, units).argsort(stable=True)[:count].tolist()
         return lowest
 
-    def scores(
-        self, model_map: ModelMap, text: CalibrationText | None, parts: Sequence[Part], removed: Removed
-    ) -> Scores:
-        """Score by what the first selection would go by, if no layer had lost anything; see the base class."""
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Score all layers of the unpruned model; see `Pruner.scores`."""
         values: dict[str, Tensor] = {}
 
         def score(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
-            values[part.key] = self.unit_scores(part.weight, moments, second, columns_of(part, part.units()))
+            values[part.key] = self.unit_scores(part.weight, moments, second, _unit_columns(part, part.units()))
             return set()
 
-        LayerByLayer(model_map, self.required(text), score, pairs=self.pairs).run(parts)
+        LayerwisePruning(model_map, self.require_text(text), score, self.needs_second).run(parts)
         return Scores(values)
 
     def selection(self, unit: str, counts: Mapping[str, int]) -> Select:
-        """Return what selects so many units of each part."""
+        """Return a function that selects `counts[part.key]` units of a part."""
 
         def select(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
             units = part.units(unit)
-            lowest = self.select(part.weight, moments, second, columns_of(part, units), counts[part.key])
-            return {member for number in lowest for member in units[number]}
+            selected = self.select(part.weight, moments, second, _unit_columns(part, units), counts[part.key])
+            return {member for number in selected for member in units[number]}
 
         return select
 
     def check_model(self, model_map: ModelMap) -> None:
-        """Refuse models of several stacks, and quantised ones; see the base class."""
-        check_layer_by_layer(model_map, pruner_name(self))
+        """Refuse encoder-decoders and quantised models; see `Pruner.check_model`."""
+        check_layerwise(model_map, pruner_name(self))
         check_not_quantised(model_map, pruner_name(self))
 
 
-def columns_of(part: Part, units: Units) -> Units:
-    """Return the inputs of the projection that each unit fills."""
+def _unit_columns(part: Part, units: Units) -> Units:
     return [tuple(part.columns(unit)) for unit in units]
 
 
 @dataclass
-class LayerByLayer:
-    """Lets each layer lose what is selected, and makes up for it, before the next one is looked at.
-
-    Attributes:
-        model_map: of the model; it is as it was afterwards.
-        text: calibration text.
-        select: says what goes.
-        pairs, afresh: as of `SequentialPruner`.
-        options: of the plan; its compensation, damping and allow_empty_layer count.
-        store: what layers lose is kept there, and not computed again.
-        progress: is told what happens.
-    """
+class LayerwisePruning:
+    """Prunes and compensates one layer after another; the model itself does not change."""
 
     model_map: ModelMap
     text: CalibrationText
     select: Select
-    pairs: bool = False
-    afresh: bool = False
+    needs_second: bool = False  # as in SequentialPruner
+    remeasure_down: bool = False
     options: PruneOptions = field(default_factory=lambda: PruneOptions(compensation="none"))
-    store: LayerStore | None = None
+    store: LayerStore | None = None  # stores finished layers, so that a killed run resumes
     progress: Callable[[str], None] = lambda _: None
-    replay: Replay = field(init=False)
 
     def __post_init__(self) -> None:
-        check_layer_by_layer(self.model_map, "this")
-        self.replay = Replay(self.model_map, self.text)
-
-    @property
-    def solves(self) -> bool:
-        """True if least squares make up for the loss."""
-        return self.options.compensation == "least_squares"
+        check_layerwise(self.model_map, "this")
+        self.replay = LayerReplay(self.model_map, self.text)
+        self.solves = self.options.compensation == "least_squares"
 
     def run(self, parts: Sequence[Part]) -> tuple[Removal, dict[str, Any]]:
-        """Go through the model.
-
-        Args:
-            parts: the only ones that may lose something.
-
-        Returns:
-            What goes, and what a plan says of how well its least squares are determined.
-
-        Raises:
-            InputError: the model cannot be gone through.
-        """
+        """Prune these parts of the model; return what is removed, and notes for the plan on the least squares."""
         total, notes = Removal(), dict[str, Any]()
-        if self.pairs or self.solves:
-            notes = _fewer_tokens_than_columns(parts, self.text.tokens)
+        if self.needs_second or self.solves:
+            notes = _note_of_few_tokens(parts, self.text.tokens)
         by_layer = [[part for part in parts if part.label == layer.label] for layer in self.model_map.attention]
         last = max((number for number, layer_parts in enumerate(by_layer) if layer_parts), default=-1)
         for number, layer in enumerate(self.model_map.attention[: last + 1]):
             removal = self.store.load(layer.label) if self.store else None
             if removal is None:
-                removal = self._prune(number, by_layer[number])
+                removal = self._prune_layer(number, by_layer[number])
                 if self.store:
                     self.store.save(layer.label, removal)
                 self._report(layer.label, removal)
             total.add(removal)
             if number < last:
-                self._through(number, removal, {}, keep=True)
+                self._run_layer(number, removal, {}, keep_output=True)
         return total, {**({"damping": total.damping} if total.damping else {}), **notes}
 
-    def _prune(self, number: int, parts: Sequence[Part]) -> Removal:
-        """Select what a layer loses, and make up for it by what each projection reads when it goes."""
+    def _prune_layer(self, number: int, parts: Sequence[Part]) -> Removal:
+        """Select and compensate what a layer loses, with inputs measured after the layer's earlier removals."""
         removal = Removal()
-        for together in [[part] for part in parts] if self.afresh else [parts]:
-            moments = self._measured(number, removal, together)
+        for measured in [[part] for part in parts] if self.remeasure_down else [parts]:
+            moments = self._measure(number, removal, measured)
             selected = []
-            for part in together:
-                needs_second = self.pairs or (self.solves and part is together[0])
+            for part in measured:
+                needs_second = self.needs_second or (self.solves and part is measured[0])
                 second = self._damped(part, moments[part.key], removal) if needs_second else None
                 selected.append((part, self.select(part, moments[part.key], second), second))
             for part, members, second in selected:
-                reads_others = part is not together[0] and members and self.options.compensation != "none"
-                if reads_others:  # what the first part lost has changed them
-                    moments = self._measured(number, removal, [part])
-                    second = self._damped(part, moments[part.key], removal) if self.solves or self.pairs else None
-                if members:
-                    self._remove(part, members, moments[part.key], second, removal)
+                if not members:
+                    continue
+                if part is not measured[0] and self.options.compensation != "none":
+                    # pruning the first part has changed the inputs of this one
+                    moments = self._measure(number, removal, [part])
+                    has_second = self.needs_second or self.solves
+                    second = self._damped(part, moments[part.key], removal) if has_second else None
+                self._remove(part, members, moments[part.key], second, removal)
         return removal
 
-    def _measured(self, number: int, removal: Removal, parts: Sequence[Part]) -> dict[str, Moments]:
-        """Return moments of what projections of a layer read once it has lost something."""
-        moments = {part.key: Moments(in_features(part.projection), self.pairs or self.solves) for part in parts}
-        self._through(number, removal, {part.projection: moments[part.key] for part in parts})
+    def _measure(self, number: int, removal: Removal, parts: Sequence[Part]) -> dict[str, Moments]:
+        """Return the moments of projection inputs in a partly pruned layer, by part key."""
+        has_second = self.needs_second or self.solves
+        moments = {part.key: Moments(in_features(part.projection), has_second) for part in parts}
+        self._run_layer(number, removal, {part.projection: moments[part.key] for part in parts})
         for part in parts:
-            moments[part.key].check(part.name)
+            moments[part.key].check(part.projection_name)
         return moments
 
-    def _through(self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep: bool = False) -> None:
-        plan = plan_of(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
+    def _run_layer(
+        self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep_output: bool = False
+    ) -> None:
+        plan = make_plan(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
         with plan.applied_to(self.model_map.model, self.model_map):
-            self.replay.through(number, moments, keep)
+            self.replay.run_layer(number, moments, keep_output)
 
     def _damped(self, part: Part, moments: Moments, removal: Removal) -> Tensor:
         second, damping = damped(moments.second, self.options.damping)
         if damping != self.options.damping:
-            removal.damping[part.name] = damping
+            removal.damping[part.projection_name] = damping
         return second
 
     def _remove(self, part: Part, members: set[int], moments: Moments, second: Tensor | None, removal: Removal) -> None:
-        """Take heads or channels away, and make up for them."""
+        """Add removed heads or channels, and the compensation for them, to `removal`."""
         removal.removed[part.key] = members
         columns, dtype = part.columns(sorted(members)), weight_of(part.projection).dtype
+        name = part.projection_name
         if self.options.compensation == "bias":
-            removal.compensation[f"{part.name}.bias"] = bias_for(part.weight, moments.mean, columns).to(dtype)
+            removal.compensation[f"{name}.bias"] = bias_for(part.weight, moments.mean, columns).to(dtype)
         elif self.solves:
             assert second is not None
-            removal.compensation[f"{part.name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
+            removal.compensation[f"{name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
 
     def _report(self, label: str, removal: Removal) -> None:
         raised = "".join(f"; damping of {name} raised to {share:g}" for name, share in removal.damping.items())
         heads, channels = count_removed(removal.removed).values()
         layers = len(self.model_map.attention)
-        self.progress(f"layer {label} of {layers}: {heads} heads and {channels} channels go{raised}")
+        self.progress(f"layer {label} of {layers}: {heads} heads and {channels} channels removed{raised}")
 
 
-def plan_of(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
-    """Return a plan of what is removed, with other fields of it."""
+def make_plan(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
+    """Return a plan that removes these heads and channels; `fields` are other fields of the plan."""
     members = {tuple(key.split(".", 1)): sorted(numbers) for key, numbers in removed.items() if numbers}
     heads = tuple(f"{label}H{n}" for (kind, label), numbers in members.items() if kind == HEADS for n in numbers)
     channels = {label: numbers for (kind, label), numbers in members.items() if kind != HEADS}
@@ -228,44 +206,37 @@ def plan_of(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
 
 
 def count_removed(removed: Removed) -> dict[str, int]:
-    """Count the heads and the channels that are removed."""
+    """Return the numbers of removed heads and channels: `{"heads": 2, "channels": 24}`."""
     return {kind: sum(len(m) for key, m in removed.items() if key.startswith(f"{kind}.")) for kind in KINDS}
 
 
-def _fewer_tokens_than_columns(parts: Sequence[Part], tokens: int) -> dict[str, Any]:
-    """Warn where so few tokens leave the widest projection's mean of x·xᵀ singular, and return a note for the plan."""
+def _note_of_few_tokens(parts: Sequence[Part], tokens: int) -> dict[str, Any]:
+    """Warn if too few tokens make the widest projection's mean of x·xᵀ singular, and return a note for the plan."""
     widest = max(parts, key=lambda part: in_features(part.projection), default=None)
     if widest is None or (columns := in_features(widest.projection)) <= tokens:
         return {}
+    name = widest.projection_name
     logger.warning(
-        "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least squares rests "
-        "on its damping; give more --windows or --tokens",
-        tokens, columns, widest.name,
+        "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least squares depends "
+        "on the damping; give more --windows or --tokens",
+        tokens, columns, name,
     )  # fmt: skip
-    return {"fewer_tokens_than_columns": {"tokens": tokens, "widest": widest.name, "columns": columns}}
+    return {"fewer_tokens_than_columns": {"tokens": tokens, "widest": name, "columns": columns}}
 
 
-class Replay:
-    """Runs a text through one layer after another of a model.
-
-    Args:
-        model_map: of the model.
-        text: calibration text.
-    """
+class LayerReplay:
+    """Runs a text through a model one layer at a time; `outputs` holds the previous layer's output of each batch."""
 
     def __init__(self, model_map: ModelMap, text: CalibrationText) -> None:
         self.model, self.text = model_map.model, text
         self.layers = layers_with_attention(model_map)
-        self.kept: list[Any] = []  # of each batch, what the layer before gave out
+        self.outputs: list[Any] = []
         self.batch = 0
 
-    def through(self, number: int, moments: Mapping[nn.Module, Moments], keep: bool = False) -> None:
-        """Run the text through a layer, once the one before it has been run with `keep`.
+    def run_layer(self, number: int, moments: Mapping[nn.Module, Moments], keep_output: bool = False) -> None:
+        """Run the text through a layer and add the inputs of projections to their moments.
 
-        Args:
-            number: of the layer.
-            moments: of what these projections read; they take in the text.
-            keep: keep what comes out for the next layer.
+        `keep_output` stores the layer's output, which the next layer needs.
         """
         real = torch.ones(0)
 
@@ -277,44 +248,36 @@ class Replay:
             for module, statistics in moments.items():
                 change_input(module, partial(collect, statistics), stack)
             for layer in self.layers[:number]:
-                _replace_forward(layer, lambda *_, **__: self.kept[self.batch], stack)
-            stack.enter_context(stopping_at(self.layers[number], after=True))
+                _replace_forward(layer, lambda *_, **__: self.outputs[self.batch], stack)
+            stack.enter_context(stop_forward_at(self.layers[number], after=True))
             batches = self.text.inputs(self.model)
             for batch, (_, real, inputs) in enumerate(batches):  # noqa: B007 - read by `collect`
                 self.batch = batch
                 try:
                     self.model(**inputs)
-                except Reached as reached:
-                    if keep:  # in the place of what the layer before gave
-                        self.kept[batch : batch + 1] = [reached.output]
+                except StopForward as stop:
+                    if keep_output:  # replaces the output of the previous layer
+                        self.outputs[batch : batch + 1] = [stop.output]
                 else:
-                    raise InputError(f"layer {number} of this {self.model.config.model_type} model was not run")
+                    raise InputError(f"layer {number} of this {self.model.config.model_type} model did not run")
 
 
 def _replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) -> None:
-    before = vars(module).get("forward")  # another library's, if any
+    before = vars(module).get("forward")  # set by another library, e.g. accelerate
     module.forward = forward
     stack.callback(setattr, module, "forward", before) if before else stack.callback(delattr, module, "forward")
 
 
-def check_layer_by_layer(model_map: ModelMap, name: str) -> None:
-    """Refuse a model that cannot be gone through layer by layer; of one without weights, too.
-
-    Raises:
-        InputError: it has several stacks.
-    """
+def check_layerwise(model_map: ModelMap, name: str) -> None:
+    """Raise `InputError` for a model with several stacks; it may have no weights."""
     if model_map.stacks != ("",):
         raise InputError(
-            f"{name} goes through a model layer by layer, which encoder-decoders such as this {model_map.model_type} "
-            f"model are not made for; use another method or compensation"
+            f"{name} prunes layer by layer, which encoder-decoders such as this {model_map.model_type} model do not "
+            f"support; use another method or compensation"
         )
 
 
 def check_not_quantised(model_map: ModelMap, name: str) -> None:
-    """Refuse a quantised model, whose weights do not stand there as numbers.
-
-    Raises:
-        InputError: it is one.
-    """
+    """Raise `InputError` for a quantised model."""
     if getattr(model_map.model, "is_quantized", False):
         raise InputError(f"{name} reads weights, which a quantised model lacks; load it in float32 or bfloat16")

@@ -1,7 +1,7 @@
-"""SlimGPT: removes what the output projections miss least once their other columns have made up for it.
+"""SlimGPT: remove the units whose loss the remaining columns can compensate best.
 
 With H the mean of x·xᵀ over tokens, removing columns S and solving for the others costs tr(W_S·((H⁻¹)_SS)⁻¹·W_Sᵀ). The
-cheapest unit goes, the others make up for it, and so on; later layers lose more than the first ones.
+cheapest unit is removed, the others are updated, and so on. Later layers lose more than the first ones.
 """
 
 from __future__ import annotations
@@ -20,76 +20,72 @@ from lmeval_prune.settings import Count
 
 @dataclass(frozen=True)
 class SlimGpt(SequentialPruner):
-    """Selects greedily by the error that is left after least squares.
+    """Selects units greedily by the error that remains after least squares.
 
     Attributes:
-        error: of a head, `exact`, or `diagonal`: without what its own columns could make up for each other, as the
-            method's reference code computes it.
-        step: at least so many channels go at once; more at the beginning, a sixteenth of all and then half as many.
-        greedy: compute errors anew when something has gone; `false`: all by the first ones.
+        error: of a head: `exact`, or `diagonal`: the reference code's error, which ignores that a head's own columns
+            compensate for each other.
+        step: minimum number of channels that are removed at once; the first step removes a sixteenth of them, each
+            later one half as many.
+        greedy: recompute errors after each removal; `false`: rank all units by their first errors.
     """
 
     allocation: ClassVar[str] = "log"
     compensates: ClassVar[str] = "least_squares"
-    pairs: ClassVar[bool] = True
-    afresh: ClassVar[bool] = True
+    needs_second: ClassVar[bool] = True
+    remeasure_down: ClassVar[bool] = True
     error: Literal["exact", "diagonal"] = "exact"
     step: Count = 8
     greedy: bool = True
 
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
-        """Return errors before anything goes; see the base class."""
+        """Return the error of removing each unit first; see `SequentialPruner.unit_scores`."""
         return self._errors(weight, _inverse(second), units)
 
     def select(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units, count: int) -> list[int]:
-        """Select the cheapest unit after the other, of channels several at once; see the base class."""
-        of_channels = len(units[0]) == 1
-        inverse, left, selected = _inverse(second), list(range(len(units))), list[int]()
-        chunk = max(self.step, len(units) // 16) if of_channels else 1
+        """Select the cheapest unit repeatedly, several channels at a time; see `SequentialPruner.select`."""
+        are_channels = len(units[0]) == 1
+        inverse, remaining, selected = _inverse(second), list(range(len(units))), list[int]()
+        chunk = max(self.step, len(units) // 16) if are_channels else 1
         while len(selected) < count:
-            errors = self._errors(weight, inverse, [units[unit] for unit in left])
+            errors = self._errors(weight, inverse, [units[unit] for unit in remaining])
             number = min(chunk, count - len(selected)) if self.greedy else count
-            cheapest = [left[index] for index in errors.argsort(stable=True)[:number].tolist()]
-            columns = [column for unit in cheapest for column in units[unit]]
+            cheapest = [remaining[index] for index in errors.argsort(stable=True)[:number].tolist()]
             selected += cheapest
-            gone = set(cheapest)
-            left = [unit for unit in left if unit not in gone]
+            removed = set(cheapest)
+            remaining = [unit for unit in remaining if unit not in removed]
             if len(selected) < count:
+                columns = [column for unit in cheapest for column in units[unit]]
                 weight, inverse, _ = eliminated(weight, inverse, columns)
-            chunk = max(self.step, chunk // 2) if of_channels else 1
+            chunk = max(self.step, chunk // 2) if are_channels else 1
         return selected
 
     def _errors(self, weight: Tensor, inverse: Tensor, units: Units) -> Tensor:
-        """Return what removing each unit alone would cost."""
+        """Return the error of removing each unit alone."""
         if len(units[0]) == 1:
             columns = [unit[0] for unit in units]
             return weight[:, columns].square().sum(0) / inverse.diagonal()[columns]
         errors = []
         for unit in units:
-            lost, factor = weight[:, list(unit)], _factor(inverse, list(unit))
+            removed, factor = weight[:, list(unit)], _factor(inverse, list(unit))
             if self.error == "diagonal":
-                errors.append((lost.square().sum(0) / factor.diagonal().square()).sum())
+                errors.append((removed.square().sum(0) / factor.diagonal().square()).sum())
             else:
-                errors.append(torch.linalg.solve_triangular(factor, lost.T, upper=False).square().sum())
+                errors.append(torch.linalg.solve_triangular(factor, removed.T, upper=False).square().sum())
         return torch.stack(errors)
 
 
 def eliminated(weight: Tensor, inverse: Tensor, columns: list[int]) -> tuple[Tensor, Tensor, float]:
-    """Remove columns and let the others make up for them.
+    """Remove columns and update the others by least squares.
 
-    Args:
-        weight: (outputs, inputs).
-        inverse: of the mean of x·xᵀ over the inputs that are left; anything where they are not.
-        columns: that go.
-
-    Returns:
-        Weight and inverse afterwards, and what it cost: the mean squared error that it adds.
+    `weight` is (outputs, inputs) and `inverse` the inverse of the mean of x·xᵀ over the remaining inputs. Returns both
+    after the removal, and the mean squared error that it adds.
     """
     factor = _factor(inverse, columns)
     share = torch.cholesky_solve(inverse[columns], factor)  # ((H⁻¹)_SS)⁻¹ · (H⁻¹)_S,:
-    lost = weight[:, columns]
-    error = float(torch.linalg.solve_triangular(factor, lost.T, upper=False).square().sum())
-    weight, inverse = weight - lost @ share, inverse - inverse[:, columns] @ share
+    removed = weight[:, columns]
+    error = float(torch.linalg.solve_triangular(factor, removed.T, upper=False).square().sum())
+    weight, inverse = weight - removed @ share, inverse - inverse[:, columns] @ share
     weight[:, columns] = 0.0
     return weight, inverse, error
 

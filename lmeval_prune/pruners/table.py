@@ -1,6 +1,6 @@
-"""Pruners by their names. A line a pruner; nothing is imported before it is asked for."""
+"""Table of pruners by method name; a class is imported at first use."""
 
-from lmeval_prune.errors import InputError, nearest
+from lmeval_prune.errors import InputError, did_you_mean
 
 PRUNERS = {
     "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
@@ -16,10 +16,6 @@ PRUNERS = {
 
 
 def check_pruner(name: str) -> None:
-    """Refuse a name that is no pruner's.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Raise `InputError` for an unknown method name."""
     if name not in PRUNERS:
-        raise InputError(f"method={name!r} is not known; use {', '.join(PRUNERS)}{nearest(name, PRUNERS)}")
+        raise InputError(f"method={name!r} is unknown; use {', '.join(PRUNERS)}{did_you_mean(name, PRUNERS)}")

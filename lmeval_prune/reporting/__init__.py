@@ -1,1 +1,1 @@
-"""Parts that all reports share: statistics, tables, documents and the style of figures."""
+"""Shared parts of all reports: statistics, tables, documents and figures."""

@@ -1,4 +1,4 @@
-"""Pictures of a model's layers: the tokens that skip their attention, and the scores of their heads."""
+"""Heatmaps of a model's layers: the tokens that skip attention, and the scores of heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from lmeval_prune.reporting.plot_style import COLOURS, save
 
-TOKENS_PER_ROW = 48  # a longer text goes on below
+TOKENS_PER_ROW = 48  # a longer text is split into several panels
 
 
 def draw_skipped_tokens(
@@ -22,10 +22,10 @@ def draw_skipped_tokens(
 
     Args:
         pieces: the tokens' texts.
-        layers: names of the layers that filter, from the first on.
-        skipped: (layers, tokens), true where a token skips.
-        title: above the picture.
-        stem: path without its ending.
+        layers: names of the layers with a filter, in order.
+        skipped: shape (layers, tokens), true where a token skips attention.
+        title: title of the figure.
+        stem: path without its suffix.
     """
     width = min(TOKENS_PER_ROW, len(pieces))
     starts = range(0, len(pieces), width)
@@ -33,7 +33,7 @@ def draw_skipped_tokens(
     figure = _figure(
         11,
         0.7 + height * len(starts),
-        f"{title}\nblue: the token skips this layer's attention; layers that are not shown do not filter",
+        f"{title}\nblue: the token skips this layer's attention; layers without a filter are not shown",
     )
     panels = figure.subplots(len(starts), 1, squeeze=False)[:, 0]
     colours = {"cmap": ListedColormap(["#f2f2f2", COLOURS[0]]), "vmin": 0, "vmax": 1}
@@ -49,12 +49,12 @@ def draw_skipped_tokens(
 
 
 def draw_head_scores(scores: Mapping[str, Sequence[float]], title: str, stem: Path) -> None:
-    """Draw layers × heads as `stem.png` and `stem.svg`; each stack of a model with several gets a panel.
+    """Draw layers × heads as `stem.png` and `stem.svg`; encoder and decoder get a panel each.
 
     Args:
-        scores: of each layer's heads, layers in order.
-        title: above the picture.
-        stem: path without its ending.
+        scores: scores of the heads by layer, in order.
+        title: title of the figure.
+        stem: path without its suffix.
     """
     stacks: dict[str, dict[str, Sequence[float]]] = {}
     for label, values in scores.items():
@@ -84,7 +84,7 @@ def _figure(width: float, height: float, title: str) -> Figure:
 
 
 def _heatmap(axes: Any, rows: Sequence[Any], width: int, **colours: Any) -> Any:
-    """Draw rows of numbers as squares; what a shorter row lacks stays empty."""
+    """Draw rows of numbers as squares; shorter rows end in empty squares."""
     values = np.full((len(rows), width), np.nan)
     for number, row in enumerate(rows):
         values[number, : len(row)] = np.asarray(row, dtype=float)

@@ -16,16 +16,16 @@ from matplotlib.transforms import Bbox
 
 from lmeval_prune.artefacts import write_bytes
 
-# Okabe and Ito's colours, told apart with any colour vision
+# Okabe and Ito's colours, which can be distinguished with any colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 
-# anchors of a label that lies to the right (1) or the left (-1) of its point, above (1) or below it (-1)
+# anchors of a label to the right (1) or left (-1) of its point, above (1) or below it (-1)
 _HORIZONTAL_ANCHORS = {1: "left", -1: "right", 0: "center"}
 _VERTICAL_ANCHORS = {1: "bottom", -1: "top", 0: "center"}
 
 
 def figure(width: float, height: float, title: str) -> tuple[Any, Any]:
-    """Make a figure, its size in inches, with one pair of axes."""
+    """Create a figure of a size in inches with one pair of axes."""
     canvas = Figure(figsize=(width, height), layout="constrained")
     axes = canvas.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -34,7 +34,7 @@ def figure(width: float, height: float, title: str) -> tuple[Any, Any]:
 
 
 def save(canvas: Any, stem: Path) -> None:
-    """Write a figure as `stem.png` and `stem.svg`; the same picture is the same file."""
+    """Write a figure as `stem.png` and `stem.svg`; equal figures give equal files."""
     _disable_formulas(canvas)
     for kind in ("png", "svg"):
         buffer = io.BytesIO()
@@ -45,7 +45,7 @@ def save(canvas: Any, stem: Path) -> None:
 
 
 def _disable_formulas(canvas: Any) -> None:
-    """Show a `$` in a name as it is; only the ticks of a logarithmic axis are formulas."""
+    """Show `$` in names literally; only the ticks of a logarithmic axis are formulas."""
     scales = [axis for axes in canvas.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() != "linear"]
     formulas = {text for axis in scales for text in axis.findobj(Text)}
     for text in canvas.findobj(Text):
@@ -55,12 +55,12 @@ def _disable_formulas(canvas: Any) -> None:
 def label_points(
     axes: Any, points: Sequence[tuple[float, float, str]], marks: Sequence[tuple[float, float, float, float]]
 ) -> None:
-    """Write names beside points, inside the axes and off other names and marks; a name without room is left out.
+    """Write names beside points without overlaps; a name without free space is left out.
 
     Args:
-        axes: with all marks drawn.
-        points: x, y and name of each, the most important first.
-        marks: left, bottom, right and top of areas that stay free.
+        axes: axes with all marks drawn.
+        points: x, y and name of each point, the most important first.
+        marks: left, bottom, right and top of areas that must stay free.
     """
     canvas = axes.figure
     _disable_formulas(canvas)
@@ -76,7 +76,7 @@ def label_points(
                 path_effects=[withStroke(linewidth=2.5, foreground="white")],
                 arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.6"} if distance > 12 else None,
             )  # fmt: skip
-            label.get_window_extent()  # with its line; it brings the text to its position
+            label.get_window_extent()  # moves the text to its final position
             box = Text.get_window_extent(label)
             is_inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
             if (right or up) and is_inside and not box.count_overlaps(occupied):
@@ -86,18 +86,18 @@ def label_points(
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, dict[str, Any]]], gap: float = 0.062) -> None:
-    """Write names of lines at the right of the axes, beside their ends, apart from one another.
+    """Write names of lines at the right of the axes, beside their ends, without overlaps.
 
     Args:
-        axes: whose limits are set.
-        ends: of each line its last point, its name and the text's style.
-        gap: between two names, as a share of the axes' height.
+        axes: axes with final limits.
+        ends: x and y of each line's last point, its name and the style of its text.
+        gap: minimum distance of two names, as a share of the axes' height.
     """
     (_, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     axes.autoscale(False)
     ordered = sorted(ends, key=lambda end: -end[1])
     heights = [(y - bottom) / (top - bottom) for _, y, _, _ in ordered]
-    for _ in range(200):  # neighbours that are too near push each other away
+    for _ in range(200):  # neighbours that are too close push each other apart
         for above, below in pairwise(range(len(heights))):
             push = max(0.0, gap - heights[above] + heights[below]) / 2
             heights[above], heights[below] = min(heights[above] + push, 1.0), max(heights[below] - push, 0.0)

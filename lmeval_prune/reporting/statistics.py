@@ -12,17 +12,17 @@ _LEVEL = 0.05  # of tests; intervals are at 95%
 
 
 def mean_interval(values: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return 95% intervals of means: Clopper and Pearson's of right and wrong, Johnson's of other figures.
+    """Return 95% intervals of means: Clopper and Pearson's for right and wrong answers, Johnson's for other metrics.
 
-    Shares get two more questions, one of 0 and one of the unit: otherwise the interval of shares that are (nearly) all
-    alike would be far too short.
+    Two questions are added to shares, with the values 0 and `unit`: otherwise the interval of (nearly) equal shares
+    would be far too short.
 
     Args:
         values: shape (questions, columns).
-        unit: the largest value, 1 for shares (which are not below 0); infinite where there is no largest.
+        unit: the largest possible value, 1 for shares (which are at least 0); infinite for unbounded metrics.
 
     Returns:
-        Lower and upper ends, shape (columns,) each; NaN where a value is NaN.
+        Lower and upper ends, each of shape (columns,); NaN where a value is NaN.
     """
     is_share = np.isfinite(unit)
     added = np.outer([0.0, unit], np.ones(values.shape[1])) if is_share else values[:0]
@@ -37,16 +37,19 @@ def mean_interval(values: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarr
 
 
 def difference_interval(differences: np.ndarray, unit: float, ps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return 95% intervals of mean differences; each holds 0 exactly where its paired test has p of 0.05 or more.
+    """Return 95% intervals of mean differences; an interval contains 0 exactly if the paired test has p ≥ 0.05.
 
-    They are Johnson's, with one question added in each direction, of the size by which differing questions differ. (So
-    do Bonett and Price for right and wrong; otherwise an interval from few differing questions is far too short.)
-    Where such an interval and the test disagree about 0, the end nearer to 0 is Miettinen's test-based one.
+    These are Johnson's intervals with one question added in each direction, of the typical size of a difference, as
+    Bonett and Price do for right and wrong answers: otherwise an interval from few differing questions is far too
+    short. If the interval and the test disagree about 0, the end near 0 is Miettinen's test-based one.
 
     Args:
-        differences: of paired questions, shape (questions, columns).
+        differences: differences of paired questions, shape (questions, columns).
         unit: as for `detectable`.
         ps: p-values of the paired tests, shape (columns,).
+
+    Returns:
+        Lower and upper ends, each of shape (columns,).
     """
     size = _size(differences, unit)
     size = np.where(np.isinf(size), 0.0, size)
@@ -60,15 +63,15 @@ def difference_interval(differences: np.ndarray, unit: float, ps: np.ndarray) ->
 
 
 def _size(differences: np.ndarray, unit: float) -> np.ndarray:
-    """Return by how much differing questions differ; the unit where none does."""
+    """Return the typical size of a difference, Σd² / Σ|d|; the unit if all differences are 0."""
     sums = np.abs(differences).sum(0)
     return np.divide((differences**2).sum(0), sums, out=np.full(len(sums), unit), where=sums > 0)
 
 
 def _johnson_interval(values: np.ndarray, added: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return Student's intervals of means, made longer by Johnson's t on the side to which values are skewed.
+    """Return Student's intervals of means, extended by Johnson's t on the side of the skew.
 
-    `added` questions count for the variance, not for the mean.
+    The `added` questions count for the variance, not for the mean.
     """
     means, values = values.mean(0), np.concatenate([values, added])
     count = len(values)
@@ -82,15 +85,15 @@ def _johnson_interval(values: np.ndarray, added: np.ndarray) -> tuple[np.ndarray
 
 
 def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) -> np.ndarray:
-    """Test whether paired differences are zero in the mean, by flipping the signs of the questions.
+    """Test whether the mean of paired differences is zero, by flipping the signs of the questions.
 
-    It is exact if a question's difference is as likely as its opposite under the null hypothesis, as for two policies
-    of one answer each. Differences from an expectation are skewed: there it needs many questions.
+    The test is exact if a difference is as likely as its opposite under the null hypothesis, as for two policies of one
+    answer each. Differences from an expectation are skewed: they need many questions.
 
     Args:
-        differences: shape (questions, tests); all tests see the same flips.
-        seed: of the flips.
-        draws: random flips; all flips, once each, where there are fewer.
+        differences: shape (questions, tests); all tests use the same flips.
+        seed: seed of the flips.
+        draws: number of random flips; if there are fewer flips, each is used once.
 
     Returns:
         Two-sided p-values, at least 1 / (draws + 1), shape (tests,); NaN where a difference is NaN.
@@ -99,7 +102,7 @@ def sign_flip_test(differences: np.ndarray, seed: int = 0, draws: int = 10_000) 
     ps = np.where(known, 1.0, np.nan)
     if len(differences) > 1 and known.any():
         kept = differences[:, known]
-        # The sample is the signs, all positive as observed: scipy flips them, and one product gives all tests' sums.
+        # The sample is the vector of signs, all positive. Scipy flips them; one product gives the sums of all tests.
         tested = stats.permutation_test(
             (np.ones(len(differences)),),
             lambda signs, axis: np.abs(signs @ kept),
@@ -118,31 +121,31 @@ def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
     """Test exactly whether two variants are right equally often.
 
     Args:
-        better: number of questions that only the first has right, shape (tests,).
-        worse: number that only the second has right.
+        better: number of questions that only the first variant answers correctly, shape (tests,).
+        worse: number of questions that only the second one answers correctly, shape (tests,).
 
     Returns:
-        Two-sided p-values of the binomial test with probability one half.
+        Two-sided p-values of the binomial test with probability one half, shape (tests,).
     """
     differ = np.asarray(better) + np.asarray(worse)
     return np.minimum(1.0, 2 * stats.binom.cdf(np.minimum(better, worse), differ, 0.5))
 
 
 def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> np.ndarray:
-    """Return the smallest mean differences that the paired tests find with a power of 0.8.
+    """Return the smallest mean differences that the paired tests detect with a power of 0.8.
 
-    It is the power of McNemar's exact test if as many questions differ as here; where all of them going one way are
-    too few, as many more as needed are assumed to differ. Sign flips of other figures count as McNemar's test of
-    (Σ|d|)² / Σd² questions that differ by Σd² / Σ|d| each.
+    This is the power of McNemar's exact test for the observed share of differing questions. If all of them in one
+    direction are too few, the smallest sufficient number is assumed to differ. Sign flips of other metrics count as
+    McNemar's test of (Σ|d|)² / Σd² questions that differ by Σd² / Σ|d| each.
 
     Args:
-        differences: of paired questions, shape (questions, tests).
-        unit: the largest possible difference of a question, 1 for shares; infinite where there is none. It stands for
-            the size of a difference where no question differs.
-        level: of a two-sided test; 0.05 / m for Holm's correction of m tests, whatever the others give.
+        differences: differences of paired questions, shape (questions, tests).
+        unit: the largest possible difference of a question, 1 for shares; infinite for unbounded metrics. It is the
+            assumed size of a difference if no question differs.
+        level: level of a two-sided test; 0.05 / m suffices for Holm's correction of m tests.
 
     Returns:
-        Shape (tests,); NaN where no difference would be found, or the size of a difference is unknown.
+        Shape (tests,); NaN if no difference would be significant, or the size of a difference is unknown.
     """
     count, size = len(differences), _size(differences, unit)
     squares = (differences**2).sum(0)
@@ -153,7 +156,7 @@ def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> n
 
 @cache
 def _detectable(count: int, share: float, level: float) -> float:
-    """Return the smallest detectable difference of right and wrong, if a share of the questions differs."""
+    """Return the smallest detectable difference of right and wrong answers if a share of the questions differs."""
 
     def lack(share: float, difference: float) -> float:
         return 0.8 - mcnemar_power(count, share, difference, level)
@@ -170,25 +173,25 @@ def mcnemar_power(count: int, share: float, difference: float, level: float = _L
 
     Args:
         count: number of questions.
-        share: of the questions of the population that differ.
-        difference: of the means in the population; at most the share.
-        level: of the two-sided test.
+        share: share of differing questions in the population.
+        difference: difference of the means in the population; at most the share.
+        level: level of the two-sided test.
     """
     low, high = stats.binom.ppf((1e-9, 1 - 1e-9), count, share)
     differ = np.arange(max(low, 1), high + 1)
-    most = stats.binom.ppf(level / 2, differ, 0.5) - 1  # questions that may go the other way
+    most = stats.binom.ppf(level / 2, differ, 0.5) - 1  # of the questions that may differ in the other direction
     better = min(1.0, (1 + difference / share) / 2) if share else 0.5
     significant = stats.binom.cdf(most, differ, better) + stats.binom.sf(differ - most - 1, differ, better)
     return float(stats.binom.pmf(differ, count, share) @ significant)
 
 
 def pareto(costs: np.ndarray, gains: np.ndarray) -> np.ndarray:
-    """Return which points are on the Pareto front: no other costs no more, gains no less, and is better in one of both.
+    """Return a mask of the points on the Pareto front: no other point is as good in cost and gain and better in one.
 
     Args:
-        costs: shape (points, 2), the measured range of each; smaller is better. A point costs less than another if its
-            upper end is below the other's lower end. NaN is never on the front.
-        gains: larger is better.
+        costs: lower and upper ends of the measured costs, shape (points, 2); smaller is better. A point costs less than
+            another if its upper end is below the other's lower end. NaN is never on the front.
+        gains: shape (points,); larger is better.
     """
     low, high = costs.T
     point, other = (slice(None), None), (None, slice(None))
@@ -201,12 +204,12 @@ def two_sample_test(first: np.ndarray, second: np.ndarray, seed: int = 0, draws:
     """Test whether two groups of values have the same mean, by permutation.
 
     Args:
-        first, second: the groups.
-        seed: of the permutations.
-        draws: random permutations; all, once each, where there are fewer.
+        first, second: values of the groups.
+        seed: seed of the permutations.
+        draws: number of random permutations; if there are fewer permutations, each is used once.
 
     Returns:
-        Two-sided p-value; NaN where a group is empty.
+        Two-sided p-value; NaN if a group is empty.
     """
     if not len(first) or not len(second):
         return float("nan")
@@ -222,7 +225,7 @@ def two_sample_test(first: np.ndarray, second: np.ndarray, seed: int = 0, draws:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjust the p-values of a family of tests by Holm's correction, in their order; NaN stays NaN."""
+    """Return p-values adjusted by Holm's correction for all of them together, in the same order; NaN stays NaN."""
     order = sorted((p, i) for i, p in enumerate(values) if not np.isnan(p))
     adjusted, highest = [float("nan")] * len(values), 0.0
     for rank, (p, i) in enumerate(order):

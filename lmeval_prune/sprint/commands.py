@@ -10,13 +10,13 @@ from typing import Any
 
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import either
+from lmeval_prune.options import mutually_exclusive
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 
 
-@either("layers", "heads")
+@mutually_exclusive("layers", "heads")
 def sweep(**options: Any) -> int:
-    """Sweep a task: the outcomes of its questions under every head of some layers."""
+    """Sweep a task: answer its questions with each head of some layers pruned."""
     settings = SweepOptions(**options)
     from lmeval_prune.sprint.sweep import Sweep
 
@@ -38,7 +38,7 @@ def sweep(**options: Any) -> int:
         share, tokens = outcomes.lengths["cut_off"], outcomes.lengths["mean_tokens"]
         print(f"answers: {tokens:.0f} tokens on average, {share:.0%} cut off by max_gen_toks")
     if outcomes.cut_off:
-        print(f"{outcomes.cut_off}: heads are compared by what fits; sweep again with more max_gen_toks")
+        print(f"{outcomes.cut_off}: accuracies depend on the limit; sweep again with more max_gen_toks")
     return 0
 
 
@@ -56,10 +56,10 @@ def fit(
     Args:
         outcomes: folder of the training questions' outcome store
         output: folder for the router
-        encoder: sentence-transformers model: name or folder
-        p: length of the embeddings; of several the best on validation
-        lambda_: weight of diversity; of several the best on validation
-        without_dense: the unpruned model is no candidate
+        encoder: name or folder of a sentence-transformers model
+        p: length of the embeddings; of several values, validation chooses
+        lambda_: weight of diversity; of several values, validation chooses
+        without_dense: leave the unpruned model out of the pool
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
     from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -76,11 +76,11 @@ def fit(
         f"{about['questions']} questions: {about['questions_no_head_solves']} solved by no head (left out), "
         f"{about['questions_all_heads_solve']} by all; {about['validation_questions']} for validation"
     )
-    useful = about["questions"] - about["questions_no_head_solves"] - about["questions_all_heads_solve"]
-    if useful < 30:
-        print(f"only {useful} questions tell heads apart: expect nothing of this router; sweep more questions")
+    informative = about["questions"] - about["questions_no_head_solves"] - about["questions_all_heads_solve"]
+    if informative < 30:
+        print(f"only {informative} questions distinguish heads, too few for a router; sweep more questions")
     if training.cut_off:
-        print(f"{training.cut_off}: the router learns which answers fit; sweep again with more max_gen_toks")
+        print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
     if about["held_out"]:
         print(f"{about['held_out']} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
     if about["validation_pass"]:
@@ -89,30 +89,32 @@ def fit(
 
 
 def questions(outcomes: str, task: str, router: str | None = None) -> int:
-    """Print the questions of a store, for lm_eval --samples.
+    """Print the questions of a store as a value of lm_eval --samples.
 
     Args:
         outcomes: folder of the outcome store
-        task: name of the task that is to be evaluated, e.g. prune_asdiv_a_pass8
-        router: folder of a fitted router: only questions that it was not fitted on
+        task: name of the task to evaluate, e.g. prune_asdiv_a_pass8
+        router: folder of a fitted router; questions that it was fitted on are left out
     """
     from lmeval_prune.sprint.outcomes import OutcomeStore
     from lmeval_prune.sprint.router import Router, text_key
 
-    seen = set(Router.load(router).about.get("seen", [])) if router else set()
-    rows = [row for row in OutcomeStore(outcomes).read().questions if text_key(row["question"]) not in seen]
+    fitted = set(Router.load(router).about.get("seen", [])) if router else set()
+    rows = [row for row in OutcomeStore(outcomes).read().questions if text_key(row["question"]) not in fitted]
     sources = sorted({f"{row['task']} {row['split']}" for row in rows})
     if len(sources) != 1:
-        raise InputError(f"the questions must be of one task and split; these are of: {', '.join(sources) or 'none'}")
+        raise InputError(
+            f"the questions must come from a single task and split, not from: {', '.join(sources) or 'none'}"
+        )
     print(json.dumps({task: [row["doc_id"] for row in rows]}))
     return 0
 
 
 def report(samples: Sequence[str] = (), **options: Any) -> int:
-    """Report on SPRINT: tables and figures, from outcome stores, a router and samples files.
+    """Write SPRINT's tables and figures from outcome stores, a router and samples files.
 
     Args:
-        samples: NAME=FILE: samples file of a pass@N task (lm_eval --log_samples); may be given several times
+        samples: NAME=FILE: samples file of a pass@N task (lm_eval --log_samples); may be repeated
     """
     pairs = []
     for text in samples:

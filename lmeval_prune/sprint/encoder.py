@@ -1,4 +1,4 @@
-"""The frozen sentence encoder φ that a router sees a question through."""
+"""The frozen sentence encoder φ, which embeds questions for a router."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from lmeval_prune.errors import InputError, first_line
 
 
 def load_encoder(name: str) -> Any:
-    """Load a sentence-transformers model, by its name, its folder, or the name of the embedded one.
-
-    Raises:
-        InputError: it cannot be loaded.
-    """
+    """Load a sentence-transformers model by name or folder; `InputError` if that fails."""
     folder = embedded.resolve(name)
     from sentence_transformers import SentenceTransformer
 
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
     try:
         return SentenceTransformer(folder, device="cpu")
-    except Exception as error:  # whatever a download or a broken folder raises
+    except Exception as error:  # a download or a damaged folder can raise anything
         raise InputError(
             f"the sentence encoder {name} cannot be loaded ({first_line(error)}); name a folder, or use "
             f"{embedded.ENCODER} (`lmeval-prune models --get {embedded.ENCODER}`)"
@@ -34,12 +30,9 @@ def load_encoder(name: str) -> Any:
 
 
 def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
-    """φ(x) of each text, float32, shape (texts, width).
+    """Return φ(x) of each text in float32, shape (texts, width); `InputError` if a number is not finite.
 
-    One text at a time: so its embedding, and with it a near-tie between two heads, does not depend on the others.
-
-    Raises:
-        InputError: it has numbers that are not finite.
+    Texts are embedded one at a time, so that rounding, and with it a near-tie between heads, does not depend on others.
     """
     embeddings = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
     vectors = torch.as_tensor(embeddings).detach().to("cpu", torch.float32).clone()
@@ -48,7 +41,7 @@ def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:
 
 
 def fingerprint(encoder: Any) -> str:
-    """Digest of the encoder's weights: another encoder under the same name is noticed."""
+    """Return a digest of the encoder's weights, to detect another encoder with the same name."""
     state = hashlib.sha256()
     for name, tensor in sorted(encoder.state_dict().items()):
         state.update(f"{name}{tuple(tensor.shape)}".encode())

@@ -1,4 +1,4 @@
-"""The SPRINT paper's figures."""
+"""Draw the SPRINT paper's figures."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lmeval_prune.sprint.head_table import HeadTable
 def pass_at_n(
     curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
 ) -> None:
-    """Draw pass@N of every policy, the first and its strongest rival with 95% bands over questions (Figure 4)."""
+    """Draw pass@N of all policies; the first and its strongest rival have 95% bands over questions (Figure 4)."""
     rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
-    strongest = max(rivals, key=lambda i: _last(curves[i])[1], default=0)
+    strongest = max(rivals, key=lambda i: _last_known(curves[i])[1], default=0)
     drawing, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
     others, ends = iter(COLOURS[2:] * len(curves)), []
     for i, (curve, (low, high)) in enumerate(zip(curves, bands, strict=True)):
-        known = np.flatnonzero(~np.isnan(curve.mean))
-        ks, is_main = known + 1, i in (0, strongest)
+        columns = np.flatnonzero(~np.isnan(curve.mean))
+        ks, is_main = columns + 1, i in (0, strongest)
         colour = "0.35" if curve.is_bound else COLOURS[0] if i == 0 else COLOURS[1] if i == strongest else next(others)
         style = {"color": colour, "ls": "-" if curve.kind == "ordered" else "--", "lw": 2.4 if is_main else 1.3}
         marker = {"marker": "o", "ms": 5, "zorder": 4 if i else 5} if is_main else {}
-        axes.plot(ks, curve.mean[known], **style, **marker)
+        axes.plot(ks, curve.mean[columns], **style, **marker)
         if is_main:
-            axes.fill_between(ks, low[known], high[known], color=colour, alpha=0.13, lw=0)
-        ends.append((*_last(curve), curve.name, {"color": colour, "weight": "bold" if is_main else "normal"}))
+            axes.fill_between(ks, low[columns], high[columns], color=colour, alpha=0.13, lw=0)
+        ends.append((*_last_known(curve), curve.name, {"color": colour, "weight": "bold" if is_main else "normal"}))
     tries = curves[0].values.shape[1]
     axes.axhline(dense, color="0.35", lw=1, ls=":")
     ends.append((tries, dense, "unpruned, greedy (one try)", {"color": "0.35", "weight": "normal"}))
@@ -42,18 +42,18 @@ def pass_at_n(
     save(drawing, stem)
 
 
-def _last(curve: Curve) -> tuple[float, float]:
-    """Return the last N whose pass@N is known, and its pass@N."""
+def _last_known(curve: Curve) -> tuple[float, float]:
+    """Return the largest N with a known pass@N, and its pass@N."""
     last = int(np.flatnonzero(~np.isnan(curve.mean))[-1])
     return last + 1, float(curve.mean[last])
 
 
-def violins(measured: dict[str, list[float]], lucky: dict[str, list[float]], stem: Path) -> None:
-    """Draw the gain of the best head by layer, beside its gain when heads do not matter (Figure 2)."""
+def violins(measured: dict[str, list[float]], by_chance: dict[str, list[float]], stem: Path) -> None:
+    """Draw the best head's gain in each layer, beside its gain by chance (Figure 2)."""
     layers = list(measured)
     title = "Best head of a layer, by group of questions (line: median)"
     drawing, axes = figure(max(5.5, 1.1 * len(layers) + 2), 4.4, title)
-    for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, lucky, COLOURS[6])):
+    for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, by_chance, COLOURS[6])):
         for i, layer in enumerate(layers):
             points = np.asarray(values[layer])
             if len(points) > 4 and np.ptp(points) > 0:
@@ -67,8 +67,8 @@ def violins(measured: dict[str, list[float]], lucky: dict[str, list[float]], ste
     axes.axhline(0, color="0.4", lw=1, ls=":")
     axes.set_xticks(range(len(layers)), layers)
     axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
-    names = ("measured", "outcomes shuffled among heads: luck alone")
-    drawing.legend(  # beside the axes: wherever it lay on them, a violin could be
+    names = ("measured", "outcomes shuffled among heads: chance alone")
+    drawing.legend(  # beside the axes: on them it could hide a violin
         handles=[Patch(color=c, alpha=0.5, label=n) for c, n in zip((COLOURS[0], COLOURS[6]), names, strict=True)],
         loc="outside lower center",
         ncols=2,
@@ -98,7 +98,7 @@ def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Pa
     """Draw the change in accuracy by layer and head."""
     layers = list(table.layers)
     count = 1 + max(head for numbers in table.layers.values() for head in numbers)
-    grid = np.full((len(layers), count), np.nan)  # in points, as all that is drawn
+    grid = np.full((len(layers), count), np.nan)  # in percentage points
     for column, (change, _) in changes.items():
         head = Head.named(column)
         grid[layers.index(head.layer_label), head.head] = 100 * change

@@ -1,4 +1,4 @@
-"""Changes in accuracy by pruning each head, by group and layer: the paper's Tables 1–4 and Figures 2 and 5."""
+"""Tabulate the accuracy with each head pruned, by group and layer: the paper's Tables 1–4 and Figures 2 and 5."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pandas as pd
 
 from lmeval_prune.architectures import Head
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.tries import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.reporting.tables import bold, markdown
 from lmeval_prune.sprint.outcomes import Outcomes
 
@@ -20,14 +20,9 @@ GROUPINGS = ("subject", "complexity", "grade", "solution_type", "level", "type",
 
 
 def groups(outcomes: Outcomes, by: str | None = None) -> dict[str, list[int]]:
-    """Return the rows of each group of questions by an attribute; all in one group where there is none.
+    """Group the rows of questions by an attribute.
 
-    Args:
-        outcomes: whose questions.
-        by: an attribute; default the first of `GROUPINGS` that all questions have, with several values.
-
-    Raises:
-        InputError: the questions do not have it.
+    Default: the first of `GROUPINGS` with several values that all questions have; else a single group.
     """
     attributes = pd.DataFrame([{**row["attributes"], "task": row["task"]} for row in outcomes.questions], dtype=object)
     for name in [by] if by else GROUPINGS:
@@ -42,34 +37,24 @@ def groups(outcomes: Outcomes, by: str | None = None) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """Accuracy by group, layer and head.
+    """Accuracy by group, layer and head."""
 
-    Attributes:
-        accuracy: (group, column) → accuracy.
-        groups: rows of each group.
-        layers: names of the layers, with the heads of each.
-    """
-
-    accuracy: dict[tuple[str, str], float]
-    groups: dict[str, list[int]]
-    layers: dict[str, dict[int, str]]
+    accuracy: dict[tuple[str, str], float]  # by group and column
+    groups: dict[str, list[int]]  # rows of each group
+    layers: dict[str, dict[int, str]]  # by layer label, the column of each head
 
     @classmethod
     def of(cls, outcomes: Outcomes, by: str | None = None) -> HeadTable:
-        """Tabulate outcomes.
-
-        Raises:
-            InputError: the unpruned model was not run, or no head was.
-        """
+        """Tabulate outcomes; `InputError` if the unpruned model or all heads are missing."""
         if DENSE not in outcomes.pool:
-            raise InputError("the store lacks the unpruned model, which heads are compared with; sweep it too")
+            raise InputError("the store lacks the unpruned model, the baseline of all heads; sweep it too")
         layers: dict[str, dict[int, str]] = defaultdict(dict)
         for column in outcomes.pool:
             if column != DENSE:
                 head = Head.named(column)
                 layers[head.layer_label][head.head] = column
         if not layers:
-            raise InputError("the store holds the unpruned model only; sweep some heads")
+            raise InputError("the store has only the unpruned model; sweep some heads")
         rows_of = groups(outcomes, by)
         accuracy = {
             (group, column): float(value)
@@ -79,7 +64,7 @@ class HeadTable:
         return cls(accuracy, rows_of, dict(layers))
 
     def markdown(self) -> dict[str, str]:
-        """Write a table for each group: heads by layers, last the unpruned model; the best of a column bold."""
+        """Return a Markdown table for each group: heads by layers, then the unpruned model; best heads are bold."""
         heads = sorted({head for numbers in self.layers.values() for head in numbers})
         tables: dict[str, str] = {}
         for group in self.groups:
@@ -93,7 +78,7 @@ class HeadTable:
         return tables
 
     def long(self) -> pd.DataFrame:
-        """Return a row for each group, layer and head."""
+        """Return the table in long format: a row for each group, layer and head."""
         rows = [
             (group, len(rows), layer, head, self.accuracy[group, column], self.accuracy[group, DENSE])
             for group, rows in self.groups.items()
@@ -104,7 +89,7 @@ class HeadTable:
 
 
 def gains(table: HeadTable) -> dict[str, list[float]]:
-    """Return by layer, for every group, the best head's accuracy minus the unpruned model's (Figure 2)."""
+    """Return for each layer and group the best head's accuracy minus the unpruned model's (Figure 2)."""
 
     def gain(group: str, columns: Iterable[str]) -> float:
         best = np.nanmax([table.accuracy[group, column] for column in columns])
@@ -113,10 +98,10 @@ def gains(table: HeadTable) -> dict[str, list[float]]:
     return {layer: [gain(group, numbers.values()) for group in table.groups] for layer, numbers in table.layers.items()}
 
 
-def gains_by_luck(outcomes: Outcomes, table: HeadTable, draws: int = 200, seed: int = 0) -> dict[str, list[float]]:
-    """Return the gains with each question's outcomes shuffled among the unpruned model and a layer's heads.
+def gains_by_chance(outcomes: Outcomes, table: HeadTable, draws: int = 200, seed: int = 0) -> dict[str, list[float]]:
+    """Return the gains after each question's outcomes are shuffled among the unpruned model and a layer's heads.
 
-    Then no head is better than another, and what 'the best head' gains is the luck of a maximum.
+    After the shuffle no head is better than another, so the best head's gain is chance.
     """
     generator = np.random.default_rng(seed)
     gains_of = {}
@@ -133,7 +118,7 @@ def gains_by_luck(outcomes: Outcomes, table: HeadTable, draws: int = 200, seed: 
 
 
 def changes(outcomes: Outcomes) -> dict[str, tuple[float, float]]:
-    """Return by head its change in accuracy and the standard error of that paired difference (Figure 5)."""
+    """Return each head's change in accuracy and the standard error of this paired difference (Figure 5)."""
     dense = outcomes.z[:, outcomes.pool.index(DENSE)]
     change_of = {}
     for i, column in enumerate(outcomes.pool):

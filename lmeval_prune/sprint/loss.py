@@ -1,9 +1,9 @@
-"""SPRINT's contrastive loss (eq. 1), over questions whose outcomes may be partly unknown.
+"""SPRINT's contrastive loss (eq. 1) over partly unknown outcomes.
 
     L = 1/n Σ_i −log( Σ_{j∈M_i⁺} exp(−‖q_i − v_j‖²) / Σ_j exp(−‖q_i − v_j‖²) ) − λ Σ_{j<k} s_jk ‖v_j − v_k‖²
 
-Both sums of the first term run over the known outcomes of a question. A question that no head solves has an
-empty M_i⁺ and is left out of the first term; one that every head solves adds 0.
+Both sums of the first term run over the known outcomes of a question. A question that no head solves has an empty M_i⁺
+and is left out of the first term. A question that all heads solve adds 0.
 """
 
 from __future__ import annotations
@@ -18,42 +18,40 @@ def squared_distances(q: Tensor, v: Tensor) -> Tensor:
 
 
 def ranking_losses(q: Tensor, v: Tensor, z: Tensor) -> Tensor:
-    """Return the first term for each question that some head solves.
+    """Return the first term of eq. 1 for each question that some head solves.
 
     Args:
         q: question embeddings (questions, p).
         v: head embeddings (heads, p).
-        z: outcomes (questions, heads): 1, 0, NaN unknown.
+        z: outcomes (questions, heads): 1, 0 or NaN (unknown).
     """
-    ranked = (z == 1).any(1)
-    logits = -squared_distances(q[ranked], v)
-    known, solved = ~z[ranked].isnan(), z[ranked] == 1
-    total = logits.masked_fill(~known, -torch.inf).logsumexp(1)
-    return total - logits.masked_fill(~solved, -torch.inf).logsumexp(1)
+    solved = (z == 1).any(1)
+    logits, z = -squared_distances(q[solved], v), z[solved]
+    total = logits.masked_fill(z.isnan(), -torch.inf).logsumexp(1)
+    return total - logits.masked_fill(z != 1, -torch.inf).logsumexp(1)
 
 
 def agreement(z: Tensor) -> Tensor:
-    """Return s_jk, the share of questions for which heads j and k have the same outcome, shape (heads, heads).
+    """Return s_jk, the share of equal outcomes of heads j and k, shape (heads, heads).
 
-    Over the questions where both are known; 0 where there is none.
+    The share is over questions with both outcomes known; it is 0 without any.
     """
-    known = (~z.isnan()).to(torch.float64)
+    observed = (~z.isnan()).to(torch.float64)
     right = (z == 1).to(torch.float64)
-    wrong = known - right
-    both = known.T @ known
-    return ((right.T @ right + wrong.T @ wrong) / both.clamp(min=1)).to(z.dtype)
+    wrong = observed - right
+    counts = observed.T @ observed
+    return ((right.T @ right + wrong.T @ wrong) / counts.clamp(min=1)).to(z.dtype)
 
 
 def diversity_term(v: Tensor, s: Tensor) -> Tensor:
-    """Return Σ_{j<k} s_jk ‖v_j − v_k‖², a number."""
+    """Return Σ_{j<k} s_jk ‖v_j − v_k‖², a scalar."""
     return (s * squared_distances(v, v)).triu(1).sum()
 
 
 def constrained(v: Tensor, diversity: str, radius: float) -> Tensor:
-    """Project head embeddings into a ball or onto a sphere, or leave them.
+    """Project head embeddings into a ball or onto a sphere; leave them if `diversity` is `unbounded`.
 
-    The printed loss has no minimum for λ > 0: its second term grows without bound as heads move apart. Within a
-    ball, or on a sphere, it does the same job and stays bounded.
+    As printed, the loss has no minimum for λ > 0: its second term grows without bound as heads move apart.
     """
     if diversity == "unbounded":
         return v
@@ -63,7 +61,7 @@ def constrained(v: Tensor, diversity: str, radius: float) -> Tensor:
 
 
 def contrastive_loss(q: Tensor, v: Tensor, z: Tensor, s: Tensor, weight: float) -> Tensor:
-    """Return eq. 1 with λ = `weight`; its first term is 0 if no head solves any of the questions."""
+    """Return eq. 1 with λ = `weight`; the first term is 0 if no question is solved."""
     losses = ranking_losses(q, v, z)
     ranking = losses.mean() if len(losses) else q.sum() * 0
     return ranking - weight * diversity_term(v, s)

@@ -1,4 +1,4 @@
-"""Options of a sweep, a fit and a report. Imports nothing heavy, so that `--help` is quick."""
+"""Options of `sweep`, `fit` and `report sprint`. Imports nothing slow, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class SweepOptions(Settings):
 
     Attributes:
         model_args: as for lm_eval --model pruned-hf (with --server: pruned-server), e.g. pretrained=smollm2-135m
-        tasks: generative tasks or groups of them
-        output: folder of the outcome store; an interrupted run goes on there, a store is extended
-        server: address of a server that answers, e.g. http://localhost:8000; several are joined by +
-        split: split of the data, e.g. train (default: the one that the task uses)
-        layers: layers whose heads are pruned, one at a time
-        heads: instead of layers: heads, e.g. L5H0-3+L10H2
-        limit: number of questions, drawn by the seed; a larger limit holds the questions of a smaller one
-        seed: of that draw
+        tasks: generative tasks or task groups
+        output: folder of the outcome store; an interrupted run is resumed, a complete store is extended
+        server: URL of a server that generates the answers, e.g. http://localhost:8000; several are joined by +
+        split: split of the data, e.g. train (default: the task's own)
+        layers: layers whose heads are pruned, one head at a time
+        heads: heads to prune, e.g. L5H0-3+L10H2 (instead of layers)
+        limit: number of questions, drawn by the seed; a larger limit includes the questions of a smaller one
+        seed: seed of this draw
         metric: METRIC or METRIC,FILTER that decides an outcome (default exact_match)
-        question_field: field of a document with the question (default: the task's metadata, else question)
+        question_field: document field with the question (default: the task's metadata, else question)
         num_fewshot: as for lm_eval
         gen_kwargs: as for lm_eval, e.g. max_gen_toks=256
         apply_chat_template: as for lm_eval
@@ -57,19 +57,19 @@ class FitOptions(Settings):
     """Settings of a router's fit.
 
     Attributes:
-        sizes: p, the length of q and v; of several the best on validation is taken
-        weights: λ; of several the best on validation is taken (the paper gives no value)
-        diversity: ball or sphere: head embeddings inside or on one of a radius; unbounded: as printed in the paper
-        radius: of the ball or sphere
-        dense: whether the unpruned model is a candidate too
-        holdout: share of the questions that is not used at all, for `report` to test on
-        validation: share of the others that is kept for stopping and choosing
-        epochs: maximum number of passes over the questions
-        patience: stop after so many passes without a better validation loss
-        batch: questions a step
-        learning_rate: of AdamW
+        sizes: p, the length of q and v; of several values, validation chooses
+        weights: λ; of several values, validation chooses (the paper gives none)
+        diversity: constraint on the head embeddings: ball, sphere, or unbounded (as printed in the paper)
+        radius: radius of the ball or sphere
+        dense: whether the unpruned model is in the pool
+        holdout: share of the questions that `report` tests on; the fit does not use them
+        validation: share of the other questions for early stopping and for the choice of p and λ
+        epochs: maximum number of epochs
+        patience: epochs without a better validation loss before the fit stops
+        batch: questions per step
+        learning_rate: learning rate of AdamW
         decay: weight decay of θ
-        seed: of the split, the start and the order
+        seed: seed of splits, initial values and order
     """
 
     sizes: Annotated[tuple[Count, ...], MinLen(1)] = (32,)
@@ -88,7 +88,7 @@ class FitOptions(Settings):
 
     @classmethod
     def label(cls, message: str) -> str:
-        """Return a message that begins with the option's name, which differs from the field's for two of them."""
+        """Begin a message with the option's name; those of `sizes` and `weights` are p and lambda."""
         field_name, _, rest = message.partition("=")
         return "=".join([{"sizes": "p", "weights": "lambda"}.get(field_name, field_name), rest])
 
@@ -103,15 +103,15 @@ class ReportOptions(Settings):
     """Stores, router and settings of a report.
 
     Attributes:
-        test: outcome store of the test questions; of a store that the router was fitted on, those held out
+        test: outcome store of the test questions; of the router's own training store, the held-out questions count
         output: folder for the report: `report.md`, tables (CSV), figures (PNG, SVG) and `report.json`
-        train: another outcome store, of training questions, for the baselines that need one
+        train: outcome store of the training questions, for the baselines
         router: folder of a fitted router
         samples: name and path of lm-eval's samples files of pass@N tasks on the same questions
         n: number of tries
         by: attribute of questions to group by, e.g. subject
         shortlist: size of the random baseline's shortlist
-        seed: of what is drawn: tests, and what luck would give
+        seed: seed of the paired tests and of the shuffled outcomes
     """
 
     test: str

@@ -1,14 +1,14 @@
-"""The outcome matrix Z: questions solved by pruned head (SPRINT §3.1).
+"""The outcome matrix Z of SPRINT §3.1: which questions each pruned head solves.
 
-Rows are questions, columns the pool: the unpruned model (`dense`) and one column for each pruned head. A cell is
-1 (solved), 0, or unknown until it was run. The store on disk also keeps the model's identity and every setting that
-answers depend on; the answers themselves are in the answer store in the same folder:
+Rows are questions. Columns are the pool: the unpruned model (`dense`) and each pruned head. A cell is 1 (solved), 0
+(not solved) or unknown (not run). The store on disk also has the model's identity and all settings that answers depend
+on:
 
-    store.json          what model, tasks and settings; which columns
-    questions.parquet   task, split, doc_id, question, prompt, attributes (JSON)
-    cells.parquet       task, split, doc_id, head, outcome, extracted, answer (its key in the answer store), its length
-                        in tokens and whether it was cut off (null: not known)
-    answers.*           see `models/answer_store.py`
+    store.json          model, tasks, settings and pool
+    questions.parquet   task, split, doc_id, question, prompt (a digest), attributes (JSON)
+    cells.parquet       task, split, doc_id, head, outcome, extracted answer, key in the answer store, length in tokens,
+                        whether the answer was cut off (null if unknown)
+    answers.*           the answer store, see `models/answer_store.py`
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ import pyarrow as pa
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import Head
-from lmeval_prune.artefacts import from_json, read_artefact, write_artefact
+from lmeval_prune.artefacts import parse_json, read_artefact, write_artefact
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
-from lmeval_prune.models.identity import differing
-from lmeval_prune.models.lengths import Ending, cut_off, lengths, merged
-from lmeval_prune.models.tries import DENSE
+from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.identity import describe_version_change
+from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 
 SCHEMA = "lmeval-prune/outcomes"
-SCHEMA_VERSION = 2  # 1: texts in the table of cells
+SCHEMA_VERSION = 2  # version 1 had the texts of answers in cells.parquet
+
+_KEY = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}
+_QUESTIONS = pa.schema({**_KEY, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
+_ANSWER = {"extracted": pa.string(), "answer": pa.string(), "length": pa.int32(), "cut_off": pa.bool_()}
+_CELLS = pa.schema({**_KEY, "head": pa.string(), "outcome": pa.bool_(), **_ANSWER})
 
 
 class Contents(TypedDict):
@@ -47,7 +52,7 @@ class Contents(TypedDict):
 
 
 class Question(NamedTuple):
-    """Key of a question: task, split, and the document's number in that split."""
+    """Key of a question: task, split and the document's index in the split."""
 
     task: str
     split: str
@@ -55,13 +60,19 @@ class Question(NamedTuple):
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Question:
-        """Return the key of a row of the store's tables."""
+        """Return the key of a table row."""
         return cls(row["task"], row["split"], row["doc_id"])
 
 
 def pool_order(columns: Iterable[str]) -> list[str]:
-    """Sort columns in the order of the pool: dense first, then by layer and head; each once."""
+    """Sort the unique columns: dense first, then by layer and head."""
     return sorted(set(columns), key=lambda column: Head("", -1, -1) if column == DENSE else Head.named(column))
+
+
+def question_field(tasks: dict[str, Any]) -> str | None:
+    """Return the document field with the question, if all task settings have the same one."""
+    names = {task["question_field"] for task in tasks.values() if "question_field" in task}
+    return str(next(iter(names))) if len(names) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,12 @@ class Outcomes:
     """The matrix Z with its rows and columns.
 
     Attributes:
-        z: shape (questions, pool), 1 solved, 0 not, NaN unknown.
+        z: shape (questions, pool): 1 solved, 0 not solved, NaN unknown.
         pool: names of the columns.
-        questions: row by row the key, and `question`, `prompt` (a digest) and `attributes`.
+        questions: for each row its key, `question`, `prompt` (a digest) and `attributes`.
         model: identity of the model.
         tasks: settings of each task.
-        lengths: of all answers of the store; see `models/lengths.py`.
+        lengths: lengths of all answers, as in `models/lengths.py`.
     """
 
     z: np.ndarray
@@ -86,12 +97,12 @@ class Outcomes:
 
     @property
     def cut_off(self) -> str:
-        """Sentence on answers that were cut off, if they are many; else empty."""
-        return cut_off(self.lengths) if self.lengths else ""
+        """A warning if many answers were cut off; else empty."""
+        return cut_off_note(self.lengths) if self.lengths else ""
 
     @property
-    def known(self) -> np.ndarray:
-        """Mask of the known cells; shape as `z`."""
+    def observed(self) -> np.ndarray:
+        """Mask of the cells with an outcome, shape (questions, pool)."""
         return ~np.isnan(self.z)
 
     @property
@@ -105,10 +116,10 @@ class Outcomes:
         return replace(self, z=self.z[np.asarray(indices)], questions=questions)
 
     def columns(self, names: Sequence[str]) -> Outcomes:
-        """Select columns, in this order.
+        """Select columns in the given order.
 
         Raises:
-            InputError: one is not in the pool.
+            InputError: a name is not in the pool.
         """
         missing = [name for name in names if name not in self.pool]
         if missing:
@@ -116,58 +127,35 @@ class Outcomes:
         return replace(self, z=self.z[:, [self.pool.index(name) for name in names]], pool=list(names))
 
     def accuracy(self) -> np.ndarray:
-        """Return the share of solved questions among the known ones, by column; NaN where none is known."""
-        known = self.known.sum(0)
-        return np.where(known > 0, np.nansum(self.z, 0) / np.maximum(known, 1), np.nan)
+        """Return the accuracy of each column over its observed cells, shape (pool,); NaN without any."""
+        counts = self.observed.sum(0)
+        return np.where(counts > 0, np.nansum(self.z, 0) / np.maximum(counts, 1), np.nan)
 
     @cached_property
     def row_of(self) -> dict[str, int]:
-        """Row of each question's text.
-
-        Raises:
-            InputError: several rows have the same text.
-        """
+        """Row of each question text; `InputError` if two rows have the same text."""
         rows = {text: i for i, text in enumerate(self.texts)}
         if len(rows) < len(self.texts):
-            raise InputError("several rows of the outcome store have the same question: which is meant is not clear")
+            raise InputError("the outcome store has the same question twice, so its outcome is ambiguous")
         return rows
-
-    @property
-    def question_field(self) -> str | None:
-        """Field of the tasks' documents that holds the question, if it is one and the same in all of them."""
-        return question_field(self.tasks)
-
-
-def question_field(tasks: dict[str, Any]) -> str | None:
-    """Return the field that holds the question by the settings of tasks, if it is the same in all of them."""
-    names = {task["question_field"] for task in tasks.values() if "question_field" in task}
-    return str(next(iter(names))) if len(names) == 1 else None
-
-
-_KEY = {"task": pa.string(), "split": pa.string(), "doc_id": pa.int32()}
-_QUESTIONS = pa.schema({**_KEY, "question": pa.string(), "prompt": pa.string(), "attributes": pa.string()})
-_ANSWER = {"extracted": pa.string(), "answer": pa.string(), "length": pa.int32(), "cut_off": pa.bool_()}
-_CELLS = pa.schema({**_KEY, "head": pa.string(), "outcome": pa.bool_(), **_ANSWER})
 
 
 class OutcomeStore:
-    """A folder with outcomes; see the module's description.
+    """A folder with outcomes; the module docstring lists its files.
 
     Args:
-        folder: of the store.
+        folder: path of the store.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.about = self.folder / "store.json"
 
-    # ------------------------------------------------------------------ reading
-
     def read(self) -> Outcomes:
-        """Read the outcomes. Those of a run that has not ended are left out.
+        """Read the outcomes of complete runs.
 
         Raises:
-            InputError: the folder is not a store, or it is empty or broken.
+            InputError: the folder is not an outcome store, or the store is empty or damaged.
         """
         about = self.check()
         if not (self.folder / "cells.parquet").is_file():
@@ -179,17 +167,17 @@ class OutcomeStore:
         try:
             pool = about["pool"]
             for row in questions:
-                row["attributes"] = from_json(row["attributes"], "questions.parquet")
-            z = np.full((len(questions), len(pool)), np.nan, np.float32)
+                row["attributes"] = parse_json(row["attributes"], "questions.parquet")
             row_of = {Question.of(row): i for i, row in enumerate(questions)}
             column_of = {name: i for i, name in enumerate(pool)}
             rows = [row_of[Question.of(cell)] for cell in cells]
             columns = [column_of[cell["head"]] for cell in cells]
+            z = np.full((len(questions), len(pool)), np.nan, np.float32)
             z[rows, columns] = np.array([cell["outcome"] for cell in cells], np.float32)  # None becomes NaN
             return Outcomes(z, pool, questions, about["model"], about["tasks"], _lengths(cells, about["tasks"]))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"{self.folder} is damaged: its files do not fit together ({first_line(error)}); give a new folder"
+                f"{self.folder} is damaged: its files are inconsistent ({first_line(error)}); give a new folder"
             ) from None
 
     def cells(self) -> list[dict[str, Any]]:
@@ -205,7 +193,7 @@ class OutcomeStore:
         """Read `store.json`.
 
         Raises:
-            InputError: the folder is not a store.
+            InputError: the folder is not an outcome store.
         """
         if self.folder.is_file():
             raise InputError(f"{self.folder} is a file; an outcome store is a folder")
@@ -218,20 +206,15 @@ class OutcomeStore:
             raise InputError(f"{self.folder} was written by an older lmeval-prune; sweep into a new folder")
         return content
 
-    def _table(self, name: str, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-        return read_table(self.folder / f"{name}.parquet", schema, columns)
-
-    # ------------------------------------------------------------------ writing
-
     def begin(
         self, model: dict[str, Any], tasks: dict[str, Any], questions: list[dict[str, Any]], pool: Sequence[str]
     ) -> None:
-        """Prepare a run: make the store or check that it is of this model and these settings, and extend it.
+        """Create the store, or extend it after a check that model and settings are the same.
 
         Only one process of a run calls this.
 
         Raises:
-            InputError: the store is of another model or was made with other settings.
+            InputError: the store has another model or other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         foreign = [path.name for path in self.folder.iterdir() if not path.name.startswith((".", *FILES))]
@@ -249,8 +232,8 @@ class OutcomeStore:
             key = Question.of(row)
             if key in rows and rows[key]["prompt"] != row["prompt"]:
                 raise InputError(
-                    f"{self.folder}: the prompt of document {key.doc_id} of {key.task} ({key.split}) is another one "
-                    f"now; give a new folder"
+                    f"{self.folder}: the prompt of document {key.doc_id} of {key.task} ({key.split}) has changed; give "
+                    f"a new folder"
                 )
             attributes = json.dumps(row["attributes"], sort_keys=True, ensure_ascii=False)
             rows[key] = {**row, "attributes": attributes}
@@ -260,46 +243,47 @@ class OutcomeStore:
         write_table(self.folder / "questions.parquet", table)
 
     def add(self, cells: Iterable[dict[str, Any]]) -> None:
-        """Write outcomes; new ones replace old ones of the same cell. Only one process of a run calls this."""
+        """Write outcomes; they replace those of the same cells. Only one process of a run calls this."""
         rows = {(Question.of(row), row["head"]): row for row in [*self._table("cells", _CELLS).to_pylist(), *cells]}
         rank = {head: i for i, head in enumerate(pool_order(head for _, head in rows))}
         ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0], rank[key[1]]))]
         write_table(self.folder / "cells.parquet", pa.Table.from_pylist(ordered, _CELLS))
 
+    def _table(self, name: str, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
+        return read_table(self.folder / f"{name}.parquet", schema, columns)
+
 
 def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, Any]:
-    """Summarise how long the answers of cells are, and how many were cut off."""
+    """Summarise the lengths of the cells' answers, and how many were cut off."""
     endings: dict[str, list[Ending | None]] = defaultdict(list)
     for cell in cells:
-        known = None not in (cell["length"], cell["cut_off"])
-        endings[cell["task"]].append(Ending(cell["length"], cell["cut_off"]) if known else None)
+        is_complete = None not in (cell["length"], cell["cut_off"])
+        endings[cell["task"]].append(Ending(cell["length"], cell["cut_off"]) if is_complete else None)
     limits = {name: ((tasks.get(name) or {}).get("generation") or {}).get("max_gen_toks") for name in endings}
-    return merged([lengths(endings_of_task, limits[name]) for name, endings_of_task in endings.items()])
+    return merge_lengths([summarize_lengths(task_endings, limits[name]) for name, task_endings in endings.items()])
 
 
 def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of a store's model, with adapters that are new.
-
-    Raises:
-        InputError: the model is another one, or is computed elsewhere or in another type.
-    """
-    how = [f"{model.get('server', 'this machine')} in {model.get('dtype')}" for model in (before, now)]
-    if how[0] != how[1] and "server" in {**before, **now}:
-        raise InputError(f"{folder} has outcomes computed by {how[0]}, these are by {how[1]}: give a new folder")
+    """Return a store's model identity with new adapters added; `InputError` if it is another model or backend."""
+    backends = [f"{model.get('server', 'this machine')} in {model.get('dtype')}" for model in (before, now)]
+    if backends[0] != backends[1] and "server" in {**before, **now}:
+        raise InputError(
+            f"{folder} has outcomes computed by {backends[0]}, these are by {backends[1]}: give a new folder"
+        )
     if before.get("versions") != now.get("versions"):
-        reason = differing(before.get("versions"), now.get("versions") or {})
+        reason = describe_version_change(before.get("versions"), now.get("versions") or {})
         raise InputError(f"{folder} has outcomes that {reason}: give a new folder")
     old, new = before.get("adapters", {}), now.get("adapters", {})
     shared = old.keys() & new.keys()
     _refuse_difference(folder, "adapter", *({name: adapters[name] for name in shared} for adapters in (old, new)))
-    # a folder may be renamed; the weights determine their roundings
-    plain = {"name": "", "rounded": [], "adapters": {}}
-    _refuse_difference(folder, "model", {**before, **plain}, {**now, **plain})
+    # a folder may be renamed, and `rounded` follows from the weights
+    ignored = {"name": "", "rounded": [], "adapters": {}}
+    _refuse_difference(folder, "model", {**before, **ignored}, {**now, **ignored})
     return {**now, **before, **({"adapters": dict(sorted({**old, **new}.items()))} if new else {})}
 
 
-def _refuse_difference(folder: Path, what: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _refuse_difference(folder: Path, subject: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             old, new = (str(value.get(key))[:60] for value in (before, now))
-            raise InputError(f"{folder} was made with another {what} ({key}: {old}, now {new}); give a new folder")
+            raise InputError(f"{folder} was made with another {subject} ({key}: {old}, now {new}); give a new folder")

@@ -1,6 +1,6 @@
-"""Orders of a pool of heads for each question: SPRINT's router and the baselines it is compared with.
+"""Policies that order a pool of heads for each question: SPRINT's router and its baselines.
 
-A policy orders the whole pool (`random_top`: its shortlist), so the i-th try takes the i-th head and all tries differ.
+The i-th try takes the i-th head of the order, so all tries differ. `random_top` orders only its shortlist.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Policy:
     Attributes:
         pool: names of heads.
         identity: JSON value that determines the order.
-        order: the order for each of some questions, the first choice first.
-        note: warning for readers of its results.
+        order: function from questions to one order of the pool each, first choice first.
+        note: warning about its results.
     """
 
     pool: list[str]
@@ -42,7 +42,7 @@ def nearest(router: Router) -> Policy:
 
 
 def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:
-    """Order at random, by seed and question: a question's order does not depend on the others."""
+    """Order at random by seed and question, independently of the other questions."""
 
     def order(questions: Sequence[str]) -> list[list[str]]:
         return [random.Random(digest([seed, question])).sample(pool, len(pool)) for question in questions]
@@ -56,14 +56,14 @@ def random_top(outcomes: Outcomes, size: int, seed: int = 0) -> Policy:
 
 
 def best(outcomes: Outcomes) -> Policy:
-    """Order by training accuracy, over known outcomes and the same for all questions; ties by pool order."""
+    """Order by training accuracy, the same for all questions; ties by pool order."""
     accuracy = np.nan_to_num(outcomes.accuracy(), nan=-1.0)
     pool = [outcomes.pool[j] for j in np.argsort(-accuracy, kind="stable")]
     return Policy(pool, {"policy": "best", "pool": pool}, lambda questions: [pool for _ in questions])
 
 
 def oracle(outcomes: Outcomes) -> Policy:
-    """Order in hindsight, heads that solve the question first: an upper bound, not a method."""
+    """Order the heads that solve the question first: an upper bound, not a method."""
 
     def order(questions: Sequence[str]) -> list[list[str]]:
         unknown = [question for question in questions if question not in outcomes.row_of]
@@ -73,22 +73,14 @@ def oracle(outcomes: Outcomes) -> Policy:
         return [[outcomes.pool[j] for j in row] for row in np.argsort(-z, axis=1, kind="stable")]
 
     identity = {"policy": "oracle", "outcomes": digest(np.nan_to_num(outcomes.z, nan=-1).tolist())}
-    note = "not a method: it looks at the outcomes of the very questions it answers"
+    note = "not a method: it uses the outcomes of the questions that it answers"
     return Policy(outcomes.pool, identity, order, note)
 
 
 def greedy_cover(z: np.ndarray, size: int) -> list[int]:
-    """Choose columns that together solve most questions, one by one.
+    """Choose `size` columns of z (questions, pool) that together solve most questions; NaN counts as not solved.
 
-    Each step takes the column that solves most of the questions not solved yet; ties by accuracy, then by
-    order. Once nothing new can be solved, accuracy decides.
-
-    Args:
-        z: shape (questions, pool); NaN counts as not solved.
-        size: number of columns.
-
-    Raises:
-        InputError: the pool is smaller.
+    Each step takes the column that solves most of the unsolved questions; ties by accuracy, then by pool order.
     """
     if not 1 <= size <= z.shape[1]:
         raise InputError(f"a shortlist of {size} cannot be taken from a pool of {z.shape[1]}")

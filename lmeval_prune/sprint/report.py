@@ -1,4 +1,4 @@
-"""`lmeval-prune report sprint`: the SPRINT paper's tables and figures, from stores, a router and samples files."""
+"""Write the SPRINT paper's tables and figures from stores, a router and samples files: `lmeval-prune report sprint`."""
 
 from __future__ import annotations
 
@@ -13,44 +13,41 @@ import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.tries import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures, policies
 from lmeval_prune.sprint.curves import Curve, at_random, from_samples, in_hindsight, ordered
-from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_luck
+from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_chance
 from lmeval_prune.sprint.options import ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router, text_key
 
 
 def write_report(options: ReportOptions) -> Path:
-    """Write the report.
-
-    Returns:
-        Its Markdown file.
+    """Write the report and return the path of its Markdown file.
 
     Raises:
-        InputError: something is missing or does not belong together.
+        InputError: an input is missing, or inputs are of different models or settings.
     """
     folder = Path(options.output)
     if folder.is_file():
         raise InputError(f"{folder} is a file; name a folder for the report")
     test, train, router = _read(options)
     heads, change_of = HeadTable.of(test, options.by), changes(test)
-    measured, lucky = gains(heads), gains_by_luck(test, heads, seed=options.seed)
+    measured, by_chance = gains(heads), gains_by_chance(test, heads, seed=options.seed)
     curves = _curves(options, test, train, router)
     bands = [mean_interval(curve.values, 1.0) for curve in curves]
     dense = float(test.accuracy()[test.pool.index(DENSE)])
     tests = _tests(curves, options.seed) if router else {}
     choices = [Counter(order[k] for order in curves[0].heads) for k in range(options.n)] if router else []
-    medians = {name: _median(values) for name, values in (("measured", measured), ("by_luck", lucky))}
+    medians = {name: _median(values) for name, values in (("measured", measured), ("by_luck", by_chance))}
 
     figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
     figures.head_changes(change_of, folder / "head_changes")
     figures.head_map(change_of, heads, folder / "head_map")
-    figures.violins(measured, lucky, folder / "best_head_gains")
+    figures.violins(measured, by_chance, folder / "best_head_gains")
     write_text(folder / "pass_at_n.csv", csv(_long(curves, bands)))
     write_text(folder / "accuracy.csv", csv(heads.long()))
     numbers = {
@@ -80,19 +77,16 @@ def write_report(options: ReportOptions) -> Path:
     return folder / "report.md"
 
 
-# --------------------------------------------------------------------------- reading
-
-
 def _read(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None]:
-    """Read test store, training store and router, and check that they belong together."""
+    """Read test store, training store and router; `InputError` if they do not match."""
     test = OutcomeStore(options.test).read()
     train = OutcomeStore(options.train).read() if options.train else None
     router = Router.load(options.router) if options.router else None
     if router:
-        test, train = _unseen(test, train, router)
+        test, train = _split_held_out(test, train, router)
         missing = [name for name in router.pool if name not in test.pool]
         if missing:
-            raise InputError(f"the router's pool holds {missing[0]}, which the test store lacks; sweep it too")
+            raise InputError(f"the test store lacks {missing[0]} of the router's pool; sweep it too")
     models = {"test": test.model, "train": train.model if train else {}}
     _check_models({**models, "router": router.about.get("model") or {} if router else {}})
     if train:
@@ -101,40 +95,38 @@ def _read(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | N
     return test, train, router
 
 
-def _unseen(test: Outcomes, train: Outcomes | None, router: Router) -> tuple[Outcomes, Outcomes | None]:
-    """Return the questions that the router was not fitted on; the others train the baselines."""
-    seen = set(router.about.get("seen", []))
-    is_seen = np.array([text_key(text) in seen for text in test.texts])
-    if not is_seen.any():
+def _split_held_out(test: Outcomes, train: Outcomes | None, router: Router) -> tuple[Outcomes, Outcomes | None]:
+    """Keep the test questions that the router was not fitted on; by default the others train the baselines."""
+    fitted = set(router.about.get("seen", []))
+    is_fitted = np.array([text_key(text) in fitted for text in test.texts])
+    if not is_fitted.any():
         return test, train
-    if is_seen.all() or not router.about.get("held_out"):
+    if is_fitted.all() or not router.about.get("held_out"):
         raise InputError(
-            f"{is_seen.sum()} of the test store's {len(is_seen)} questions were used to fit the router; take a "
+            f"{is_fitted.sum()} of the test store's {len(is_fitted)} questions were used to fit the router; use a "
             f"store of other questions, or fit with --holdout 0.5"
         )
-    return test.rows(np.flatnonzero(~is_seen)), train or test.rows(np.flatnonzero(is_seen))
+    return test.rows(np.flatnonzero(~is_fitted)), train or test.rows(np.flatnonzero(is_fitted))
 
 
 def _check_models(models: dict[str, dict[str, Any]]) -> None:
-    weights = {name: known for name, model in models.items() if (known := _computed_by(model))}
-    if len(set(weights.values())) > 1:
-        raise InputError(f"stores and router are of different models ({', '.join(weights)}); use those of one")
+    identities = {name: identity for name, model in models.items() if (identity := _model_identity(model))}
+    if len(set(identities.values())) > 1:
+        raise InputError(f"stores and router are of different models ({', '.join(identities)}); use the same model")
 
 
 def _check_disjoint(test: Outcomes, train: Outcomes) -> None:
     shared = set(test.texts) & set(train.texts)
     if shared:
         raise InputError(
-            f"{len(shared)} of the test store's questions are training questions too, e.g. "
-            f"{min(shared)[:60]!r}; take disjoint splits"
+            f"{len(shared)} of the test store's questions are also training questions, e.g. {min(shared)[:60]!r}; use "
+            f"disjoint splits"
         )
     for task in sorted(test.tasks.keys() & train.tasks.keys()):
         settings, others = test.tasks[task], train.tasks[task]
         for key in sorted(settings.keys() | others.keys()):
             if settings.get(key) != others.get(key):
-                raise InputError(
-                    f"the two stores were made with different settings of {task} ({key}); sweep them alike"
-                )
+                raise InputError(f"the two stores have different settings of {task} ({key}); sweep both alike")
 
 
 def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:
@@ -145,16 +137,13 @@ def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None,
     for name, size in sizes.items():
         if options.n > size:
             raise InputError(
-                f"n={options.n} tries need as many heads, and the {name} has {size}; give --n {size} or less"
+                f"n={options.n} tries need as many heads, but the {name} has {size}; give --n {size} or less"
             )
 
 
-def _computed_by(model: dict[str, Any]) -> Any:
-    """Return what identifies a model: its weights, in their type; if it is served, its files, server and type."""
+def _model_identity(model: dict[str, Any]) -> Any:
+    """Return the fingerprint of a model's weights; for a served model its server, dtype and checkpoint."""
     return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)
-
-
-# --------------------------------------------------------------------------- numbers
 
 
 def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Curve]:
@@ -162,9 +151,9 @@ def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, rout
     pool = router.pool if router else test.pool
     curves = [ordered("SPRINT router", policies.nearest(router), test, n)] if router else []
     if train:
-        known = train.columns([name for name in train.pool if name in pool])
-        curves.append(ordered("best heads of training", policies.best(known), test, n))
-        top = policies.random_top(known, min(options.shortlist, len(known.pool)), options.seed).pool
+        train = train.columns([name for name in train.pool if name in pool])
+        curves.append(ordered("best heads of training", policies.best(train), test, n))
+        top = policies.random_top(train, min(options.shortlist, len(train.pool)), options.seed).pool
         curves.append(at_random(f"random of the top {len(top)} heads", top, test, n))
     curves.append(at_random(f"random of all {len(pool)}", pool, test, n))
     curves += [from_samples(name, path, test, n) for name, path in options.samples]
@@ -173,7 +162,7 @@ def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, rout
 
 
 def _tests(curves: Sequence[Curve], seed: int) -> dict[str, list[dict[str, float]]]:
-    """Test the router against each rival, at each N: mean difference and p, alone and after Holm's correction."""
+    """Test the router against each rival at each N: mean difference, p, and p after Holm's correction."""
     router, *rivals = [curve for curve in curves if not curve.is_bound]
     n = router.values.shape[1]
     differences = np.concatenate([router.values - rival.values for rival in rivals], axis=1)
@@ -190,7 +179,7 @@ def _median(values: dict[str, list[float]]) -> float:
 
 
 def _pass_numbers(curves: Sequence[Curve], tests: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Return pass@N of all policies, and the tests that could be made, as JSON."""
+    """Return pass@N of all policies and the tests with a p-value as JSON."""
 
     def plain(values: np.ndarray) -> list[float | None]:
         return [None if np.isnan(value) else round(float(value), 6) for value in values]
@@ -199,9 +188,6 @@ def _pass_numbers(curves: Sequence[Curve], tests: dict[str, list[dict[str, float
         "pass": {curve.name: {"estimate": curve.kind, "values": plain(curve.mean)} for curve in curves},
         "router_minus": {name: [test for test in row if not np.isnan(test["p"])] for name, row in tests.items()},
     }
-
-
-# --------------------------------------------------------------------------- tables
 
 
 def _passes(curves: Sequence[Curve]) -> str:
@@ -229,7 +215,7 @@ def _choices(choices: Sequence[Counter[str]]) -> str:
 
 
 def _long(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
-    """Return a row for each policy and number of tries whose pass@N is known."""
+    """Return the known pass@N in long format: a row for each policy and N."""
     rows = [
         (curve.name, curve.kind, k + 1, mean, low[k], high[k])
         for curve, (low, high) in zip(curves, bands, strict=True)

@@ -1,7 +1,7 @@
-"""The router: the head to prune for a question (SPRINT §4).
+"""The router, which chooses the heads to prune for a question (SPRINT §4).
 
-A question x is embedded as q = θ φ(x), φ a frozen sentence encoder, θ one linear map; every head has a learned
-embedding v_j. The N candidates are the N heads nearest to q.
+A question x is embedded as q = θ φ(x) by a frozen sentence encoder φ and a linear map θ. Each head has a learned
+embedding v_j. The N tries take the N heads nearest to q.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, output_lock, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.tries import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import encoder as encoders
 from lmeval_prune.sprint.loss import agreement, constrained, contrastive_loss, ranking_losses, squared_distances
@@ -35,7 +35,7 @@ SCHEMA_VERSION = 1
 
 
 class Contents(TypedDict):
-    """Fields of a router's artefact; all but the first three are `Router.about`."""
+    """Fields of `router.json`; all but the first three are in `Router.about`."""
 
     pool: list[str]
     encoder: str
@@ -55,9 +55,10 @@ class Router:
     Attributes:
         theta: θ, shape (p, width of the encoder).
         heads: head embeddings v_j, shape (pool, p).
-        pool: names of the heads, in the order in which ties are broken.
+        pool: names of the heads; ties are broken by this order.
         encoder: name of the sentence encoder.
-        about: what it was fitted on and how: model, tasks, options, counts, training curve.
+        about: details of the fit: model, tasks, options, counts, training curve.
+        sha256: digest of `router.json`; empty before it is saved.
     """
 
     theta: Tensor
@@ -72,24 +73,23 @@ class Router:
         encoder = encoders.load_encoder(self.encoder)
         expected = self.about.get("encoder_fingerprint")
         if expected and encoders.fingerprint(encoder) != expected:
-            raise InputError(f"the sentence encoder {self.encoder} is not the one that the router was fitted with")
+            raise InputError(
+                f"the sentence encoder {self.encoder} has other weights than when the router was fitted; fit it again"
+            )
         return encoder
 
-    def distances(self, embeddings: Tensor) -> Tensor:
-        """Return ‖θ φ(x) − v_j‖², shape (questions, pool), from φ(x) of shape (questions, width)."""
-        return squared_distances(embeddings @ self.theta.T, self.heads)
-
     def order(self, texts: Sequence[str]) -> list[list[str]]:
-        """Order the whole pool for each question, the nearest head first; ties by pool order."""
+        """Return the pool for each question, the nearest head first; ties by pool order."""
         return [[self.pool[j] for j in row] for row in self.ranking(encoders.embed(self._encoder, texts))]
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
-        """Order the pool as `order` does, from φ(x) of shape (questions, width), as indices of the pool."""
-        ranking: list[list[int]] = self.distances(embeddings).argsort(dim=1, stable=True).tolist()
+        """Return the order of the pool as indices, from φ(x) of shape (questions, width)."""
+        distances = squared_distances(embeddings @ self.theta.T, self.heads)
+        ranking: list[list[int]] = distances.argsort(dim=1, stable=True).tolist()
         return ranking
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `router.json` and the tensors beside it, atomically: JSON names the tensors' hash."""
+        """Write `router.json`, which has the hash of the tensors, and `router.safetensors`."""
         data = save({"theta": self.theta.contiguous(), "heads": self.heads.contiguous()})
         sha256 = hashlib.sha256(data).hexdigest()
         content = {"pool": self.pool, "encoder": self.encoder, "tensors_sha256": sha256, **self.about}
@@ -102,7 +102,7 @@ class Router:
         """Read a router.
 
         Raises:
-            InputError: the folder is not a router's, or its files do not belong together.
+            InputError: the folder is not a router, or its files are inconsistent.
         """
         if not (Path(folder) / "router.json").is_file():
             raise InputError(f"{folder} is not a router (no router.json); write one with `lmeval-prune fit`")
@@ -130,19 +130,16 @@ class Router:
         return cls(theta, heads, pool, name, content, sha256)
 
 
-# --------------------------------------------------------------------------- fitting
-
-
 def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> Router:
     """Fit a router to outcomes: minimise eq. 1 over θ and V.
 
     Args:
-        outcomes: of training questions.
+        outcomes: outcomes of the training questions.
         encoder: name of the sentence encoder.
-        options: default `FitOptions()`.
+        options: settings of the fit.
 
     Raises:
-        InputError: there is nothing to learn from the outcomes, or too little for a validation split.
+        InputError: the outcomes do not distinguish heads, or are too few for a validation split.
     """
     options = options or FitOptions()
     cut_off = outcomes.cut_off
@@ -176,18 +173,18 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
 
 
 def text_key(text: str) -> str:
-    """Return the key of a question, by which a report recognises it."""
+    """Return the digest that identifies a question in `router.json`."""
     return digest(text)
 
 
 def numbered(texts: Sequence[str]) -> list[int]:
-    """Number the questions: rows of two tasks with the same text have the same number."""
+    """Number the questions; equal texts have the same number."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(text, len(numbers)) for text in texts]
 
 
 def split(groups: Sequence[int], share: float, seed: Any) -> tuple[list[int], list[int]]:
-    """Return the rows of a random share of the groups, and the others; both in order."""
+    """Split the rows into a random share of the groups and the rest."""
     shuffled = np.random.default_rng(seed).permutation(max(groups) + 1)
     chosen = set(shuffled[: round(share * len(shuffled))].tolist())
     return [i for i, g in enumerate(groups) if g in chosen], [i for i, g in enumerate(groups) if g not in chosen]
@@ -202,9 +199,9 @@ def fit_embeddings(
     about: dict[str, Any] | None = None,
     groups: Sequence[int] | None = None,
 ) -> Router:
-    """Fit a router as `fit` does, from φ(x) of shape (questions, width) and Z of shape (questions, pool).
+    """Fit a router from φ(x) of shape (questions, width) and Z of shape (questions, pool).
 
-    Rows of one of the `groups` (default: every row its own) stay on one side of the validation split.
+    The validation split keeps rows of the same group together; by default each row is a group.
     """
     validation, training = split(groups or range(len(z)), options.validation, options.seed)
     if options.validation and not (z[validation] == 1).any():
@@ -244,26 +241,28 @@ def _check(outcomes: Outcomes) -> None:
         raise InputError("a router needs at least two heads to choose from; sweep more heads")
     if len(set(outcomes.texts)) < 2:
         raise InputError(
-            "a router needs at least two different questions to learn from, and holdout takes its share; sweep more"
+            "a router needs at least two different questions that are not held out; sweep more, or lower holdout"
         )
-    known = outcomes.z[outcomes.known]
-    if not known.size or known.max() == 0:
+    observed = outcomes.z[outcomes.observed]
+    if not observed.size or observed.max() == 0:
         raise InputError(
-            "no head solves any question (Z is all zero): nothing tells heads apart; take easier questions"
+            "no head solves any question (Z is all zero): there is nothing to learn; take easier questions"
         )
-    if known.min() == 1:
-        raise InputError("every head solves every question (Z is all one): nothing tells heads apart; take harder ones")
+    if observed.min() == 1:
+        raise InputError(
+            "every head solves every question (Z is all one): there is nothing to learn; take harder questions"
+        )
 
 
 def _descend(
     x: Tensor, z: Tensor, training: list[int], validation: list[int], size: int, weight: float, options: FitOptions
 ) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
-    """Return θ and V at the lowest validation loss (training loss without validation), and the curve."""
+    """Return θ and V at the lowest validation loss (without validation: training loss), and the curve."""
     generator = torch.Generator().manual_seed(options.seed)
     theta = torch.randn(size, x.shape[1], generator=generator) / x.shape[1] ** 0.5
     raw = torch.randn(z.shape[1], size, generator=generator) * options.radius / (2 * size**0.5)
     theta.requires_grad_(), raw.requires_grad_()
-    s = agreement(z[training])  # of training questions only
+    s = agreement(z[training])
     groups = [{"params": [theta], "weight_decay": options.decay}, {"params": [raw], "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=options.learning_rate)
     best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), float("inf"), 0
@@ -290,7 +289,7 @@ def _descend(
 
 
 def _passes(rankings: list[list[int]], z: Tensor, up_to: int = 8) -> dict[str, float]:
-    """Return pass@k for k = 1 … 8 over questions; an unknown outcome counts as not solved."""
+    """Return the mean pass@k for k = 1 … 8; an unknown outcome counts as not solved."""
     solved = (z == 1).tolist()
     ordered = [[row[j] for j in ranking] for row, ranking in zip(solved, rankings, strict=True)]
     ks = range(1, min(up_to, z.shape[1]) + 1)

@@ -1,4 +1,4 @@
-"""Routing: the head that each try of a question is answered with, for `pruned-hf` (`router=`)."""
+"""Route each try of a question to a pruned head, for `pruned-hf` with `router=`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.tries import DENSE, POLICIES, Tries
+from lmeval_prune.models.head_router import DENSE, POLICIES, HeadRouter
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.outcomes import OutcomeStore, pool_order, question_field
 from lmeval_prune.sprint.policies import Policy
 from lmeval_prune.sprint.router import Router
 
 
-class Routing(Tries):
-    """An order of a pool of heads for each question; the i-th try of a question takes the i-th.
+class Routing(HeadRouter):
+    """A policy applied to lm-eval's requests: try i of a question takes the i-th head of the policy's order.
 
     Args:
-        arguments: the router, and what it needs.
+        arguments: model arguments with `router` and its settings.
 
     Raises:
-        InputError: something is missing, or does not belong together.
+        InputError: an argument is missing, or arguments contradict each other.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -33,11 +33,11 @@ class Routing(Tries):
         self.orders: dict[str, list[str]] = {}
         self.model: dict[str, Any] = {}
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
-        self._policy: Policy | None = None
+        self.policy: Policy  # with `router_pool` set by `fit_to`
         default_field: str | None = None
         if self.source not in POLICIES:
             default_field = self._load_router(arguments)
-        elif arguments.router_pool:  # until the model's heads are known
+        elif arguments.router_pool:  # the policy is made in `fit_to`, when the model's heads are known
             if self.source != "random":
                 raise InputError(
                     f"router_pool is for router=random; router={self.source} takes its pool from router_store"
@@ -48,56 +48,50 @@ class Routing(Tries):
         self.question_field = arguments.question_field or default_field or "question"
 
     def _load_router(self, arguments: Arguments) -> str | None:
-        """Take the policy of a fitted router; return the field that its questions came from."""
+        """Load a fitted router; return the question field of its training tasks."""
         if not Path(self.source).is_dir():
             raise InputError(f"router={self.source} is not a folder; name a fitted router or {', '.join(POLICIES)}")
         if arguments.router_store or arguments.router_pool:
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
-        self._policy = policies.nearest(router)
+        self.policy = policies.nearest(router)
         return question_field(router.about.get("tasks", {}))
 
     def _load_store(self, arguments: Arguments) -> str | None:
-        """Take a policy from an outcome store; return the field that its questions came from."""
+        """Make a policy from an outcome store; return the question field of its tasks."""
         if not arguments.router_store:
             extra = ", or router_pool=HEADS" if self.source == "random" else ""
             raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store{extra}")
         outcomes = OutcomeStore(arguments.router_store).read()
         self.model = outcomes.model
         if self.source == "random":
-            self._policy = policies.random_order(outcomes.pool, self._seed)
+            self.policy = policies.random_order(outcomes.pool, self._seed)
         elif self.source == "random_top":
             size = min(arguments.router_size, len(outcomes.pool))
-            self._policy = policies.random_top(outcomes, size, self._seed)
+            self.policy = policies.random_top(outcomes, size, self._seed)
         else:
-            self._policy = (policies.best if self.source == "best" else policies.oracle)(outcomes)
-        return outcomes.question_field
-
-    @property
-    def policy(self) -> Policy:
-        """The policy; with `router_pool` there is one once the model is known."""
-        assert self._policy is not None
-        return self._policy
+            self.policy = (policies.best if self.source == "best" else policies.oracle)(outcomes)
+        return question_field(outcomes.tasks)
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Check that this is the model that the router or the outcomes are of; see the base class."""
+        """Check that router or outcomes were made for this model; see the base class."""
         if self.model and not self.any_model:
             subject = f"router={self.source} was made for"
             fix = "fit one for this model, or give allow_other_model=true if it fits"
             name = str(self.model.get("name", ""))
-            known = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
-            check_weights(list(filter(None, known)), name, "", model_map, subject, fix)
+            fingerprints = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
+            check_weights(list(filter(None, fingerprints)), name, "", model_map, subject, fix)
             before = self.model.get("interventions", [])
             if before != interventions:
                 raise InputError(
-                    f"{subject} {name or 'a model'} under {_named(before)}, not {_named(interventions)}; {fix}"
+                    f"{subject} {name or 'a model'} under {_describe(before)}, not {_describe(interventions)}; {fix}"
                 )
         if self._random_pool:
             names = self._random_pool.split("+")
             heads = Head.parse([name for name in names if name != DENSE], model_map)
             pool = pool_order([*map(str, heads), *([DENSE] if DENSE in names else [])])
-            self._policy = policies.random_order(pool, self._seed)
+            self.policy = policies.random_order(pool, self._seed)
         super().fit_to(model_map, weights, interventions)
 
     @property
@@ -109,16 +103,16 @@ class Routing(Tries):
         """Order the pool for the questions of these requests.
 
         Raises:
-            InputError: a task has no such field, or more tries than the pool has heads.
+            InputError: a task lacks the question field, or has more tries than the pool has heads.
         """
         questions: dict[str, None] = {}
         for request in requests:
             questions[self._question(request)] = None
             if request.repeats > len(self.pool):
                 raise InputError(
-                    f"task {request.task_name} has {request.repeats} tries, and the pool of router={self.source} "
-                    f"only {len(self.pool)} heads; take a larger pool, or a task of fewer tries, which is a file of "
-                    f"three lines (docs/tasks.md, pass@k)"
+                    f"task {request.task_name} has {request.repeats} tries, but the pool of router={self.source} has "
+                    f"only {len(self.pool)} heads; use a larger pool, or define a task with fewer tries "
+                    f"(docs/tasks.md, pass@k)"
                 )
         new = [question for question in questions if question not in self.orders]
         if new:
@@ -132,21 +126,21 @@ class Routing(Tries):
         document = request.doc or {}
         if self.question_field not in document:
             raise InputError(
-                f"task {request.task_name} has no field {self.question_field!r} with the question for the router; "
-                f"its documents have {', '.join(document)}: name one with question_field="
+                f"task {request.task_name} has no question field {self.question_field!r} for the router; its documents "
+                f"have {', '.join(document)}: choose a field with question_field="
             )
         return str(document[self.question_field])
 
     @property
     def info(self) -> dict[str, Any]:
-        """Entry of the results file."""
+        """Description of the policy for the results file."""
         note = {"note": self.policy.note} if self.policy.note else {}
         identity = {**self.policy.identity, "question_field": self.question_field}
         return {"source": self.source, "decoding": "greedy", "pool": list(self.pool), **identity, **note}
 
 
-def _named(interventions: list[Any]) -> str:
-    """Describe interventions by their identities, and those of the layers that they name."""
+def _describe(interventions: list[Any]) -> str:
+    """Describe identities: of interventions (dictionaries), and of the model's layers (a digest)."""
     words = []
     for identity in interventions:
         if isinstance(identity, dict):

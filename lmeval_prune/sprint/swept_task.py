@@ -1,4 +1,4 @@
-"""Tasks of lm-eval that are asked M times, each try scored by itself."""
+"""Tasks of lm-eval that are answered M times, with a score for each try."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from lmeval_prune.errors import InputError
 
 
 class SweptTask(ConfigurableTask):
-    """A task whose documents are asked `repeats` times; `swept` mixes it into the task's own class.
+    """A task whose documents are answered `repeats` times; `swept` mixes this class into the task's own class.
 
-    Its filter and metric are applied to each response alone, so the outcomes are those of the task asked once.
+    Filter and metric are applied to each response alone, so the outcomes are those of the task without repeats.
 
     Attributes:
-        metric: decides the outcome; 0 or 1.
-        filter: name of the filter whose results count.
-        prompts: digest of the prompt of each document that is asked on any process, by the document's number.
+        metric: metric of an outcome, 0 or 1.
+        filter: name of the filter whose results are scored.
+        question_field: document field with the question.
+        split: name of the evaluated split.
+        prompts: digest of the prompt of each document, over all processes, by the document's index.
     """
 
     metric: str
     filter: str
+    question_field: str
+    split: str
     prompts: dict[int, str]
     _instances: list[Instance] | None
 
     def build_all_requests(
         self, *, samples: list[int] | None = None, rank: int = 0, world_size: int = 1, **options: Any
     ) -> None:
-        """Build the requests once, with the prompts that a run over all documents on one process would have.
+        """Build the requests once, with the prompts of a run over all documents in a single process.
 
-        Exemplars are drawn document by document: with few-shot, all prompts are made, and those of the documents that
-        are asked are kept.
+        lm-eval draws exemplars document by document, so few-shot prompts are built for all documents and then filtered.
         """
         if self.prompts:
             return
@@ -54,10 +57,10 @@ class SweptTask(ConfigurableTask):
         self._instances = instances
 
     def apply_filters(self) -> list[Instance] | None:
-        """Apply the filter to all responses at once, each as if it were its document's only one."""
+        """Apply the filter to each response as if it were its document's only response."""
         singles: list[Instance] = []
         for instance in self.instances:
-            tries = instance.resps[: instance.repeats]  # without the copies that fill up ranks
+            tries = instance.resps[: instance.repeats]  # excludes the copies that pad ranks
             singles += [replace(instance, resps=[text], filtered_resps={}) for text in tries]
         filtered = iter(self._filtered(singles))
         for instance in self.instances:
@@ -66,30 +69,26 @@ class SweptTask(ConfigurableTask):
         return None
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-        """Score each try: whether it is right, and what was extracted from it (empty if the task does not say).
-
-        Raises:
-            InputError: the metric is not there, or is not 0 or 1.
-        """
+        """Score each try: whether it is right, and its extracted answer (empty if the task does not report it)."""
         outcomes, extracted = [], []
         for response in results[0]:
             scores = super().process_results(doc, [response])
             if self.metric not in scores or float(scores[self.metric]) not in (0.0, 1.0):
                 numbers = ", ".join(f"{k}={v}" for k, v in scores.items() if isinstance(v, int | float))
                 raise InputError(
-                    f"task {self.task_name}: {self.metric} is not a metric that is 0 or 1; it has {numbers}: "
-                    f"use --metric"
+                    f"task {self.task_name}: {self.metric} is not a metric with values 0 and 1; choose another with "
+                    f"--metric, of {numbers}"
                 )
             outcomes.append(bool(scores[self.metric]))
             extracted.append(str(scores.get("extracted", "")))
         return {"outcomes": outcomes, "extracted": extracted}
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
-        """Average right tries, and count extracted answers."""
+        """Return the accuracy over all tries, and the number of extracted answers."""
         return {"outcomes": lambda rows: sum(map(sum, rows)) / sum(map(len, rows)), "extracted": len}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """Return that right tries are better."""
+        """Return that higher is better."""
         return {"outcomes": True, "extracted": True}
 
     def _filtered(self, singles: list[Instance]) -> list[Any]:
@@ -100,40 +99,48 @@ class SweptTask(ConfigurableTask):
         return [single.filtered_resps[self.filter] for single in singles]
 
 
-def swept(task: ConfigurableTask, metric: str | None) -> SweptTask:
-    """Turn a loaded task into one that can be swept.
+def swept(
+    task: ConfigurableTask, metric: str | None = None, question_field: str | None = None, split: str | None = None
+) -> SweptTask:
+    """Turn a loaded generative task into a swept task, in place.
 
     Args:
-        task: generative; it is changed.
-        metric: `METRIC` or `METRIC,FILTER`; default `exact_match` or the task's first, under its first filter.
-
-    Raises:
-        InputError: the task has no such filter or metric.
+        task: the loaded task.
+        metric: `METRIC` or `METRIC,FILTER`; default: `exact_match` or the task's first metric, with its first filter.
+        question_field: document field with the question; default: the task's metadata, else `question`.
+        split: name of the evaluated split; default: the task's own.
     """
     filters = [ensemble.name for ensemble in task._filters]
-    names = [entry["metric"] for entry in task.get_config("metric_list") or []]
-    name, _, filter_name = (metric or "").partition(",")
+    metric_name, _, filter_name = (metric or "").partition(",")
     if filter_name and filter_name not in filters:
         raise InputError(f"task {task.task_name} has no filter {filter_name!r}; it has {', '.join(filters)}")
     kind = type(task)
     result: Any = task
     result.__class__ = type(f"Swept{kind.__name__}", (SweptTask, kind), {})
-    result.metric = name or ("exact_match" if "exact_match" in names or not names else names[0])
+    result.metric = metric_name or _default_metric(task)
     result.filter = filter_name or filters[0]
+    declared = (task.get_config("metadata") or {}).get("question_field")
+    result.question_field = str(question_field or declared or "question")
+    result.split = split or str(task.get_config("test_split") or task.get_config("validation_split"))
     result.prompts = {}
-    # an empty answer is scored, so that a wrong metric is refused before anything is generated
+    # score an empty answer, so that a wrong metric is refused before the model generates anything
     doc = result.eval_docs[0]
     empty = Instance("generate_until", doc, ("", {}), 0, metadata=(result.task_name, 0, 1), resps=[""])
     result.process_results(doc, [result._filtered([empty])])
     return result
 
 
+def _default_metric(task: ConfigurableTask) -> str:
+    names = [entry["metric"] for entry in task.get_config("metric_list") or []]
+    return "exact_match" if "exact_match" in names or not names else str(names[0])
+
+
 def configure(task: SweptTask, repeats: int, num_fewshot: int | None, gen_kwargs: Mapping[str, Any]) -> None:
-    """Set what lm-eval's evaluation sets later, so that the requests can be built before it."""
+    """Set the options that lm-eval's evaluation would set, so that requests can be built before it."""
     task.set_config("repeats", repeats)
     if gen_kwargs:
         task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
     declared = task.get_config("num_fewshot")
-    if declared != 0:  # a task that says 0 takes none
+    if declared != 0:  # a task with 0 keeps it
         task.set_config("num_fewshot", (declared or 0) if num_fewshot is None else num_fewshot)
     task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)

@@ -1,1 +1,1 @@
-"""Executes a plan: a model that is really smaller, equal to the one that the plan masks."""
+"""Execute plans: cut heads and channels out of a model and write a smaller checkpoint."""

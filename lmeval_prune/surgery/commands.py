@@ -1,4 +1,4 @@
-"""`lmeval-prune importance`, `prune` and `cut`."""
+"""Commands `lmeval-prune importance`, `prune` and `cut`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.options import as_options
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
-from lmeval_prune.settings import device_named
+from lmeval_prune.settings import resolve_device
 
 
-def naming_methods(command: Callable[..., int]) -> Callable[..., int]:
-    """Write the names of the pruners into a command's help, where it says METHODS."""
+def with_method_names(command: Callable[..., int]) -> Callable[..., int]:
+    """Replace METHODS in a command's help by the names of the pruners."""
     *names, last = PRUNERS
     command.__doc__ = (command.__doc__ or "").replace("METHODS", f"{', '.join(names)} or {last}")
     return command
 
 
-@naming_methods
+@with_method_names
 def importance(
     pretrained: str,
     output: str,
@@ -34,39 +33,40 @@ def importance(
     device: str | None = None,
     **text: Any,
 ) -> int:
-    """Score the heads of a model, and draw the scores layer by layer.
+    """Score the heads of a model and draw the scores layer by layer.
 
     Args:
-        pretrained: model, as for lm_eval, or one that was cut
-        output: path of the artefact, a JSON file: a plan that removes nothing, and scores; its picture is beside it
+        pretrained: model, as for lm_eval, or a cut checkpoint
+        output: path of the artefact, a JSON file: a plan that removes nothing but holds the scores; a picture is
+            written beside it
         method: METHODS
-        options: of the method, e.g. alpha=0.5,entropy=raw
-        channels: score feed-forward channels, too
-        revision: of the model
+        options: options of the method, e.g. alpha=0.5,entropy=raw
+        channels: also score feed-forward channels
+        revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
-    reading = TextOptions(**text)
-    _check_paths(output, reading)  # before torch is imported
+    text_options = TextOptions(**text)
+    _check_paths(output, text_options)  # before torch is imported
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.pruners.base import by_member, make_pruner
+    from lmeval_prune.pruners.base import make_pruner, per_member
     from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
     from lmeval_prune.reporting.maps import draw_head_scores
 
-    pruner, target = make_pruner(method, options or {}), device_named(device)
+    pruner, target = make_pruner(method, options or {}), resolve_device(device)
     kinds = KINDS if channels else (HEADS,)
     check_writable(output)
-    pruner.check(kinds, reading.is_named)
-    bare = skeleton_of(pretrained, revision)
-    pruner.check_model(map_model(bare))
-    calibration = _calibration(bare, pretrained, revision, reading) if pruner.reads_text else None
-    model_map = _loaded(bare, pretrained, revision, target)
+    pruner.check(kinds, text_options.has_text)
+    skeleton = skeleton_of(pretrained, revision)
+    pruner.check_model(map_model(skeleton))
+    calibration = _calibration(skeleton, pretrained, revision, text_options, pruner.reads_text, None)
+    model_map = _load(skeleton, pretrained, revision, target)
     scores = pruner.scores(model_map, calibration, parts_of(model_map, kinds), {}).values
-    made = {**pruner.identity, **({"calibration": calibration.about()} if calibration else {})}
-    Plan(scores=scores, made=made).save(output, model_map)
-    heads: dict[str, Any] = {layer.label: by_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
+    provenance = {**pruner.identity, **({"calibration": calibration.record()} if calibration else {})}
+    Plan(scores=scores, provenance=provenance).save(output, model_map)
+    heads: dict[str, Any] = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]) for layer in model_map.attention}
     draw_head_scores(heads, f"{method} of {model_map.name}", Path(output).with_suffix(""))
     ranked = sorted((float(x), f"{label}H{n}") for label, values in heads.items() for n, x in enumerate(values))
     print(f"{output} and its picture: {len(ranked)} heads of {model_map.name} by {method}")
@@ -75,7 +75,7 @@ def importance(
     return 0
 
 
-@naming_methods
+@with_method_names
 def prune(
     pretrained: str,
     output: str,
@@ -89,66 +89,55 @@ def prune(
     device: str | None = None,
     **settings: Any,
 ) -> int:
-    """Make a plan of what a model loses for good; with `--cut`, the smaller checkpoint, too.
+    """Plan what a model loses permanently; with `--cut`, also write the smaller checkpoint.
 
     Args:
-        pretrained: model, as for lm_eval, or one that was cut
-        output: path of the plan, a JSON file; what stands there is replaced
+        pretrained: model, as for lm_eval, or a cut checkpoint
+        output: path of the plan, a JSON file; an existing file is replaced
         method: METHODS; default: norm_entropy
-        options: of the method, e.g. alpha=0.5,entropy=raw
-        ffn_method: scores channels (default: the same)
-        ffn_options: of that method, e.g. seed=1
-        scores: an artefact of `importance`, instead of scoring again; method and options are its own, and no others
-            are taken. Channels are scored by ffn_method all the same, if that is given
+        options: options of the method, e.g. alpha=0.5,entropy=raw
+        ffn_method: method that scores channels; default: the same method
+        ffn_options: options of that method, e.g. seed=1
+        scores: artefact of `importance` with stored scores, instead of computing them. Its method and options apply,
+            and different ones are refused. With ffn_method, channels are scored by that method
         cut: folder for the smaller checkpoint
-        revision: of the model
+        revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
-    both = PruneSettings(**settings)  # a wrong one is refused before torch is imported
-    reading, pruning = pick(TextOptions, both), pick(PruneOptions, both)
-    _check_paths(output, reading)
+    all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
+    text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
+    _check_paths(output, text_options)
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
-    from lmeval_prune.pruners.schedule import check_methods, settled, stages
+    from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.surgery.cut import cut_to
 
-    target = device_named(device)
+    target = resolve_device(device)
     artefact, pruner, channel_pruner = _methods(scores, pruning, method, options, ffn_method, ffn_options)
-    known = dict(artefact.scores) if artefact else {}
-    if ffn_method:  # it scores the channels
-        known = {key: values for key, values in known.items() if key.startswith("heads.")}
-    bare = skeleton_of(pretrained, revision)
-    bare_map = map_model(bare)
-    pruning = settled(pruning, pruner, bare_map, channel_pruner)
-    if artefact and not ffn_method:
-        _check_channels(str(scores), known, pruning)
-    check_methods(pruner, channel_pruner, bare_map, pruning, reading.is_named, known)
-    if cut:
-        _check_cut(cut, output, pretrained, bare_map, pruning)
-    check_writable(output)
-    uses = _uses_of_text(pruning, pruner, channel_pruner, known)
-    if scores and reading.is_named and not uses:
-        raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
-    calibration = _calibration(bare, pretrained, revision, reading) if uses else None
-    model_map = _loaded(bare, pretrained, revision, target)
+    skeleton = skeleton_of(pretrained, revision)
+    skeleton_map = map_model(skeleton)
+    pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner)
+    stored = _stored_scores(artefact, scores, pruning, ffn_method)
+    check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
+    _check_outputs(output, cut, pretrained, skeleton_map, pruning)
+    uses = _uses_of_text(pruning, pruner, channel_pruner, stored)
+    calibration = _calibration(skeleton, pretrained, revision, text_options, bool(uses), scores)
+    model_map = _load(skeleton, pretrained, revision, target)
     if artefact:
         artefact.fit_to(model_map)
-    work = Path(output).with_name(f".{Path(output).name}.layers")
-    progress = partial(print, flush=True)
-    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, known, progress, work)
-    if artefact:
-        plan = replace(plan, made=_made_by_both(plan.made, artefact.made, known, uses, calibration))
+    work, progress = Path(output).with_name(f".{Path(output).name}.layers"), partial(print, flush=True)
+    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work)
+    plan = _with_provenance(plan, artefact, stored, uses, calibration)
     plan.save(output, model_map)
-    rmtree(work, ignore_errors=True)  # what was kept of layers while it was made
+    rmtree(work, ignore_errors=True)
     _print_plan(output, plan, model_map, pruning, channel_pruner)
     if cut:
         _print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer_of(pretrained, revision)))
     return 0
 
 
-def execute(
+def cut(
     pretrained: str,
     plan: str,
     output: str,
@@ -156,35 +145,25 @@ def execute(
     allow_empty_layer: bool = False,
     allow_other_model: bool = False,
 ) -> int:
-    """Execute a plan: write the smaller checkpoint.
+    """Cut a model by a plan: write the smaller checkpoint.
 
     Args:
-        pretrained: the model that the plan was made for
-        plan: the plan, or a mask
-        output: folder for the checkpoint; an earlier one of ours there is replaced when the new one is whole
-        revision: of the model
+        pretrained: model of the plan
+        plan: file of the plan, or of a head mask
+        output: folder for the checkpoint; an earlier checkpoint of this package is replaced when the new one is
+            complete
+        revision: revision of the model
         allow_empty_layer: let a layer lose all its heads
-        allow_other_model: take a plan of another model, if it fits
+        allow_other_model: accept a plan of another model, if it fits
     """
     from lmeval_prune.interventions.plan import load_plan
 
-    with as_options():
-        write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
-        return 0
+    write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
+    return 0
 
 
 def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = None, keep_shapes: bool = False) -> Any:
-    """Cut a model by a plan, write its checkpoint, and print what was done.
-
-    Args:
-        pretrained, revision: the model, as for lm_eval.
-        plan: the plan.
-        output: folder for the checkpoint.
-        keep_shapes: as of `cut`.
-
-    Raises:
-        InputError: as of `cut_to`; before weights are loaded, where it can be.
-    """
+    """Cut a model by a plan, write its checkpoint, print a summary, and return the `Cut`; `keep_shapes` as in `cut`."""
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
@@ -198,48 +177,56 @@ def write_cut(pretrained: str, plan: Any, output: str, revision: str | None = No
     return smaller
 
 
-def _check_paths(output: str, reading: TextOptions) -> None:
+def _check_paths(output: str, text_options: TextOptions) -> None:
     if not output.endswith(".json"):
         raise InputError(f"--output {output} must end in .json, so that heads= and plan= tell it from names of heads")
-    if reading.text and not Path(reading.text).exists():
-        raise InputError(f"no such file: {reading.text}")
+    if text_options.text and not Path(text_options.text).exists():
+        raise InputError(f"no such file: {text_options.text}")
 
 
-def _check_cut(cut: str, output: str, pretrained: str, bare_map: Any, pruning: PruneOptions) -> None:
-    """Refuse a folder or a model that cannot be cut, and a plan's path in that folder, which is replaced as a whole."""
+def _check_outputs(output: str, cut: str | None, pretrained: str, skeleton_map: Any, pruning: PruneOptions) -> None:
+    """Check that plan and checkpoint can be written, outside of each other, and that the model can be cut."""
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.skeleton import check_plain
+    from lmeval_prune.checkpoints.skeleton import check_unquantised
     from lmeval_prune.surgery.cut import check_cuttable
 
-    if Path(output).resolve().is_relative_to(Path(cut).resolve()):
-        raise InputError(f"--output {output} is in --cut {cut}, which gets a copy of the plan; write it elsewhere")
-    check_folder(cut, [pretrained])
-    check_writable(cut, folder=True)
-    check_cuttable(bare_map, "heads" in pruning.kinds)
-    check_plain(bare_map.model, pretrained)
+    if cut:
+        if Path(output).resolve().is_relative_to(Path(cut).resolve()):
+            raise InputError(f"--output {output} is in --cut {cut}, which gets a copy of the plan; write it elsewhere")
+        check_folder(cut, [pretrained])
+        check_writable(cut, folder=True)
+        check_cuttable(skeleton_map, "heads" in pruning.kinds)
+        check_unquantised(skeleton_map.model, pretrained)
+    check_writable(output)
 
 
-def _calibration(bare: Any, pretrained: str, revision: str | None, reading: TextOptions) -> Any:
-    """Read the calibration text of a model."""
+def _calibration(
+    skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, is_used: bool, scores: str | None
+) -> Any:
+    """Read the calibration text if it is used; refuse a text beside stored scores that is not used."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.pruners.calibration import check_length, read_calibration
 
-    check_length(bare, reading.tokens)
-    tokenizer = tokenizer_of(pretrained, revision, reading.add_bos_token)
+    if not is_used:
+        if scores and text_options.has_text:
+            raise InputError(f"the scores are those of {scores}, and no text is read; leave out --task and --text")
+        return None
+    check_length(skeleton, text_options.tokens)
+    tokenizer = tokenizer_of(pretrained, revision, text_options.add_bos_token)
     if tokenizer is None:
-        raise InputError(f"{pretrained} has no tokenizer, which calibration text needs")
-    return read_calibration(tokenizer, **vars(reading))
+        raise InputError(f"{pretrained} has no tokenizer, which calibration text needs; add its files to the folder")
+    return read_calibration(tokenizer, **vars(text_options))
 
 
-def _loaded(bare: Any, pretrained: str, revision: str | None, device: Any) -> Any:
-    """Load a model's weights onto a device, and map it."""
+def _load(skeleton: Any, pretrained: str, revision: str | None, device: Any) -> Any:
+    """Load a model's weights onto a device, and map the model."""
     import torch
 
     from lmeval_prune.architectures import map_model
     from lmeval_prune.checkpoints.skeleton import with_weights
 
-    model = with_weights(bare, pretrained, revision)
+    model = with_weights(skeleton, pretrained, revision)
     try:
         model.to(device)
     except torch.OutOfMemoryError:
@@ -255,93 +242,100 @@ def _methods(
     ffn_method: str | None,
     ffn_options: dict[str, Any] | None,
 ) -> tuple[Any, Any, Any]:
-    """Return the artefact with scores, if there is one, and the pruners of heads and of channels."""
+    """Return the artefact with stored scores, or None, and the pruners of heads and of channels."""
     from lmeval_prune.pruners.base import make_pruner
 
     if ffn_options and not ffn_method:
         raise InputError("ffn_options are those of a method for channels; give --ffn_method, too")
     if method:
         make_pruner(method, options or {})
-    artefact = _scored_plan(scores, pruning) if scores else None
-    if artefact and artefact.made.get("method") in PRUNERS:
-        method, options = _method_of(str(scores), artefact.made, method, options)
+    artefact = _load_scores(scores, pruning) if scores else None
+    if artefact and artefact.provenance.get("method") in PRUNERS:
+        method, options = _method_of(str(scores), artefact.provenance, method, options)
     pruner = make_pruner(method or "norm_entropy", options or {})
     return artefact, pruner, make_pruner(ffn_method, ffn_options or {}) if ffn_method else pruner
 
 
-def _scored_plan(path: str, pruning: PruneOptions) -> Any:
-    """Read an artefact with scores of a whole model."""
+def _load_scores(path: str, pruning: PruneOptions) -> Any:
+    """Read an artefact with scores of an unpruned model."""
     from lmeval_prune.interventions.plan import Plan
 
     plan = Plan.load(path)
     if not plan.scores:
         raise InputError(f"{path} has no scores; make one with `lmeval-prune importance`")
-    if plan.made.get("options", {}).get("steps", 1) > 1:
-        raise InputError(f"{path} has scores of what several steps left; make one with `lmeval-prune importance`")
+    if plan.provenance.get("options", {}).get("steps", 1) > 1:
+        raise InputError(
+            f"{path} has scores of a model that earlier steps pruned; make one with `lmeval-prune importance`"
+        )
     if pruning.steps > 1:
         raise InputError("scores=FILE serves a single step; leave it out, or --steps")
     return plan
 
 
-def _check_channels(path: str, known: Mapping[str, Any], pruning: PruneOptions) -> None:
-    from lmeval_prune.pruners.schedule import has_kind
-
-    if "channels" in pruning.kinds and not has_kind(known, "channels"):
-        raise InputError(
-            f"{path} has no scores of channels; give --parts heads, --ffn_method, which then scores them, or those "
-            f"of `lmeval-prune importance --channels`"
-        )
-
-
 def _method_of(
-    path: str, made: Mapping[str, Any], method: str | None, options: dict[str, Any] | None
+    path: str, provenance: Mapping[str, Any], method: str | None, options: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the method that an artefact was made by, and its options; refuse another method or other options."""
+    """Return the method and options of an artefact; refuse another method or other options."""
     from lmeval_prune.pruners.base import make_pruner, pruner_class
 
-    known = {each.name: made[each.name] for each in fields(pruner_class(made["method"])) if each.name in made}
-    same = make_pruner(made["method"], {**known, **(options or {})}) == make_pruner(made["method"], known)
-    if method not in (None, made["method"]) or not same:
+    stored_method = provenance["method"]
+    stored = {
+        each.name: provenance[each.name] for each in fields(pruner_class(stored_method)) if each.name in provenance
+    }
+    same = make_pruner(stored_method, {**stored, **(options or {})}) == make_pruner(stored_method, stored)
+    if method not in (None, stored_method) or not same:
         raise InputError(
-            f"{path} has scores of {made['method']} with its own options; leave out --method and --options, or --scores"
+            f"{path} has scores of {stored_method} with its own options; leave out --method and --options, or --scores"
         )
-    return made["method"], known
+    return stored_method, stored
 
 
-def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, known: Mapping[str, Any]) -> list[str]:
-    """Return for what a calibration text is read, by what a plan calls it."""
-    from lmeval_prune.pruners.schedule import has_kind
+def _stored_scores(artefact: Any, path: str | None, pruning: PruneOptions, ffn_method: str | None) -> dict[str, Any]:
+    """Return the scores of an artefact that the plan uses: with an ffn_method, those of heads only."""
+    from lmeval_prune.pruners.schedule import has_scores_of
 
-    scored = {"calibration": ("heads", pruner), "ffn_calibration": ("channels", channel_pruner)}
+    if not artefact:
+        return {}
+    if ffn_method:
+        return {key: values for key, values in artefact.scores.items() if key.startswith("heads.")}
+    if "channels" in pruning.kinds and not has_scores_of(artefact.scores, "channels"):
+        raise InputError(
+            f"{path} has no scores of channels; give --parts heads, --ffn_method to compute them, or an artefact of "
+            f"`lmeval-prune importance --channels`"
+        )
+    return dict(artefact.scores)
+
+
+def _uses_of_text(pruning: PruneOptions, pruner: Any, channel_pruner: Any, stored: Mapping[str, Any]) -> list[str]:
+    """Return the plan's keys for the purposes that the calibration text is read for."""
+    from lmeval_prune.pruners.schedule import has_scores_of
+
+    purposes = {"calibration": ("heads", pruner), "ffn_calibration": ("channels", channel_pruner)}
     uses = [
         name
-        for name, (kind, method) in scored.items()
-        if method.reads_text and kind in pruning.kinds and not has_kind(known, kind)
+        for name, (kind, method) in purposes.items()
+        if method.reads_text and kind in pruning.kinds and not has_scores_of(stored, kind)
     ]
     return [*uses, "compensation_calibration"] if pruning.compensation != "none" else uses
 
 
-def _made_by_both(
-    made: Mapping[str, Any],
-    earlier: Mapping[str, Any],
-    known: Mapping[str, Any],
-    uses: Sequence[str],
-    calibration: Any,
-) -> dict[str, Any]:
-    """Return what made a plan by scores at hand: each text by what it was read for."""
-    from lmeval_prune.pruners.schedule import has_kind
+def _with_provenance(plan: Any, artefact: Any, stored: Mapping[str, Any], uses: Sequence[str], calibration: Any) -> Any:
+    """Record each calibration text of a plan by stored scores under the key of its purpose."""
+    from lmeval_prune.pruners.schedule import has_scores_of
 
-    made = {name: value for name, value in made.items() if name != "calibration"}
-    if "calibration" in earlier:
-        if has_kind(known, "heads"):
-            made["calibration"] = earlier["calibration"]
-        elif has_kind(known, "channels"):
-            made["ffn_calibration"] = earlier["calibration"]
-    return made | {name: calibration.about() for name in uses}
+    if not artefact:
+        return plan
+    provenance = {name: value for name, value in plan.provenance.items() if name != "calibration"}
+    if "calibration" in artefact.provenance:
+        if has_scores_of(stored, "heads"):
+            provenance["calibration"] = artefact.provenance["calibration"]
+        elif has_scores_of(stored, "channels"):
+            provenance["ffn_calibration"] = artefact.provenance["calibration"]
+    return replace(plan, provenance=provenance | {name: calibration.record() for name in uses})
 
 
 def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, channel_pruner: Any) -> None:
-    """Print the removed units, and where whole units are less than the requested share."""
+    """Print the removed units, and say if rounding to whole units removes less than requested."""
     from lmeval_prune.pruners.base import pruner_name
 
     report = plan.report(model_map)["plan"]
@@ -350,13 +344,15 @@ def _print_plan(output: str, plan: Any, model_map: Any, pruning: PruneOptions, c
         counts.append(f"{report['kv_heads_pruned']} of {report['kv_heads_total']} key-value heads")
     if report["channels_pruned"]:
         counts.append(f"{report['channels_pruned']} of {report['channels_total']} channels")
-    spent = plan.made.get("parameters")
-    share = f", {spent['removed'] / spent['removable']:.2%} of what can be removed" if spent else ""
+    parameters = plan.provenance.get("parameters")
+    share = ""
+    if parameters:
+        share = f", {parameters['removed'] / parameters['removable']:.2%} of the removable parameters"
     extension = ""
     if channel_pruner.parts != "both" and "channels" in pruning.kinds:
         extension = f" (scores of channels by {pruner_name(channel_pruner)} are an extension of ours, not the paper's)"
-    gone = f"{', '.join(counts)} of {model_map.name} go{share}; asked for: {plan.made['removes']}"
-    print(f"{output}: {gone}{extension}")
+    removed = f"removes {', '.join(counts)} of {model_map.name}{share}; requested: {plan.provenance['removes']}"
+    print(f"{output}: {removed}{extension}")
     for name, kind, ratio in (("ratio", "heads", pruning.ratio), ("ffn_ratio", "channels", pruning.ffn_ratio)):
         share = f"{report[f'{kind}_pruned'] / max(1, report[f'{kind}_total']):.1%}"
         if pruning.budget == "heads" and share != f"{ratio:.1%}":

@@ -1,7 +1,7 @@
-"""Cuts what a plan removes out of a model's weights.
+"""Cut heads and channels out of a model by a plan.
 
-What is left is computed by name and tensor: rows of the projections that compute a head or a channel, columns of the
-one that reads it. `model_class.py` finds the class that can run it.
+The remaining tensors are computed by name: rows of the projections that compute a head or a channel, columns of the
+projection that reads it. `model_class.py` chooses a model class for them.
 """
 
 from __future__ import annotations
@@ -24,104 +24,78 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.checkpoints.pruned import manifest_of, save_checkpoint
-from lmeval_prune.checkpoints.skeleton import check_plain, skeleton_of, with_weights
+from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.plan import Plan, plan_of, projection_named
+from lmeval_prune.interventions.plan import Plan, find_projection
 from lmeval_prune.surgery.kept import Kept, channel_rows
 from lmeval_prune.surgery.model_class import model_with
 
-_STAGES = "_lmeval_prune_stages"  # what a model remembers of its cuts until it is written
-_SEEN = "_lmeval_prune_seen"  # and of the questions that it was trained on, which no cut makes unseen
+# Attributes of a cut model in memory: its stages, and the questions that it was trained and validated on.
+_STAGES = "_lmeval_prune_stages"
+_QUESTIONS = "_lmeval_prune_questions"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A smaller model, and what it was made from.
+    """A smaller model and its provenance."""
 
-    Attributes:
-        model: the smaller model, in evaluation mode.
-        manifest: what its checkpoint says of it.
-        plan: what was executed.
-        parent: the model that it was cut from.
-    """
-
-    model: Any
-    manifest: dict[str, Any]
-    plan: Plan
-    parent: ModelMap = field(repr=False)
+    model: Any  # the smaller model, in evaluation mode
+    manifest: dict[str, Any]  # manifest of its checkpoint
+    plan: Plan  # the plan that was executed
+    parent: ModelMap = field(repr=False)  # the model that was cut
 
     def save(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Write it as a checkpoint; see `save_checkpoint`."""
+        """Write the model as a checkpoint; see `save_checkpoint`."""
         save_checkpoint(
             folder,
             self.model,
             self.manifest,
             tokenizer,
-            lambda half: self.plan.save(half / "plan.json", self.parent),
+            lambda unfinished: self.plan.save(unfinished / "plan.json", self.parent),
             [getattr(self.parent.model.config, "_name_or_path", "")],
         )
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
-    """Execute a plan and write the checkpoint.
-
-    Raises:
-        InputError: as of `cut` and of `save_checkpoint`.
-    """
+    """Cut a model and write the checkpoint."""
     smaller = cut(model, plan)
     smaller.save(folder, tokenizer)
     return smaller
 
 
 def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
-    """Execute a plan: a new model without what the plan removes. The old one stays as it is.
+    """Build a new model without the heads and channels that a plan removes; the old model does not change.
 
     Args:
         model: a transformers model of a known family, stock or cut before.
-        plan: made for it; a head mask is one.
-        keep_shapes: leave what the plan removes in the model, with zero weights: for engines that read no other shapes.
+        plan: a plan, or a head mask, for this model.
+        keep_shapes: zero the weights of removed units and keep the shapes, for engines that support no other shapes.
 
     Raises:
-        InputError: the plan does not fit the model, or such a model cannot be cut.
+        InputError: the plan does not fit the model, or the model cannot be cut.
     """
     model_map = map_model(model)
-    plan = plan_of(plan) if isinstance(plan, HeadMask) else plan
+    plan = Plan.from_mask(plan) if isinstance(plan, HeadMask) else plan
     check_cuttable(model_map, bool(plan.heads) and not keep_shapes)
-    return _executed(model_map, plan.fit_to(model_map), keep_shapes)
+    return _execute(model_map, plan.fit_to(model_map), keep_shapes)
 
 
 def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, keep_shapes: bool = False) -> Cut:
-    """Load a model and execute a plan, after a look at whether it can be cut by it.
-
-    Args:
-        pretrained, revision: the model, as for lm_eval.
-        plan, keep_shapes: as of `cut`.
-
-    Raises:
-        InputError: as of `cut`; before weights are loaded, where it can be.
-    """
-    bare = skeleton_of(pretrained, revision)
-    check_plain(bare, pretrained)
-    bare_map = map_model(bare)
-    check_cuttable(bare_map, bool(plan.heads) and not keep_shapes)
-    plan = plan.fit_to(bare_map)
-    model_map = map_model(with_weights(bare, pretrained, revision))
+    """Load a model and cut it; check that this is possible before weights are loaded. Arguments as in `cut`."""
+    skeleton = skeleton_of(pretrained, revision)
+    check_unquantised(skeleton, pretrained)
+    skeleton_map = map_model(skeleton)
+    check_cuttable(skeleton_map, bool(plan.heads) and not keep_shapes)
+    plan = plan.fit_to(skeleton_map)
+    model_map = map_model(with_weights(skeleton, pretrained, revision))
     if plan.origin:
         plan.origin.check(model_map)
-    return _executed(model_map, plan, keep_shapes)
+    return _execute(model_map, plan, keep_shapes)
 
 
 def check_cuttable(model_map: ModelMap, heads: bool) -> None:
-    """Refuse a model that cannot be cut, by name; on a model without weights, too.
-
-    Args:
-        model_map: of the model.
-        heads: whether heads are to go.
-
-    Raises:
-        InputError: saying why.
-    """
+    """Raise `InputError` if a model, with or without weights, cannot be cut; `heads`: whether heads are removed."""
     reason = uncuttable(model_map)
     if heads and reason:
         raise InputError(
@@ -135,7 +109,7 @@ def check_cuttable(model_map: ModelMap, heads: bool) -> None:
 
 
 def identity_of(model_map: ModelMap) -> dict[str, Any]:
-    """Return what a manifest says of the model that a checkpoint was made from."""
+    """Return the manifest's entry about the parent model of a checkpoint."""
     return {
         "name": model_map.name,
         "revision": model_map.revision,
@@ -145,19 +119,21 @@ def identity_of(model_map: ModelMap) -> dict[str, Any]:
     }
 
 
-def _executed(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
-    """Cut a model by a plan that fits it, and write its manifest."""
+def _execute(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
+    """Cut a model by a plan that fits, and build the manifest."""
     kept = Kept.of(model_map, plan, keep_shapes)
     tensors = _Tensors(model_map, plan).of(kept)
-    with torch.random.fork_rng(devices=[]):  # classes are built with weights that are drawn, and then replaced
+    with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
         smaller, note = model_with(tensors, kept)
     stage = _stage(plan, kept, [note] if note else [], keep_shapes)
     model = model_map.model
     earlier = {} if hasattr(model, _STAGES) else manifest_of(model) or {}
     stages = [*getattr(model, _STAGES, earlier.get("stages", [])), stage]
-    seen = getattr(model, _SEEN, {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier})
+    stored_questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
+    questions = getattr(model, _QUESTIONS, stored_questions)
     setattr(smaller, _STAGES, stages)
-    setattr(smaller, _SEEN, seen)
+    setattr(smaller, _QUESTIONS, questions)
+    head_scores = {name: values for name, values in plan.scores.items() if "heads." in name}
     manifest = {
         "parent": stage["parent"],
         "class": type(smaller).__name__,
@@ -165,19 +141,15 @@ def _executed(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
         "removed": stage["removed"],
         "notes": stage["notes"],
         "about_class": note,
-        "scores": {
-            name: [round(float(x.mean()), 6) for x in values]
-            for name, values in plan.scores.items()
-            if "heads." in name
-        },
+        "scores": {name: [round(float(x.mean()), 6) for x in values] for name, values in head_scores.items()},
         "stages": stages,
-        **seen,
+        **questions,
     }
     return Cut(smaller, manifest, plan, model_map)
 
 
 def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[str, Any]:
-    """Return what a manifest says of one cut."""
+    """Return the manifest's entry about one cut."""
     model_map = kept.model_map
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))
@@ -185,8 +157,7 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
         channels = sum(map(len, kept.zeroed.values()))
         notes = [*notes, f"{count} heads and {channels} channels stay with zero weights: nothing is removed"]
     elif fillers:
-        filled = f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed"
-        notes = [*notes, filled]
+        notes = [*notes, f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed"]
     removed = {
         "heads": sum(heads.layer.heads - len(heads.heads) for heads in kept.heads),
         "heads_total": model_map.total_heads,
@@ -196,7 +167,7 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     }
     return {
         "parent": identity_of(model_map),
-        "plan": {**plan.settings(), "made": dict(plan.made)},
+        "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,
         "kept_heads": {heads.layer.label: list(heads.heads) for heads in kept.heads},
         "notes": notes,
@@ -204,13 +175,13 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
 
 
 class _Tensors:
-    """Tensors of a model, by name, with what makes up for a plan's loss; rows and columns are taken out of them."""
+    """Tensors of a model by name, with the compensation of a plan; `of` removes rows and columns."""
 
     def __init__(self, model_map: ModelMap, plan: Plan) -> None:
         self.names = {module: name for name, module in model_map.model.named_modules()}
         self.tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
         for name in sorted(plan.compensation):
-            module = projection_named(name, model_map)
+            module = find_projection(name, model_map)
             path = f"{self.names[module]}.{name.rpartition('.')[2]}"
             tensor = plan.compensation[name].to(self.tensors[f"{self.names[module]}.weight"])
             if name.endswith(".weight"):
@@ -219,16 +190,16 @@ class _Tensors:
                 self.tensors[path] = self.tensors[path] + tensor if path in self.tensors else tensor
 
     def of(self, kept: Kept) -> dict[str, Tensor]:
-        """Return all tensors, those of the smaller model where they differ."""
+        """Return the tensors of the smaller model."""
         for heads in kept.heads:
             layer = heads.layer
             if not heads.unchanged:
                 for module, rows in heads.rows().items():
                     self._keep_rows(module, rows)
-                for path, which in layer.family.head_parameters:
+                for path, part in layer.family.head_parameters:
                     name = f"{self.names[layer.module]}.{path}"
                     if name in self.tensors:
-                        self._keep(name, heads.heads if which == "q" else heads.kv_heads, 0)
+                        self._keep(name, heads.heads if part == "q" else heads.kv_heads, 0)
                 self._keep_columns(layer.o_proj, heads.columns())
             self._zero_columns(layer.o_proj, heads.filler_columns())
         for block in kept.model_map.feed_forward:
@@ -256,7 +227,6 @@ class _Tensors:
 
     def _zero_columns(self, module: nn.Module, numbers: Sequence[int]) -> None:
         if numbers:
-            tensor = self.tensors[f"{self.names[module]}.weight"]
-            index = torch.tensor(numbers, device=tensor.device)
-            zeroed = tensor.index_fill(int(not is_transposed(module)), index, 0)
-            self.tensors[f"{self.names[module]}.weight"] = zeroed
+            name = f"{self.names[module]}.weight"
+            index = torch.tensor(numbers, device=self.tensors[name].device)
+            self.tensors[name] = self.tensors[name].index_fill(int(not is_transposed(module)), index, 0)

@@ -1,4 +1,4 @@
-"""Heads and channels that stay in a model, and the rows and columns that it stands in."""
+"""Compute which heads and channels stay in a cut model, and their rows and columns in the projections."""
 
 from __future__ import annotations
 
@@ -8,38 +8,32 @@ from dataclasses import dataclass
 from torch import nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
+from lmeval_prune.architectures.blocks import columns_of
 from lmeval_prune.interventions.plan import Plan
 
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """Heads that stay, by the numbers that they had; every key-value head keeps equally many.
+    """Heads of one layer that stay, by their original numbers; every key-value head keeps the same number of them."""
 
-    Attributes:
-        layer: the layer, as it was.
-        heads: query heads, those of one key-value head together.
-        kv_heads: key-value heads.
-        fillers: those of `heads` that are pruned, and stay with zero weights, so that groups are equal or shapes kept.
-    """
-
-    layer: AttentionLayer
-    heads: tuple[int, ...]
+    layer: AttentionLayer  # the original layer
+    heads: tuple[int, ...]  # query heads, grouped by key-value head
     kv_heads: tuple[int, ...]
-    fillers: tuple[int, ...]
+    fillers: tuple[int, ...]  # pruned heads that stay with zero weights, so that groups are equal or shapes stay
 
     @classmethod
     def of(cls, layer: AttentionLayer, pruned: Collection[int]) -> KeptHeads:
-        """Keep all but some query heads: whole groups go, others are filled up to the largest."""
-        share = layer.heads // layer.kv_heads
-        groups = {g: range(g * share, (g + 1) * share) for g in range(layer.kv_heads)}
-        alive = {g: [head for head in heads if head not in pruned] for g, heads in groups.items()}
-        alive = {g: heads for g, heads in alive.items() if heads} or {0: []}  # an empty layer: one filler
-        size = max(1, *map(len, alive.values()))
+        """Remove query heads: drop empty groups and fill the others up to the size of the largest."""
+        size = layer.group_size
+        groups = {g: range(g * size, (g + 1) * size) for g in range(layer.kv_heads)}
+        remaining = {g: [head for head in heads if head not in pruned] for g, heads in groups.items()}
+        remaining = {g: heads for g, heads in remaining.items() if heads} or {0: []}  # an empty layer: one filler
+        largest = max(1, *map(len, remaining.values()))
         fillers: list[int] = []
-        for g, heads in alive.items():
-            fillers += [head for head in groups[g] if head not in heads][: size - len(heads)]
-        kept = sorted([*fillers, *(head for heads in alive.values() for head in heads)])
-        return cls(layer, tuple(kept), tuple(alive), tuple(fillers))
+        for g, heads in remaining.items():
+            fillers += [head for head in groups[g] if head not in heads][: largest - len(heads)]
+        kept = sorted([*fillers, *(head for heads in remaining.values() for head in heads)])
+        return cls(layer, tuple(kept), tuple(remaining), tuple(fillers))
 
     @property
     def unchanged(self) -> bool:
@@ -47,22 +41,20 @@ class KeptHeads:
         return len(self.heads) == self.layer.heads
 
     @property
-    def share(self) -> int:
-        """Query heads of a key-value head."""
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
         return len(self.heads) // len(self.kv_heads)
 
     def columns(self) -> list[int]:
-        """Return the inputs of the output projection that stay."""
-        slices = (self.layer.columns(head) for head in self.heads)
-        return [column for columns in slices for column in range(columns.start, columns.stop)]
+        """Return the input columns of the output projection that stay."""
+        return columns_of(self.layer, self.heads)
 
     def filler_columns(self) -> list[int]:
-        """Return where fillers stand in the inputs that stay."""
-        width, indices = self.layer.head_dim, (self.heads.index(head) for head in self.fillers)
-        return [column for index in indices for column in range(index * width, (index + 1) * width)]
+        """Return the positions of the fillers' columns among the columns that stay."""
+        return columns_of(self.layer, map(self.heads.index, self.fillers))
 
     def rows(self) -> dict[nn.Module, list[int]]:
-        """Return for each input projection the rows that stay, in the order in which they are to stand."""
+        """Return the rows of each input projection that stay, in their new order."""
         pieces: dict[nn.Module, list[tuple[int, range]]] = {}
         for part, numbers in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
             for index, number in enumerate(numbers):
@@ -72,7 +64,7 @@ class KeptHeads:
         return {module: [row for _, rows in pieces for row in rows] for module, pieces in ordered.items()}
 
     def _start(self, part: str, index: int) -> int:
-        """Return the first row of a head that stays, in the projection as it will be."""
+        """Return the first row of a kept head in the new projection."""
         if self.layer.family.fused:
             return self.layer.family.fused(part, index, len(self.heads), len(self.kv_heads), self.layer.head_dim)
         return self.layer.rows(part, index).start
@@ -80,48 +72,42 @@ class KeptHeads:
 
 @dataclass(frozen=True)
 class Kept:
-    """Heads and channels that stay in each layer.
+    """Heads and channels of a model that stay."""
 
-    Attributes:
-        model_map: of the model, as it was.
-        heads: of each attention layer.
-        channels: of each feed-forward block, by layer; those of `zeroed` stay with zero weights.
-        zeroed: pruned channels that stay.
-    """
-
-    model_map: ModelMap
-    heads: Sequence[KeptHeads]
-    channels: dict[str, list[int]]
-    zeroed: dict[str, set[int]]
+    model_map: ModelMap  # the original model
+    heads: Sequence[KeptHeads]  # of each attention layer
+    channels: dict[str, list[int]]  # of each feed-forward block by layer label
+    zeroed: dict[str, set[int]]  # pruned channels that stay with zero weights
 
     @classmethod
     def of(cls, model_map: ModelMap, plan: Plan, keep_shapes: bool = False) -> Kept:
-        """Keep what a plan leaves, and with `keep_shapes` the rest with zero weights; of a layer, never nothing."""
-        pruned = {layer.label: numbers for layer, numbers in plan.heads_by_layer(model_map)}
-        lost = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
-        heads = [
-            KeptHeads(layer, tuple(range(layer.heads)), tuple(range(layer.kv_heads)), tuple(sorted(numbers)))
-            if keep_shapes
-            else KeptHeads.of(layer, numbers)
-            for layer in model_map.attention
-            for numbers in [pruned.get(layer.label, [])]
-        ]
+        """Remove what a plan removes, but never a whole layer; with `keep_shapes`, zero weights instead."""
+        pruned_heads = {layer.label: numbers for layer, numbers in plan.heads_by_layer(model_map)}
+        pruned_channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
+        heads = []
+        for layer in model_map.attention:
+            pruned = pruned_heads.get(layer.label, [])
+            if keep_shapes:
+                all_heads, all_kv_heads = tuple(range(layer.heads)), tuple(range(layer.kv_heads))
+                heads.append(KeptHeads(layer, all_heads, all_kv_heads, tuple(sorted(pruned))))
+            else:
+                heads.append(KeptHeads.of(layer, pruned))
         channels = {
-            label: [c for c in range(width) if keep_shapes or c not in lost.get(label, ())] or [0]
+            label: [c for c in range(width) if keep_shapes or c not in pruned_channels.get(label, ())] or [0]
             for label, width in model_map.channels().items()
         }
-        zeroed = {label: lost.get(label, set()) & {*numbers} for label, numbers in channels.items()}
+        zeroed = {label: pruned_channels.get(label, set()) & {*numbers} for label, numbers in channels.items()}
         return cls(model_map, heads, channels, zeroed)
 
     def layers_differ(self) -> bool:
-        """Return whether layers of the model keep different numbers of heads, or layers of a stack of channels."""
+        """Return whether layers keep different numbers of heads, or layers of one stack different channels."""
         widths = {(block.stack, len(self.channels[block.label])) for block in self.model_map.feed_forward}
         counts = {(len(kept.heads), len(kept.kv_heads)) for kept in self.heads}
         return len(counts) > 1 or len(widths) > len({block.stack for block in self.model_map.feed_forward})
 
 
 def channel_rows(block: FeedForward, kept: Collection[int]) -> dict[nn.Module, list[int]]:
-    """Return for each projection that computes channels the rows that stay."""
+    """Return the rows that stay in each projection that computes channels."""
     rows: dict[nn.Module, list[int]] = {}
     for part, module in block.parts.items():
         start = block.rows(part).start

@@ -1,8 +1,8 @@
-"""Finds the class that builds parameters of the shapes that a cut leaves, and fills it.
+"""Choose the model class for the tensors of a cut model, and load them.
 
-It is the model's own with other counts in its configuration; Mistral's for a Llama whose head count does not divide its
-width; else the stock class with some parameters reshaped (`lmeval_prune/checkpoints/modeling_pruned.py`), which any
-layers fit.
+In this order: the model's own class with other counts in its configuration; Mistral's class for a Llama whose width is
+no multiple of the head count; the stock class with reshaped parameters
+(`lmeval_prune/checkpoints/modeling_pruned.py`), which fits any layers.
 """
 
 from __future__ import annotations
@@ -17,55 +17,50 @@ from torch import Tensor
 
 from lmeval_prune.architectures import AttentionLayer, map_model
 from lmeval_prune.architectures.blocks import attribute_of, in_features
-from lmeval_prune.checkpoints.loading import has_own_layers, pruned_class, stock_class
+from lmeval_prune.checkpoints.loading import has_pruned_layers, pruned_class, stock_class
 from lmeval_prune.errors import InputError
 from lmeval_prune.surgery.kept import Kept, KeptHeads
 
-# What modules call their counts; each is written where a module has an attribute of that name.
+# Names of the attributes in which attention modules store their counts.
 _COUNTS = {
     "heads": ("num_heads", "num_attention_heads", "n_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_heads"),
-    "share": ("num_key_value_groups",),
+    "group_size": ("num_key_value_groups",),
     "width": ("all_head_size", "split_size"),
     "kv_width": ("kv_dim",),
 }
-_QUERY_WIDTH = {"gpt_bigcode": "embed_dim"}  # the fused projection is split by it
-_READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # in the forward pass
+_QUERY_WIDTH = {"gpt_bigcode": "embed_dim"}  # attribute by which the forward pass splits the fused projection
+_READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # read in the forward pass
 _CHANNELS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim")
-_OWN_TO_A_CUT = ("auto_map", "allow_global_per_layer_attribute_access")
+_CUT_SETTINGS = ("auto_map", "allow_global_per_layer_attribute_access")  # that an earlier cut wrote
 
 
 def model_with(tensors: dict[str, Tensor], kept: Kept) -> tuple[Any, str]:
-    """Return a model with these tensors, and a note on its class.
-
-    Args:
-        tensors: of the smaller model, by name.
-        kept: what stays of each layer.
-    """
+    """Return a model with these tensors (by name) in the kept layers, and a note on its class, which may be empty."""
     model, shapes = kept.model_map.model, {name: tuple(x.shape) for name, x in tensors.items()}
-    for kind, config, note in _stock_candidates(kept):
-        built = _built(kind, config)
+    for model_class, config, note in _stock_candidates(kept):
+        built = _build(model_class, config)
         if built is not None and _shapes(built) == shapes and _has_same_layers(built, kept):
-            return _filled(kind, config, model, tensors), note
-    stock, config = stock_class(model), _flat(model.config)
+            return _load(model_class, config, model, tensors), note
+    stock, config = stock_class(model), _uncut_config(model.config)
     why = "layers differ" if kept.layers_differ() else _why_not_stock(kept)
-    like = _built(stock, config)
-    if like is None:
+    built = _build(stock, config)
+    if built is None:
         raise InputError(f"{stock.__name__} cannot be built from its own configuration, so that it cannot be cut")
-    before = _shapes(like)
+    before = _shapes(built)
     config.pruned_modules = {
-        "shapes": {n: [*shape] for n, shape in shapes.items() if before.get(n) != shape and _is_parameter(n, like)},
-        "attributes": _attributes(kept, like),
+        "shapes": {n: [*shape] for n, shape in shapes.items() if before.get(n) != shape and _is_parameter(n, built)},
+        "attributes": _changed_attributes(kept, built),
     }
     config.architectures = [f"Pruned{stock.__name__}"]
     _add_layer_configs(config, kept)
-    return _filled(pruned_class(stock), config, model, tensors), (
+    return _load(pruned_class(stock), config, model, tensors), (
         f"{why}: loaded by lmeval_prune.load_pretrained, pruned-hf, or transformers with trust_remote_code=True"
     )
 
 
 def unusual_head_dim(config: Any) -> str:
-    """Return a note on a width of heads that the family's own configurations never give; else nothing."""
+    """Return a note if the family's configurations normally have no `head_dim`, else an empty text."""
     heads, hidden = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
     width = config.to_dict().get("head_dim")
     if width is None or width * heads == hidden or "head_dim" in type(config)().to_dict():
@@ -77,54 +72,54 @@ def unusual_head_dim(config: Any) -> str:
 
 
 def _stock_candidates(kept: Kept) -> Iterator[tuple[type, Any, str]]:
-    """Yield stock classes and configurations that may have such layers, each with a note."""
+    """Yield stock classes and configurations that may fit the kept layers, each with a note."""
     model, first = kept.model_map.model, kept.heads[0]
-    config, stock = _flat(model.config), stock_class(model)
+    config, stock = _uncut_config(model.config), stock_class(model)
     if kept.layers_differ():
         return
     changes: dict[str, Any] = {}
-    if not all(heads.unchanged for heads in kept.heads) or has_own_layers(model.config):
+    if not all(heads.unchanged for heads in kept.heads) or has_pruned_layers(model.config):
         changes |= _counts(config, len(first.heads), len(first.kv_heads), first.layer)
     for block in kept.model_map.feed_forward:
-        of_stack = f"{block.stack}_ffn_dim"
-        names = (of_stack,) if block.stack and _has(config, of_stack) else _CHANNELS
+        stack_name = f"{block.stack}_ffn_dim"
+        names = (stack_name,) if block.stack and _has(config, stack_name) else _CHANNELS
         changes |= {name: len(kept.channels[block.label]) for name in names if _has(config, name)}
-    changed = _changed(config, changes)
+    changed = _changed_config(config, changes)
     if changed is not None:
         yield stock, changed, unusual_head_dim(changed)
-    twin = getattr(transformers, stock.__name__.replace("Llama", "Mistral", 1), None)
-    if twin and config.model_type == "llama" and not getattr(config, "mlp_bias", False):
-        as_mistral = _changed(_as_mistral(config), changes)
-        if as_mistral is not None:
-            as_mistral._name_or_path = config._name_or_path
+    mistral = getattr(transformers, stock.__name__.replace("Llama", "Mistral", 1), None)
+    if mistral and config.model_type == "llama" and not getattr(config, "mlp_bias", False):
+        changed = _changed_config(_mistral_config(config), changes)
+        if changed is not None:
+            changed._name_or_path = config._name_or_path
             yield (
-                twin,
-                as_mistral,
+                mistral,
+                changed,
                 f"Llama's class refuses {len(first.heads)} heads in a width of {config.hidden_size}: written as "
-                f"{twin.__name__} with sliding_window null, the same mathematics",
+                f"{mistral.__name__} with sliding_window null, which computes the same",
             )
 
 
-def _as_mistral(config: Any) -> Any:
-    """Return the configuration of a Llama as that of a Mistral."""
-    known = transformers.MistralConfig().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
-    values = {name: value for name, value in config.to_dict().items() if name in known}
+def _mistral_config(config: Any) -> Any:
+    """Convert the configuration of a Llama to that of a Mistral."""
+    names = transformers.MistralConfig().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
+    values = {name: value for name, value in config.to_dict().items() if name in names}
     return transformers.MistralConfig(**{**values, "sliding_window": None})
 
 
 def _why_not_stock(kept: Kept) -> str:
-    """Return why no stock class has layers that are alike, and with how many heads one would."""
-    stock, first, config = stock_class(kept.model_map.model), kept.heads[0], _flat(kept.model_map.model.config)
+    """Explain why no stock class fits layers of equal shape, and which number of heads would fit."""
+    stock, first, config = stock_class(kept.model_map.model), kept.heads[0], _uncut_config(kept.model_map.model.config)
     heads, width, hidden = len(first.heads), first.layer.head_dim, getattr(config, "hidden_size", 0)
 
     def fits(count: int) -> bool:
-        changed = _changed(config, _counts(config, count, count // first.share, first.layer))
-        built = _built(stock, changed) if changed is not None else None
+        changed = _changed_config(config, _counts(config, count, count // first.group_size, first.layer))
+        built = _build(stock, changed) if changed is not None else None
         return built is not None and map_model(built).attention[0].head_dim == width
 
     if fits(heads):
-        return f"{stock.__name__} has no such biases"
-    plain = next((n for n in range(heads - 1, 0, -1) if n % first.share == 0 and hidden % n == 0 and fits(n)), 0)
+        return f"{stock.__name__} does not have the biases of the compensation"
+    plain = next((n for n in range(heads - 1, 0, -1) if n % first.group_size == 0 and hidden % n == 0 and fits(n)), 0)
     fix = (
         f"with {plain} left in each layer, which divides {hidden}, it would be a plain one"
         if plain
@@ -134,31 +129,31 @@ def _why_not_stock(kept: Kept) -> str:
 
 
 def _counts(config: Any, heads: int, kv_heads: int, layer: AttentionLayer) -> dict[str, Any]:
-    """Return the settings that give each layer so many heads."""
+    """Return the settings that set the number of heads of each layer."""
     names = [name for name in ("num_key_value_heads", "num_kv_heads") if _has(config, name)]
     return {"num_attention_heads": heads, **_head_dim(layer), **dict.fromkeys(names, kv_heads)}
 
 
 def _head_dim(layer: AttentionLayer) -> dict[str, int]:
-    """Return the width of a head, which must be said where it no longer follows from the number of heads.
+    """Return the setting of the head width, which otherwise follows from the number of heads.
 
-    With latent attention it never did, and the name means something else.
+    In latent attention, `head_dim` has another meaning and is not changed.
     """
     return {} if layer.family.key_value_pairs else {"head_dim": layer.head_dim}
 
 
-def _is_parameter(name: str, like: Any) -> bool:
-    """Return whether a tensor is a parameter, and no buffer."""
+def _is_parameter(name: str, model: Any) -> bool:
+    """Return whether a tensor is a parameter, not a buffer."""
     path, _, parameter = name.rpartition(".")
-    return parameter in like.get_submodule(path)._parameters
+    return parameter in model.get_submodule(path)._parameters
 
 
-def _flat(config: Any) -> Any:
-    """Return a configuration without what an earlier cut wrote into it."""
+def _uncut_config(config: Any) -> Any:
+    """Copy a configuration without the settings of earlier cuts."""
     config = copy.deepcopy(config)
-    if has_own_layers(config):
+    if has_pruned_layers(config):
         del config.pruned_modules
-        for name in _OWN_TO_A_CUT:
+        for name in _CUT_SETTINGS:
             config.__dict__.pop(name, None)
         if getattr(config, "is_heterogeneous", False):
             config.per_layer_config = None
@@ -169,30 +164,31 @@ def _has(config: Any, name: str) -> bool:
     return name in config.to_dict() or name in (config.attribute_map or {})
 
 
-def _changed(config: Any, changes: dict[str, Any]) -> Any:
-    """Return a configuration with other values; None if its class refuses them."""
+def _changed_config(config: Any, changes: dict[str, Any]) -> Any:
+    """Copy a configuration with other values; return None if its class refuses them."""
     values = config.to_dict() | {config.attribute_map.get(name, name): value for name, value in changes.items()}
     try:
         changed = type(config).from_dict(values)
-    except Exception:  # each class has its own way of refusing
+    except Exception:  # classes raise errors of any type
         return None
-    _set_implementations(changed, config)
+    _copy_implementations(config, changed)
     changed._name_or_path = config._name_or_path
     return changed
 
 
-def _set_implementations(config: Any, other: Any) -> None:
+def _copy_implementations(source: Any, target: Any) -> None:
+    """Copy the attention and experts implementation between configurations."""
     for name in ("_attn_implementation", "_experts_implementation"):
-        if getattr(other, name, None) is not None:
-            setattr(config, name, getattr(other, name))
+        if getattr(source, name, None) is not None:
+            setattr(target, name, getattr(source, name))
 
 
-def _built(kind: Any, config: Any) -> Any:
-    """Build a model without weights; None if its class refuses the configuration."""
+def _build(model_class: Any, config: Any) -> Any:
+    """Build a model on the meta device; return None if its class refuses the configuration."""
     try:
         with torch.device("meta"):
-            return kind(copy.deepcopy(config))
-    except Exception:  # what the class refuses, it refuses in its own way
+            return model_class(copy.deepcopy(config))
+    except Exception:  # classes raise errors of any type
         return None
 
 
@@ -201,7 +197,7 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _has_same_layers(model: Any, kept: Kept) -> bool:
-    """Return whether a model reads its layers as these heads, and scales their scores alike."""
+    """Return whether a model splits its layers into the kept heads and scales attention scores the same."""
     layers = map_model(model).attention
     return len(layers) == len(kept.heads) and all(
         (layer.heads, layer.kv_heads, layer.head_dim) == (len(heads.heads), len(heads.kv_heads), heads.layer.head_dim)
@@ -210,42 +206,49 @@ def _has_same_layers(model: Any, kept: Kept) -> bool:
     )
 
 
-def _attributes(kept: Kept, like: Any) -> dict[str, dict[str, Any]]:
-    """Return the counts that attention modules are to hold, by name, where the stock model `like` has others."""
+def _changed_attributes(kept: Kept, stock_model: Any) -> dict[str, dict[str, Any]]:
+    """Return the count attributes of attention modules that differ from the stock model, by module name."""
     names = {module: name for name, module in kept.model_map.model.named_modules()}
     attributes = {}
     for heads in kept.heads:
         width = len(heads.heads) * heads.layer.head_dim
-        if in_features(like.get_submodule(names[heads.layer.o_proj])) == width:
+        if in_features(stock_model.get_submodule(names[heads.layer.o_proj])) == width:
             continue
         for module in heads.layer.module.modules():
-            built = like.get_submodule(names[module])
-            counts = _counts_in(module, heads, kept.model_map.model_type)
-            changed = {name: value for name, value in counts.items() if getattr(built, name) != value}
+            stock_module = stock_model.get_submodule(names[module])
+            counts = _module_counts(module, heads, kept.model_map.model_type)
+            changed = {name: value for name, value in counts.items() if getattr(stock_module, name) != value}
             if changed:
                 attributes[names[module]] = changed
     return attributes
 
 
-def _counts_in(module: Any, kept: KeptHeads, model_type: str) -> dict[str, Any]:
-    """Return the counts that a module of a layer holds, by the names that it has for them."""
+def _module_counts(module: Any, kept: KeptHeads, model_type: str) -> dict[str, Any]:
+    """Return the count attributes of a module in a cut layer, by attribute name."""
     heads, kv_heads, layer = len(kept.heads), len(kept.kv_heads), kept.layer
-    width, kv_width = heads * layer.head_dim, kv_heads * layer.head_dim
-    counts = {"heads": heads, "kv_heads": kv_heads, "share": kept.share, "width": width, "kv_width": kv_width}
-    names = {name: count for count, known in _COUNTS.items() for name in known}
+    counts = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "group_size": kept.group_size,
+        "width": heads * layer.head_dim,
+        "kv_width": kv_heads * layer.head_dim,
+    }
     values: dict[str, Any] = {
-        n: counts[count] for n, count in names.items() if isinstance(getattr(module, n, None), int)
+        name: counts[count]
+        for count, names in _COUNTS.items()
+        for name in names
+        if isinstance(getattr(module, name, None), int)
     }
     if module is layer.module:
         if model_type in _QUERY_WIDTH:
-            values[_QUERY_WIDTH[model_type]] = width
+            values[_QUERY_WIDTH[model_type]] = counts["width"]
         if model_type in _READ_FROM_CONFIG:
             values["config"] = dict(zip(_READ_FROM_CONFIG[model_type], (heads, kv_heads), strict=True))
     return values
 
 
 def _add_layer_configs(config: Any, kept: Kept) -> None:
-    """Write the layers' sizes under the keys that other engines read, where the family has them."""
+    """Add the layers' sizes under the keys that other engines read, if the family supports them."""
     model_map = kept.model_map
     if model_map.stacks != ("",) or not _has(config, "num_key_value_heads") or not hasattr(config, "per_layer_config"):
         return
@@ -262,18 +265,19 @@ def _add_layer_configs(config: Any, kept: Kept) -> None:
     config.per_layer_config = layers
 
 
-def _filled(kind: Any, config: Any, model: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a model of a class, with these tensors in their own type."""
+def _load(model_class: Any, config: Any, model: Any, tensors: dict[str, Tensor]) -> Any:
+    """Build a model and load tensors in their own dtype; buffers and generation settings are those of `model`."""
     config = copy.deepcopy(config)
     config._name_or_path = f"{getattr(model.config, '_name_or_path', '')}-pruned"
-    smaller: Any = kind._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
-    _set_implementations(smaller.config, model.config)
+    implementation = model.config._attn_implementation
+    smaller: Any = model_class._from_config(config, dtype=model.dtype, attn_implementation=implementation)
+    _copy_implementations(model.config, smaller.config)
     smaller = smaller.to(next(iter(tensors.values())).device)
     for name, parameter in smaller.named_parameters():
         parameter.data = parameter.data.to(tensors[name].dtype)
     smaller.load_state_dict(tensors, strict=True)
     constants = dict(model.named_buffers())
-    for name, buffer in smaller.named_buffers():  # as the model has them: they may have been computed in another type
+    for name, buffer in smaller.named_buffers():  # the model may have computed them in another dtype
         if name not in tensors and name in constants and constants[name].shape == buffer.shape:
             buffer.data = constants[name].detach().clone()
     smaller.tie_weights()

@@ -1,1 +1,1 @@
-"""Training on problems, for ATHENA and distillation alike: splits, resuming, batches by length, loss curves."""
+"""Shared training code of ATHENA and distillation: splits, resuming, batches by length, loss curves."""

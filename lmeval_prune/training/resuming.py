@@ -1,4 +1,4 @@
-"""Trainings that can be killed: what they keep beside their output, and where they go on."""
+"""Resume interrupted trainings from the checkpoints and options beside their output."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError, disk_error
 
-OPTIONS = "options.json"  # in the folder of a training that is not complete
-LITTLE = 2**30  # free bytes of a disk on which a checkpoint that torch could not write is taken for one too many
+OPTIONS = "options.json"  # in the folder of an incomplete training
+FULL_DISK = 2**30  # free bytes below which a failed write by torch is reported as a full disk
 
 
 class _TrainerState(TypedDict):
-    """Fields that are read of `trainer_state.json`."""
+    """Fields of `trainer_state.json` that are read."""
 
     global_step: int
 
 
 def settings_of(options: Any) -> dict[str, Any]:
-    """Return as JSON the options that the result depends on: all but where things are."""
+    """Return the options that the result depends on, as JSON: all except paths."""
     return {
         name: value
         for name, value in json.loads(json.dumps(asdict(options))).items()
@@ -36,50 +36,38 @@ def settings_of(options: Any) -> dict[str, Any]:
     }
 
 
-def refuse_other(settings: Mapping[str, Any], known: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a folder that was made with other options.
-
-    Raises:
-        InputError: naming some of them.
-    """
-    differ = [name for name in settings if known.get(name) != settings[name]]
+def refuse_other(settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> None:
+    """Raise an `InputError` if a folder was made with other options."""
+    differ = [name for name in settings if stored.get(name) != settings[name]]
     if differ:
-        values = ", ".join(f"{name}={known.get(name)}" for name in differ[:3])
+        values = ", ".join(f"{name}={stored.get(name)}" for name in differ[:3])
         raise InputError(f"{folder} was made with other options ({values}); name another output, or delete it")
 
 
 def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse a folder of checkpoints that was begun with other options; one that is not there is fine.
-
-    Raises:
-        InputError: it was, or its `options.json` is damaged.
-    """
+    """Raise an `InputError` if a folder of checkpoints has other options."""
     if (work / OPTIONS).is_file():
         refuse_other(settings, read_options(work), work)
 
 
 def read_options(work: Path) -> dict[str, Any]:
-    """Read the options of a training that was begun.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """Read the options of an incomplete training; `InputError` if the file is damaged."""
     try:
         options: dict[str, Any] = read_json(work / OPTIONS)
     except InputError as error:
-        raise InputError(f"{error}; delete {work} to begin anew") from error
+        raise InputError(f"{error}; delete {work} to start again") from error
     return options
 
 
 def write_options(work: Path, settings: Mapping[str, Any]) -> None:
-    """Note with which options a training was begun."""
+    """Write the options of a training."""
     write_text(work / OPTIONS, json.dumps(settings, indent=1) + "\n")
 
 
 def last_checkpoint(work: Path) -> str | None:
-    """Find the newest checkpoint that was written to its end, and delete those that were not.
+    """Return the newest complete checkpoint, and delete incomplete ones.
 
-    Its state is the last file that transformers writes of one.
+    `trainer_state.json` is the last file of a checkpoint that transformers writes.
     """
     complete: dict[int, Path] = {}
     for folder in work.glob("checkpoint-*"):
@@ -92,17 +80,13 @@ def last_checkpoint(work: Path) -> str | None:
 
 @contextmanager
 def full_disk_refused(work: Path) -> Iterator[None]:
-    """Say in one line that the disk of checkpoints is full; torch and safetensors say it in ways of their own.
-
-    Raises:
-        InputError: it is.
-    """
+    """Turn errors of torch and safetensors on a full disk into an `InputError` with one line."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         if refusal := disk_error(error, work):
             raise refusal from error
-        torn = any(word in str(error) for word in ("iostream", "inline_container"))  # of torch.save
-        if not (torn and shutil.disk_usage(work).free < LITTLE):
+        is_torch_save = any(word in str(error) for word in ("iostream", "inline_container"))
+        if not (is_torch_save and shutil.disk_usage(work).free < FULL_DISK):
             raise
         raise disk_error(OSError(errno.ENOSPC, ""), work) from error  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""transformers' Trainer on batches of about one length; killed, it goes on and ends with the same weights."""
+"""Resumable transformers Trainer on batches of similar length."""
 
 from __future__ import annotations
 
@@ -17,24 +17,18 @@ from lmeval_prune.training.resuming import last_checkpoint
 
 
 class BatchesByLength(Sampler[int]):
-    """Orders texts so that those of a batch have about one length; another order every epoch.
+    """Random order in which the texts of a batch have similar lengths, drawn by seed and epoch.
 
-    transformers' own sampler draws from torch's generator, so that an epoch that was interrupted would go on in another
-    order.
-
-    Args:
-        lengths: of the texts.
-        batch: how many are read together.
-        seed: of the order.
+    With transformers' own sampler, which draws from torch's generator, a resumed epoch would have another order.
     """
 
-    SPAN = 24  # batches among which lengths are sorted
+    SPAN = 24  # number of batches whose texts are sorted by length
 
     def __init__(self, lengths: Sequence[int], batch: int, seed: int) -> None:
         self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch."""
+        """Choose the order of an epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -46,7 +40,7 @@ class BatchesByLength(Sampler[int]):
         span = self.SPAN * self.batch
         order = [index for i in range(0, len(order), span) for index in sorted(order[i : i + span], key=self._length)]
         batches = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
-        last = batches.pop()  # it may be a smaller one
+        last = batches.pop()  # may be smaller
         generator.shuffle(batches)
         yield from (index for batch in [*batches, last] for index in batch)
 
@@ -55,12 +49,12 @@ class BatchesByLength(Sampler[int]):
 
 
 class Progress(TrainerCallback):
-    """Prints a line at each log, with an estimate of what is left, and adds to the log how long it took.
+    """Callback that prints a line with the remaining time at each log, and adds the elapsed time to the log.
 
     Args:
-        name: begins each line.
-        following: so many trainings of this length follow.
-        preparation: seconds that each of them takes before it trains.
+        name: prefix of each line.
+        following: number of trainings of the same length that follow.
+        preparation: seconds before each of them starts to train.
     """
 
     TERMS = ("loss", "response", "feature", "task")
@@ -71,16 +65,16 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock."""
-        self.begun, self.first_step = time.monotonic(), state.global_step
+        self.start, self.first_step = time.monotonic(), state.global_step
         if self.first_step and state.is_world_process_zero:
-            print(f"{self.name}goes on after epoch {state.epoch:.2f}", flush=True)
+            print(f"{self.name}resumes after epoch {state.epoch:.2f}", flush=True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start the clocks of a log's row."""
+        """Start the clocks of the epoch."""
         self.clocks = time.monotonic(), time.process_time()
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Print the newest row of the log."""
+        """Print the latest row of the log."""
         row = state.log_history[-1]
         if "loss" in row:
             clocks = time.monotonic(), time.process_time()
@@ -89,7 +83,7 @@ class Progress(TrainerCallback):
             )
             self.clocks = clocks
             steps = state.max_steps * (1 + self.following) - row["step"]
-            per_step = (clocks[0] - self.begun) / max(1, state.global_step - self.first_step)
+            per_step = (clocks[0] - self.start) / max(1, state.global_step - self.first_step)
             minutes = (per_step * steps + self.following * self.preparation) / 60
             text = (
                 f"{self.name}epoch {row['epoch']:.2f} of {args.num_train_epochs:.0f}: {_listed(row, self.TERMS)}, "
@@ -108,14 +102,10 @@ def _listed(row: dict[str, Any], names: Sequence[str]) -> str:
 
 
 class ResumableTrainer(Trainer):
-    """Trains on batches by length, and validates by further figures, too.
+    """Trainer on batches of similar length, with further validation metrics.
 
-    Args:
-        model, arguments, collator: transformers'.
-        train, validation: examples.
-        lengths: tokens of each training example.
-        progress: prints losses and the time that is left.
-        patience: validations without a better one after which it stops; 0: never.
+    `lengths` are the numbers of tokens of the training examples. Training stops after `patience` validations without
+    improvement (0: never).
     """
 
     def __init__(
@@ -141,20 +131,19 @@ class ResumableTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
 
-    def further_figures(self) -> dict[str, float]:
-        """Return further figures of the validation, by the names that the log has for them."""
+    def further_metrics(self) -> dict[str, float]:
+        """Return further validation metrics by their names in the log."""
         return {}
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        """Evaluate a split by transformers' figures and the further ones."""
+        """Evaluate a split, with the further metrics."""
         output = super().evaluation_loop(*args, **settings)
-        return output._replace(metrics={**(output.metrics or {}), **self.further_figures()})
+        return output._replace(metrics={**(output.metrics or {}), **self.further_metrics()})
 
     def run(self) -> dict[str, Any]:
-        """Train from the last whole checkpoint on; the model is the best one then.
+        """Train from the last complete checkpoint; return `best_epoch` and the `log` with losses.
 
-        Returns:
-            `best_epoch`, and the rows of the `log` with losses.
+        Afterwards the model has the best weights.
         """
         self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
         best = self.state.best_global_step or self.state.global_step
@@ -179,13 +168,13 @@ def training_arguments(
     """Make transformers' arguments.
 
     Args:
-        options: those that ATHENA's training and a distillation share.
+        options: options of ATHENA's training or of a distillation.
         work: folder of the checkpoints.
         rate: learning rate.
-        seed: of order and dropout.
-        best_by: metric that chooses the best epoch, and whether more of it is better; None: the last one is taken.
+        seed: seed of order and dropout.
+        best_by: metric that chooses the best epoch, and whether higher is better; None: the last epoch.
         save_steps: updates between checkpoints, validations and logs; 0: an epoch.
-        others: arguments that have other defaults here, or that a user gives.
+        others: further arguments.
     """
     interval, steps = "steps" if save_steps else "epoch", max(1, save_steps)
     metric, greater = best_by or (None, None)

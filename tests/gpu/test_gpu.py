@@ -12,7 +12,7 @@ from lmeval_prune import HeadMask, RowMasks, map_model
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.decoding.engine import _free_memory
-from lmeval_prune.interventions.attention_call import put_in_front
+from lmeval_prune.interventions.attention_call import intercept_attention
 from tests.tiny_models import output, tiny, tokens
 
 pytestmark = [
@@ -64,7 +64,7 @@ def test_a_handler_stands_in_front_of_attention() -> None:
     model, inputs = tiny("llama").cuda(), tokens().cuda()
     expected = output(model, inputs)
     with ExitStack() as stack:
-        put_in_front(map_model(model), lambda call, attend: attend(call), stack)
+        intercept_attention(map_model(model), lambda call, attend: attend(call), stack)
         assert torch.equal(output(model, inputs), expected)
 
 

@@ -1,4 +1,4 @@
-"""Find the questions that a variant's artefacts were made from: the variant was chosen on them."""
+"""Questions that a variant was selected on: those that its artefacts (routers, masks, plans) were made from."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.preparations import preparation
-from lmeval_prune.models.tries import POLICIES
+from lmeval_prune.grid.preparations import make_preparation
+from lmeval_prune.models.head_router import POLICIES
 
 ARTEFACT_ARGUMENTS = ("router", "router_store", "mask", "plan")  # model_args that may name an artefact
 
 
 class Identity(TypedDict):
-    """Fields of a cell's identity that are read here."""
+    """The router in a cell's identity."""
 
     router: NotRequired[dict[str, Any] | None]
 
 
 class CellContents(TypedDict):
-    """Fields of `cell.json` that are read here."""
+    """Fields of `cell.json` that locate artefacts."""
 
     prepared: NotRequired[str]
     identity: NotRequired[Identity]
 
 
 class Artefact(TypedDict):
-    """Fields of an artefact that are read here."""
+    """Fields of an artefact that name its questions."""
 
     schema: str
     seen: NotRequired[list[str]]
 
 
-def seen(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]]:
+def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]]:
     """Return the questions that a cell's artefacts were made from.
 
     Args:
-        folder: of the grid.
-        entry: of the cell in `grid.json`.
+        folder: the grid's folder.
+        entry: the cell's entry in `grid.json`.
 
     Returns:
-        Digests of their texts; and `NAME=VALUE` of routers and stores that are missing or have changed since.
+        Digests of the questions' texts; and `NAME=VALUE` of routers and stores that are missing or have changed.
     """
     has_artefacts = entry["prepare"] or not entry["model_args"].keys().isdisjoint(ARTEFACT_ARGUMENTS)
     contents = _cell_contents(folder.cell(entry["key"])) if has_artefacts else {}
     recorded = (contents.get("identity") or {}).get("router") or {}
-    texts: set[str] = set()
-    lost: list[str] = []
+    questions: set[str] = set()
+    unavailable: list[str] = []
     for name, value in _artefacts(folder, entry, contents):
         content = recorded[name].get("content") if isinstance(recorded.get(name), dict) else None
-        path = next((path for path in _candidates(folder, value) if content in (None, _content(path))), None)
+        path = next((path for path in _candidates(folder, value) if content in (None, _content_digest(path))), None)
         if path:
-            texts |= _seen(path)
-        elif name in ("router", "router_store"):  # a mask or a plan may have been made without questions
-            lost.append(f"{name}={value}")
-    return texts, lost
+            questions |= _questions(path)
+        elif name in ("router", "router_store"):  # masks and plans may be made without questions
+            unavailable.append(f"{name}={value}")
+    return questions, unavailable
 
 
 def _artefacts(folder: GridFolder, entry: dict[str, Any], contents: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the arguments that name artefacts, of the variant and of its preparation's result."""
+    """Return the arguments that name artefacts, including those of the preparation."""
     arguments = dict(entry["model_args"])
     if arguments.get("router") in POLICIES:
         del arguments["router"]
     for name, settings in entry["prepare"].items():
-        arguments |= preparation(name, settings).model_args(folder.prepared / str(contents.get("prepared") or ""))
+        arguments |= make_preparation(name, settings).model_args(folder.prepared / str(contents.get("prepared") or ""))
     named = [(name, value) for name, value in arguments.items() if name in ARTEFACT_ARGUMENTS]
     return [(name, value) for name, value in named if isinstance(value, str)]
 
@@ -85,7 +85,7 @@ def _cell_contents(cell: Path) -> dict[str, Any]:
 
 
 def _candidates(folder: GridFolder, value: str) -> Iterator[Path]:
-    """Yield the paths at which an artefact may be; a relative path starts at this folder, or above the grid's."""
+    """Yield existing paths of an artefact; a relative path may start at this folder or at a parent of the grid's."""
     path = Path(value).expanduser()
     for start in dict.fromkeys((Path.cwd(), *folder.path.parents)):
         if (start / path).exists():
@@ -94,14 +94,12 @@ def _candidates(folder: GridFolder, value: str) -> Iterator[Path]:
             return
 
 
-@cache
-def _content(path: Path) -> str:
-    return content_digest(path)
+_content_digest = cache(content_digest)
 
 
 @cache
-def _seen(path: Path) -> frozenset[str]:
-    """Return the questions that an artefact names: a router its training questions, a store all of its own."""
+def _questions(path: Path) -> frozenset[str]:
+    """Return the digests of an artefact's questions: a router's training questions, all questions of a store."""
     questions = path / "questions.parquet"
     if questions.is_file():
         try:

@@ -1,4 +1,4 @@
-"""Bases of our model classes of lm-eval's."""
+"""Base classes of the package's lm-eval models."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.utils import simple_parse_args_string
 
-from lmeval_prune.errors import InputError, reported
+from lmeval_prune.errors import InputError, print_input_errors
 
 
-class GivenOnce(LM):
-    """A model class that takes each of its arguments once: from model_args, or from lm-eval's own option."""
+class CheckedArgumentsLM(LM):
+    """A model that refuses model_args which repeat an option of lm-eval's command line, such as `--batch_size`."""
 
     @classmethod
-    @reported
+    @print_input_errors
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
-        """Make a model of model_args and of lm-eval's own options; `InputError` if both give the same argument."""
+        """Create a model from model_args and lm-eval's options; `InputError` if both set an argument."""
         for name, value in (additional_config or {}).items():
             if value is not None and name in arg_dict:
                 raise InputError(f"{name}= is lm-eval's own option: write --{name} {arg_dict[name]}, not model_args")
@@ -24,38 +24,43 @@ class GivenOnce(LM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
-        """Make a model of a text; see `create_from_arg_obj`."""
+        """Create a model from a string of model_args; see `create_from_arg_obj`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
 
-class AnsweringLM(GivenOnce):
-    """A model class whose `answering` answers requests, from the answer store where there is one."""
+class AnsweringLM(CheckedArgumentsLM):
+    """A model whose `answering` (an `Answering`) answers requests, from the answer store if there is one.
+
+    Attributes:
+        answering: answers the requests.
+        store_rank: number of this process in an answer store; see `AnswerStore`.
+    """
 
     answering: Any
-    store_rank: Any = 0  # by which this process writes into a store; see `AnswerStore`
+    store_rank: Any = 0
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
         """Refuse requests that the model cannot answer."""
 
-    @reported
+    @print_input_errors
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return a text for each request."""
+        """Generate a text for each request."""
         return list(self.answering.answer("generate_until", requests, disable_tqdm))
 
-    @reported
+    @print_input_errors
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihoods of given texts, and whether each is what greedy decoding gives."""
+        """Return the log-likelihood of each continuation, and whether greedy decoding would generate it."""
         return list(self.answering.answer("loglikelihood", requests, disable_tqdm))
 
-    @reported
+    @print_input_errors
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts."""
+        """Return the log-likelihood of each text."""
         return list(self.answering.answer("loglikelihood_rolling", requests, disable_tqdm))
 
-    def gathered(self, value: Any) -> list[Any]:
-        """Return a value of each process, in the order of ranks."""
+    def gather_from_ranks(self, value: Any) -> list[Any]:
+        """Return the value of each process, in the order of ranks."""
         return [value]
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is true in some process."""
+        """Return whether a flag is true on some process."""
         return flag

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval by their names."""
+"""Loading of lm-eval tasks by name."""
 
 from __future__ import annotations
 
@@ -6,56 +6,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmeval_prune.errors import InputError, first_line, unknown_task
+from lmeval_prune.errors import InputError, first_line, unknown_task_error
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 
 def task_manager(metadata: Mapping[str, Any] | None = None) -> TaskManager:
-    """Return a task manager of our tasks and lm-eval's, which reads lm-eval's index only where a name needs it.
-
-    Args:
-        metadata: passed to the tasks.
-    """
+    """Return a task manager with this package's tasks and lm-eval's; `metadata` is passed to the tasks."""
     from lmeval_prune.tasks.manager import LazyTaskManager
 
     return LazyTaskManager(metadata=dict(metadata or {}))
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
-    """Load tasks, and the tasks of groups.
-
-    Args:
-        manager: lm-eval's.
-        names: of tasks, groups or tags, or paths of their YAML files.
-
-    Returns:
-        Tasks by name.
+    """Load tasks, and the tasks of groups and tags, by name; a name can be the path of a YAML file.
 
     Raises:
-        InputError: there is none of a name, or its data cannot be loaded.
+        InputError: a task does not exist, or its data cannot be loaded.
     """
     unknown = [name for name in names if not Path(name).is_file() and name not in manager.task_index]
     if not names:
         raise InputError("there is no task to run; name one (`lm_eval ls tasks` lists them)")
     if unknown:
-        raise unknown_task(unknown, manager.all_tasks)
+        raise unknown_task_error(unknown, manager.all_tasks)
     try:
         tasks: dict[str, Any] = manager.load(list(names))["tasks"]
     except InputError:
         raise
-    except Exception as error:  # whatever a data set's loader raises
+    except Exception as error:  # data set loaders raise many types
         raise InputError(f"{', '.join(names)} cannot be loaded ({first_line(error)})") from error
     return tasks
 
 
 def load_task(manager: TaskManager, name: str) -> Any:
-    """Load one task, by its name or its file's path.
-
-    Raises:
-        InputError: there is none, its data cannot be loaded, or the name is a group's.
-    """
+    """Load one task by its name or the path of its file; `InputError` if it is a group."""
     tasks = load_tasks(manager, [name])
     if name in tasks:
         return tasks[name]

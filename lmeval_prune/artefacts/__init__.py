@@ -1,0 +1,45 @@
+"""Read and write artefacts: atomic writes, locks, typed fields, no pickle.
+
+A file or folder is written in a temporary folder `.lmeval-prune-…` beside its path, and renamed when it is complete.
+The temporary folder's name identifies the writing process. The first write of a process in a folder removes the
+leftovers of killed processes: temporary folders of ended processes, and locks without a holder.
+"""
+
+from lmeval_prune.artefacts.digests import content_digest, digest, files_digest
+from lmeval_prune.artefacts.locks import (
+    TEMPORARY_PREFIX,
+    create_folder,
+    file_lock,
+    file_name,
+    lock_path,
+    output_lock,
+)
+from lmeval_prune.artefacts.reading import (
+    NONFINITE_REMEDY,
+    check_finite,
+    parse_json,
+    read_artefact,
+    read_json,
+    read_lines,
+    read_table,
+    read_tensors,
+    validate_json,
+)
+from lmeval_prune.artefacts.writing import (
+    CREATED_BY,
+    check_writable,
+    final_path,
+    new_file,
+    new_folder,
+    open_append,
+    write_artefact,
+    write_bytes,
+    write_text,
+)
+
+__all__ = [
+    "CREATED_BY", "NONFINITE_REMEDY", "TEMPORARY_PREFIX", "check_finite", "check_writable", "content_digest",
+    "create_folder", "digest", "file_lock", "file_name", "files_digest", "final_path", "lock_path", "new_file",
+    "new_folder", "open_append", "output_lock", "parse_json", "read_artefact", "read_json", "read_lines",
+    "read_table", "read_tensors", "validate_json", "write_artefact", "write_bytes", "write_text",
+]  # fmt: skip

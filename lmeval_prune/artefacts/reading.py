@@ -1,0 +1,184 @@
+"""Reading of JSON artefacts, JSON Lines, parquet tables and safetensors, with the types of their fields checked."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmeval_prune.errors import InputError, first_line
+
+_MAX_JSON_BYTES = 2**28
+NONFINITE_REMEDY = "the model computes what its type cannot hold: give its weights in float32 or bfloat16"
+PathLike = str | os.PathLike[str]
+
+
+def read_artefact(
+    path: PathLike, schema: str | tuple[str, ...], version: int, fields: Any = dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Read a JSON artefact.
+
+    Args:
+        path: the file.
+        schema: the accepted schema or schemas.
+        version: the newest version that can be read.
+        fields: type of the content; see `validate_json`.
+
+    Returns:
+        The content, and the SHA-256 of the file.
+
+    Raises:
+        InputError: the file is missing, is not JSON (a pickle is refused without being loaded), has another schema,
+            has a newer version, or lacks fields or has fields of another type.
+    """
+    path = Path(path)
+    data = _read_bytes(path)
+    content = parse_json(data, path)
+    schemas = (schema,) if isinstance(schema, str) else schema
+    if not isinstance(content, dict) or content.get("schema") not in schemas:
+        name = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise InputError(f"{path} is not a {' or '.join(schemas)} artefact (its schema is {str(name)[:80]!r})")
+    number = content.get("schema_version")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise InputError(f"{path} is damaged: its schema_version is {str(number)[:40]!r}, not a number")
+    if number > version:
+        raise InputError(
+            f"{path} has schema version {str(number)[:40]}; this lmeval-prune reads up to {version}: upgrade it"
+        )
+    return validate_json(content, fields, path), hashlib.sha256(data).hexdigest()
+
+
+def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:
+    """Read a JSON file and check the type of its value; see `validate_json`.
+
+    Raises:
+        InputError: the file is missing, is not JSON, or has a value of another type.
+    """
+    return validate_json(parse_json(_read_bytes(Path(path)), path), fields, path)
+
+
+def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
+    """Read a JSON Lines file and check the type of each value; see `validate_json`.
+
+    Raises:
+        InputError: the file is missing, or a line is not JSON or has a value of another type.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"no such file: {path}")
+    lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)
+    named = [(line, f"line {number} of {path}") for number, line in lines if line.strip()]
+    return [validate_json(parse_json(line, name), fields, name) for line, name in named]
+
+
+def parse_json(data: bytes | str, path: object) -> Any:
+    """Parse a JSON text; the `InputError` for invalid JSON names `path`.
+
+    Numbers with thousands of digits and very deep nesting are refused.
+    """
+    import pydantic_core
+
+    try:
+        return pydantic_core.from_json(data)
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+
+
+def validate_json(value: Any, kind: Any, path: object) -> Any:
+    """Check a JSON value against a type, e.g. `list[str]` or a `TypedDict`, and return the value.
+
+    The `InputError` for another type names `path` and the field.
+    """
+    from pydantic import ValidationError
+
+    try:
+        _validator(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part)[:40] for part in first["loc"])
+        name = f"field {field!a}" if field else "content"
+        raise InputError(f"{path} is damaged or of another kind ({name}: {first['msg'].splitlines()[0]})") from None
+    return value
+
+
+@functools.cache
+def _validator(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _read_bytes(path: Path) -> bytes:
+    if not path.is_file():
+        raise InputError(f"{path} is a folder; name a file in it" if path.is_dir() else f"no such file: {path}")
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    if data.startswith((b"\x80", b"PK")):
+        raise InputError(
+            f"{path} is a pickle or torch file, which can run code when it is loaded, and was not read; "
+            f"artefacts are JSON (write one with `lmeval-prune mask` or HeadMask.save)"
+        )
+    if len(data) > _MAX_JSON_BYTES:
+        raise InputError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB and is not an artefact of lmeval-prune")
+    return data
+
+
+def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
+    """Read tensors from a safetensors file.
+
+    Args:
+        path: the file.
+        sha256: hash of the file in the artefact beside it; None: not checked.
+
+    Raises:
+        InputError: the file cannot be read, has another hash, or has NaN or infinite values.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        data = Path(path).read_bytes()
+        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+            raise InputError(f"{path} does not belong to the artefact beside it (another SHA-256); make both again")
+        tensors = load(data)
+    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); it belongs to the artefact beside it") from None
+    check_finite(tensors, path)
+    return tensors
+
+
+def read_table(
+    path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None, optional: Iterable[str] = ()
+) -> Any:
+    """Read and validate a parquet file as an Arrow table; `InputError` with `remedy` if it is damaged.
+
+    With a `schema`, columns are cast to its types, and `optional` columns that the file lacks are null.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path, columns=None if schema else columns)
+        table.validate(full=True)  # finds texts that are not UTF-8, too
+        if schema is None:
+            return table
+        columns = columns or schema.names
+        for name in set(optional).intersection(columns).difference(table.column_names):
+            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
+        return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
+    except FileNotFoundError:
+        raise
+    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
+
+
+def check_finite(tensors: Mapping[str, Any], name: object, remedy: str = "make it again") -> None:
+    """Raise an `InputError` that names `name` and `remedy` if a tensor has NaN or infinite values."""
+    for key, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise InputError(f"{name} has NaN or infinite values in {key}; {remedy}")

@@ -1,0 +1,185 @@
+"""Atomic writes of files, folders and JSON artefacts."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from lmeval_prune import __version__
+from lmeval_prune.artefacts.locks import TEMPORARY_PREFIX, in_folder, output_lock, temporary_folder
+from lmeval_prune.errors import InputError, disk_error, report_write_errors
+
+CREATED_BY = f"lmeval-prune {__version__}"
+PathLike = str | os.PathLike[str]
+
+
+def write_artefact(path: PathLike, schema: str, version: int, content: dict[str, Any]) -> None:
+    """Write a JSON artefact: `content` with the names and versions of its schema and of this program."""
+    envelope = {"schema": schema, "schema_version": version, "created_by": CREATED_BY, **content}
+    write_text(path, json.dumps(envelope, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Write a text file; see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: PathLike, content: bytes) -> None:
+    """Write a file atomically: readers see the complete old content or the complete new content.
+
+    Raises:
+        InputError: the path is a folder, or its folder cannot be created or written.
+        DiskError: the disk is full or refuses files.
+    """
+    with new_file(path) as temporary, report_write_errors(path):
+        temporary.write_bytes(content)
+
+
+def check_writable(path: PathLike, folder: bool = False) -> None:
+    """Raise an `InputError` for an output file (or `folder`) that cannot be written, before the work begins."""
+    with _temporary_path(Path(path).resolve() if folder else Path(path), folder):
+        pass
+
+
+@contextmanager
+def new_file(path: PathLike) -> Iterator[Path]:
+    """Write a large file atomically: the file appears when the block ends.
+
+    Yields:
+        A temporary path to write to. If the block raises, the old file stays.
+
+    Raises:
+        InputError: the path cannot be written.
+        DiskError: the disk is full or refuses files.
+    """
+    with _temporary_path(Path(path)) as temporary:
+        with _report_full_disk(path):
+            yield temporary
+        with report_write_errors(path):
+            _sync(temporary)
+            temporary.replace(path)
+
+
+@contextmanager
+def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) -> Iterator[Path]:
+    """Write a folder atomically: the folder appears, or replaces an existing folder, when the block ends.
+
+    On systems that cannot exchange two names in one call, a kill between two renames leaves the old folder as
+    `.NAME.before`; the next call restores it. The path is locked during the block.
+
+    Args:
+        path: the folder, or a link to it.
+        check: called with the path at the beginning and just before the replacement; raises to refuse the path.
+
+    Yields:
+        A temporary path to write to. If the block raises, the old folder stays.
+
+    Raises:
+        InputError: the folder cannot be written, or another process is writing it.
+        DiskError: the disk is full or refuses files.
+    """
+    path = Path(path).resolve()
+    with _temporary_path(path, folder=True) as temporary, output_lock(path):
+        if _backup(path).is_dir() and not path.exists():
+            _backup(path).replace(path)
+        if check:
+            check(path)
+        with report_write_errors(path):
+            temporary.mkdir()
+        with _report_full_disk(path):
+            yield temporary
+        with report_write_errors(path):
+            mode = temporary.stat().st_mode & 0o666
+            for part in [*temporary.rglob("*"), temporary]:
+                if part.is_file():
+                    part.chmod(mode)  # safetensors writes files that only their owner can read
+                _sync(part)
+            if check:
+                check(path)
+            _replace_folder(temporary, path)
+
+
+def final_path(temporary: Path) -> Path:
+    """Return the final path of a temporary file or folder; other paths are returned unchanged."""
+    is_temporary = temporary.parent.name.startswith(TEMPORARY_PREFIX)
+    return temporary.parent.with_name(temporary.name) if is_temporary else temporary
+
+
+def open_append(path: Path) -> IO[str]:
+    """Open a text file for appending; `InputError` if the path is a symbolic link."""
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise InputError(f"{path} is a symbolic link; remove it, or name another folder") from None
+
+
+@contextmanager
+def _temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
+    """Yield a path of the same name in a temporary folder of this process."""
+    with ExitStack() as stack:
+        with report_write_errors(path):
+            if path.is_dir() and not folder:
+                raise InputError(f"{path} is a folder; name a file in it")
+            if path.is_file() and folder:
+                raise InputError(f"{path} is a file; name a folder")
+            parent = path.parent.absolute()
+            temporary = stack.enter_context(in_folder(parent, lambda: temporary_folder(parent)))
+        yield temporary / path.name
+
+
+@contextmanager
+def _report_full_disk(path: PathLike) -> Iterator[None]:
+    """Convert the error of a full disk to a `DiskError` of one line."""
+    try:
+        yield
+    except Exception as error:
+        if refusal := disk_error(error, path):
+            raise refusal from error
+        raise
+
+
+def _replace_folder(temporary: Path, path: Path) -> None:
+    """Move a temporary folder to its final path, replacing an existing folder."""
+    if not path.exists() or not any(path.iterdir()):
+        temporary.replace(path)
+    elif not _exchange(temporary, path):  # no such call on this system: for a moment the path does not exist
+        shutil.rmtree(_backup(path), ignore_errors=True)
+        path.replace(_backup(path))
+        try:
+            temporary.replace(path)
+        except OSError:
+            _backup(path).replace(path)
+            raise
+        shutil.rmtree(_backup(path))
+
+
+def _backup(path: Path) -> Path:
+    return path.parent / f".{path.name}.before"
+
+
+def _exchange(path: Path, other: Path) -> bool:
+    """Exchange two names in one call; return False where the system cannot."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_cwd, exchange = -100, 2
+    return call(at_cwd, os.fsencode(path), at_cwd, os.fsencode(other), exchange) == 0
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,68 @@
+"""Costs of variants and their Pareto fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.reporting.statistics import pareto
+
+
+class Cost(NamedTuple):
+    """A measured quantity."""
+
+    label: str
+    less_is_better: bool = True
+    timed: bool = False  # varies from run to run
+
+
+COSTS = {
+    "parameters": Cost("parameters"),
+    "flops_per_token": Cost("FLOPs per token"),
+    "decode_tokens_per_second": Cost("tokens per second, decoding", less_is_better=False, timed=True),
+    "prefill_tokens_per_second": Cost("tokens per second, prefill", less_is_better=False, timed=True),
+    "cache_bytes_per_token": Cost("bytes of cache per token"),
+    "weights_bytes": Cost("bytes of weights"),
+}
+
+
+def read_costs(folder: GridFolder, keys: set[str]) -> dict[str, Any]:
+    """Return the measured costs of a variant, given the keys of its cells' costs; empty if there are none."""
+    measured = next(filter(None, map(folder.costs, sorted(keys))), {})
+    envelope = {"schema", "schema_version", "created_by"}
+    return {name: value for name, value in measured.items() if name not in envelope}
+
+
+def cost_range(costs: Mapping[str, Any], key: str) -> tuple[float, float]:
+    """Return the lowest and the highest measured value of a cost; NaN if unknown."""
+    if COSTS[key].timed:
+        low, high = costs.get("ranges", {}).get(key, (np.nan, np.nan))
+        return low, high
+    value = costs.get(key)
+    return (np.nan if value is None else value,) * 2
+
+
+def pareto_fronts(costs: Mapping[str, Mapping[str, Any]], gains: Mapping[str, float]) -> dict[str, list[str]]:
+    """Return the Pareto front of each cost in which variants differ.
+
+    Speeds without a range have no front: their spread is unknown.
+
+    Args:
+        costs: measured costs by variant.
+        gains: means by variant; larger is better.
+
+    Returns:
+        Names of the variants on the front, by key of `COSTS`.
+    """
+    fronts = {}
+    for key, cost in COSTS.items():
+        ranges = np.array([cost_range(costs[name], key) for name in gains], dtype=float)
+        known = ~np.isnan(ranges).any(1)
+        unranged = [name for name, is_known in zip(gains, known, strict=True) if not is_known and key in costs[name]]
+        if not (cost.timed and unranged) and (ranges[known] != ranges[known][:1]).any():
+            front = pareto(ranges if cost.less_is_better else -ranges[:, ::-1], np.array(list(gains.values())))
+            fronts[key] = [name for name, is_on in zip(gains, front, strict=True) if is_on]
+    return fronts

@@ -1,0 +1,338 @@
+"""Run jobs of a grid in one process: load models, make preparations, and evaluate cells with lm-eval."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import lm_eval
+import torch
+from torch.utils import collect_env
+
+from lmeval_prune.artefacts import digest
+from lmeval_prune.errors import InputError, disk_error, first_line
+from lmeval_prune.grid.cells import Cell, versions
+from lmeval_prune.grid.folder import GridFolder, costs_failure
+from lmeval_prune.grid.measures import measure
+from lmeval_prune.grid.outcomes import write_cell
+from lmeval_prune.grid.preparations import make_preparation
+from lmeval_prune.interventions import HeadMask, combined
+from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.identity import ModelIdentity
+from lmeval_prune.models.pruned_hf import PrunedHFLM
+from lmeval_prune.models.pruned_server import PrunedServerLM
+from lmeval_prune.models.server_options import without_server
+from lmeval_prune.profiling.speed import peak_memory_of_process
+from lmeval_prune.tasks.loading import task_manager
+
+logger = logging.getLogger(__name__)
+DONE, FAILED, BUSY = "done", "failed", "busy"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a cell, of a preparation, or of a measurement of costs."""
+
+    key: str  # of the cell or the preparation; `costs_failure(...)` of a measurement
+    state: str  # `DONE`, `FAILED`, or `BUSY`: another process holds the lock
+    reason: str = ""  # of the failure
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work for one process: variants of one model on one task to evaluate, or one cell's preparation."""
+
+    folder: str  # of the grid
+    cells: tuple[Cell, ...]
+    prepares: bool = False  # make the cell's preparation, do not evaluate it
+    measures: bool = False  # measure the costs of variants without costs, also of cells that are done
+
+
+class VariantLM(PrunedHFLM):
+    """A loaded model that becomes one variant after another."""
+
+    # Masks of the job's variants: the first request to generate text is answered under all of them in one pass.
+    job_masks: tuple[HeadMask | None, ...] = ()
+
+    @property
+    def store_rank(self) -> int | None:
+        """Return None: several processes write answers of one grid, each under a free number."""
+        return None
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answer as the base class, after answering the requests under all masks of the job."""
+        if self.job_masks and self.answering.store:
+            self._applied.close()
+            try:
+                self.answering.answer_ahead(requests, self.job_masks, disable_tqdm)
+            finally:
+                self._applied = self._apply()
+        return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+
+class ServedLM(PrunedServerLM):
+    """A variant that a server answers for."""
+
+    @property
+    def store_rank(self) -> int | None:
+        """Return None: several processes write answers of one grid, each under a free number."""
+        return None
+
+
+class LoadedModel:
+    """The model of a process. Loading another one replaces it."""
+
+    def __init__(self) -> None:
+        self.lm: VariantLM | ServedLM | None = None
+        self._key = ""
+
+    def configure(self, arguments: Arguments, identity: dict[str, Any] | None) -> VariantLM:
+        """Apply other arguments to the loaded model, or load another one and check its identity."""
+        key = digest([{name: str(value) for name, value in arguments.loading.items()}, identity])
+        if isinstance(self.lm, VariantLM) and self._key == key:
+            self.lm.job_masks = ()
+            self.lm.reconfigure(arguments)
+            return self.lm
+        self.close()
+        self.lm = lm = VariantLM(arguments)
+        if identity:
+            ModelIdentity(**identity).check_loaded(lm)
+        self._key = key
+        return lm
+
+    def connect(self, model_args: dict[str, Any]) -> ServedLM:
+        """Connect to the servers of a variant."""
+        self.close()
+        self.lm = lm = ServedLM(**model_args)
+        return lm
+
+    def close(self) -> None:
+        """Free the model."""
+        lm, self.lm, self._key = self.lm, None, ""
+        if lm is not None:
+            with suppress(Exception):  # its constructor may have failed
+                lm.close()
+        del lm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A cell to evaluate, with its parsed arguments."""
+
+    cell: Cell
+    model_args: dict[str, Any]
+    arguments: Arguments
+
+    @classmethod
+    def of(cls, cell: Cell, folder: GridFolder) -> _Task:
+        model_args = cell.model_args(folder.prepared)
+        return cls(cell, model_args, Arguments.of(without_server(model_args)))
+
+
+class Worker:
+    """Runs a job with the model of this process."""
+
+    def __init__(self, job: Job, loaded: LoadedModel) -> None:
+        self.job, self.loaded, self.folder = job, loaded, GridFolder(job.folder)
+
+    def run(self) -> Iterator[Result]:
+        """Yield the result of each of the job's cells."""
+        if self.job.prepares:
+            yield self._prepare(self.job.cells[0])
+        else:
+            yield from self._evaluate_all()
+
+    # ------------------------------------------------------------------ models
+
+    def _load(self, task: _Task, responses: str | None = None) -> VariantLM | ServedLM:
+        """Load a cell's variant; its model must be the one that the cell's hash identifies."""
+        cell = task.cell
+        computing = {"batch_size": cell.batch_size, **({"device": cell.device} if cell.device else {})}
+        torch.manual_seed(cell.variant.seed)
+        if cell.variant.served:
+            stored = {"responses": responses} if responses else {}
+            return self.loaded.connect({**task.model_args, **computing, **stored})
+        arguments = replace(task.arguments, others={**task.arguments.others, **computing}, responses=responses)
+        is_prepared = arguments.pretrained != cell.variant.model_args["pretrained"]
+        return self.loaded.configure(arguments, None if is_prepared else cell.identity["model"])
+
+    # ------------------------------------------------------------------ preparations
+
+    def _prepare(self, cell: Cell) -> Result:
+        """Make the preparation of a cell, unless it is done."""
+        key = cell.prepared
+        with self.folder.lock(key) as is_held:
+            if not is_held:
+                return Result(key, BUSY)
+            try:
+                if not self.folder.has_preparation(key):
+                    ((name, settings),) = cell.variant.prepare.items()
+                    unpruned = Arguments.of(Arguments.of(cell.variant.model_args).loading)
+                    lm = self._load(_Task(cell, {}, unpruned))
+                    with self.folder.new_preparation(key) as folder:
+                        make_preparation(name, settings).make(lm, folder)
+            except Exception as error:
+                return self._failed(key, error)
+            self.folder.clear_failure(key)
+            return Result(key, DONE)
+
+    # ------------------------------------------------------------------ cells
+
+    def _evaluate_all(self) -> Iterator[Result]:
+        """Evaluate the cells that are not done and whose locks are free."""
+        with ExitStack() as locks:
+            tasks: list[_Task] = []
+            for cell in self.job.cells:
+                if not locks.enter_context(self.folder.lock(cell.key)):
+                    yield Result(cell.key, BUSY)
+                elif self.folder.has_cell(cell.key):
+                    yield self._measure_done(cell)
+                else:
+                    try:
+                        tasks.append(_Task.of(cell, self.folder))
+                    except Exception as error:
+                        yield self._failed(cell.key, error)
+            masks = _masks([task.arguments for task in tasks])
+            for task in tasks:
+                key = task.cell.key
+                try:
+                    self._evaluate(task, masks)
+                    self.folder.clear_failure(key)
+                    if self.job.measures:
+                        self._measure(task.cell)
+                except Exception as error:
+                    yield self._failed(key, error)
+                else:
+                    yield Result(key, DONE)
+                masks = ()  # the first cell's pass has answered for all of them
+
+    def _evaluate(self, task: _Task, masks: tuple[HeadMask | None, ...]) -> None:
+        cell, arguments = task.cell, task.arguments
+        needs_order = any(intervention.needs_order for intervention in arguments.interventions)
+        start = time.perf_counter()
+        lm = self._load(task, None if needs_order else str(self.folder.answers(cell.answers)))
+        loaded = time.perf_counter()
+        store = lm.answering.store
+        stored_before = len(store.responses) if store else 0
+        if isinstance(lm, VariantLM):
+            lm.job_masks = masks
+        seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+        try:
+            with _environment_collected_once():
+                results = lm_eval.simple_evaluate(
+                    model=lm,
+                    **{**cell.evaluation, "gen_kwargs": cell.evaluation["gen_kwargs"] or None},
+                    task_manager=task_manager({**arguments.loading, **cell.metadata}),
+                    **dict.fromkeys(seeds, cell.variant.seed),
+                )
+        except InputError:
+            if not masks:
+                raise
+            logger.info("the variants cannot share a pass; each is evaluated alone")
+            self._evaluate(task, ())
+            return
+        assert results is not None
+        results["config"] |= {"model": cell.model, "model_args": task.model_args, "batch_size": cell.batch_size}
+        ran = {
+            "loading_seconds": loaded - start,
+            "seconds": time.perf_counter() - loaded,
+            "answers_computed": len(store.responses) - stored_before if store else None,
+            "variants_in_this_pass": len(masks) or 1,
+            "peak_rss_bytes_of_the_process": peak_memory_of_process(),
+            "threads": torch.get_num_threads(),
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {**versions(), "torch": torch.__version__},
+        }
+        with self.folder.new_cell(cell.key) as folder:
+            write_cell(folder, {**cell.to_json(task.model_args), "ran": ran}, results)
+
+    # ------------------------------------------------------------------ costs
+
+    def _measure_done(self, cell: Cell) -> Result:
+        """Measure the variant of a done cell if its costs are missing: an earlier run did not get to it."""
+        if not (self.job.measures and self.folder.needs_costs(cell.costs)):
+            return Result(cell.key, DONE)
+        key = costs_failure(cell.costs)
+        try:
+            self._load(_Task.of(cell, self.folder))
+            return Result(key, self._measure(cell), self.folder.failure(key) or "")
+        except Exception as error:
+            return self._failed(key, error)
+
+    def _measure(self, cell: Cell) -> str:
+        """Measure the loaded variant unless its costs are known; a failed measurement does not fail the cell."""
+        key, lm = cell.costs, self.loaded.lm
+        assert lm is not None
+        with self.folder.lock(costs_failure(key)) as is_held:
+            if not is_held:
+                return BUSY
+            if not self.folder.needs_costs(key):
+                return DONE
+            if reason := _not_measurable(lm):
+                self.folder.record_failure(costs_failure(key), f"its costs are not measured: {reason}", "")
+                return FAILED
+            try:
+                self.folder.write_costs(key, measure(lm))
+            except Exception as error:
+                self._raise_disk_error(error)
+                logger.warning("%s cannot be measured (%s)", cell.variant.name, first_line(error))
+                self.folder.record_failure(costs_failure(key), first_line(error), traceback.format_exc())
+                return FAILED
+        return DONE
+
+    # ------------------------------------------------------------------ failures
+
+    def _raise_disk_error(self, error: Exception) -> None:
+        """End the run on a full disk: no cell has failed, and the same command resumes the run."""
+        if refusal := disk_error(error, self.folder.path):
+            raise refusal from error
+
+    def _failed(self, key: str, error: Exception) -> Result:
+        self._raise_disk_error(error)
+        reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
+        self.folder.record_failure(key, reason, traceback.format_exc())
+        self.loaded.close()  # its state is unknown
+        return Result(key, FAILED, reason)
+
+
+_environment = cache(collect_env.get_pretty_env_info)
+
+
+@contextmanager
+def _environment_collected_once() -> Iterator[None]:
+    """Collect the environment of the results file once per process, not for each cell: it takes seconds of CPU time."""
+    collect = collect_env.get_pretty_env_info
+    collect_env.get_pretty_env_info = _environment
+    try:
+        yield
+    finally:
+        collect_env.get_pretty_env_info = collect
+
+
+def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
+    """Return the masks of variants that can share a pass (None: no masked head); empty for fewer than two."""
+    masks: list[HeadMask | None] = []
+    for arguments in variants:
+        only_masks = arguments.router is None and all(isinstance(each, HeadMask) for each in arguments.interventions)
+        if only_masks and arguments.engine == "batched" and arguments.deterministic:
+            (mask,) = combined(arguments.interventions) or (None,)
+            masks.append(mask)  # type: ignore[arg-type]
+    return tuple(masks) if len(masks) > 1 else ()
+
+
+def _not_measurable(lm: VariantLM | ServedLM) -> str:
+    if isinstance(lm, ServedLM):
+        return "the model runs on a server"
+    if lm.arguments.router:
+        return "a router applies several models, one for each head"
+    return "" if lm.backend == "causal" else "the model is not causal"

@@ -1,0 +1,66 @@
+"""Answer lm-eval's requests from the answer store or by servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+from lmeval_prune.export.manifest import adapter_name
+from lmeval_prune.interventions import Intervention, combined
+from lmeval_prune.models.answer_store import PendingRequests
+from lmeval_prune.models.answering import Answering
+from lmeval_prune.models.head_router import DENSE as UNPRUNED
+from lmeval_prune.models.identity import code_versions
+from lmeval_prune.models.server_client import GeneratedText, MissingText, sampling_seed
+from lmeval_prune.models.server_kinds import DENSE, ServedVariant
+
+
+class ServerAnswering(Answering):
+    """Answers requests from the answer store, and all others by servers."""
+
+    def _applied(self) -> tuple[Intervention, ...]:
+        applied: tuple[Intervention, ...] = self.lm.arguments.interventions
+        return applied
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """Return the versions that answers depend on; servers do not use the transformers installed here."""
+        return code_versions("lm_eval")
+
+    def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
+        return [sampling_seed(self.lm.seed, repeat)]
+
+    def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
+        parts, head = super()._key_parts(kind, request, repeat)
+        adapters = self.lm.adapter_hashes(self.variant(head))
+        return {**parts, "cut": self.lm.client.truncated_length(kind, request), "adapters": adapters}, head
+
+    def variant(self, head: str = UNPRUNED) -> ServedVariant:
+        """Return the variant that prunes the head of a try and the heads of the model_args."""
+        mask = self.router.masks[head] if self.router and head != UNPRUNED else None
+        masks: Any = combined([*self._applied(), *([mask] if mask else [])])
+        heads = [str(head) for each in masks for head in each.heads_of(self.lm.model_map)]
+        return ServedVariant(adapter_name(heads), tuple(heads)) if heads else DENSE
+
+    def variants(self) -> list[ServedVariant]:
+        """Return all variants that requests may need."""
+        return list(dict.fromkeys(map(self.variant, self.router.pool if self.router else (UNPRUNED,))))
+
+    @property
+    def _group_size(self) -> int:
+        return 1
+
+    def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
+        def keep(index: int, text: GeneratedText) -> None:
+            if isinstance(text, MissingText) and self.store:
+                self.store.responses[pending.keys[index]] = text  # used in this run, not stored
+            else:
+                pending.add(pending.keys[index], text, **(text.ending._asdict() if text.ending else {}))
+
+        if pending.kind == "generate_until":
+            return list(self.lm.client.generate(pending.requests, pending.repeats, keep, not disable_tqdm))
+        with self._hooked(pending):
+            if pending.kind == "loglikelihood":
+                return list(LocalCompletionsAPI.loglikelihood(self.lm, pending.requests, disable_tqdm=disable_tqdm))
+            return self.lm.client.score_rolling(pending.requests, not disable_tqdm)

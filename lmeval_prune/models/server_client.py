@@ -1,0 +1,241 @@
+"""Translate lm-eval's requests into server requests, and parse the answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from lm_eval import utils
+from lm_eval.models.api_models import JsonChatStr
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+from lmeval_prune.artefacts import digest
+from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.models import generation
+from lmeval_prune.models.dispatch import Job
+from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.http_client import RetryableError, log_probability
+from lmeval_prune.models.lengths import Ending
+
+logger = logging.getLogger(__name__)
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
+NO_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+MISSING_TEXT_WARNING = (
+    "a server gives answers without text (content is null), as reasoning parsers do if the thoughts do not end; they "
+    "count as empty and are not stored: give more max_gen_toks, or start the server without the parser"
+)
+LogLikelihood = tuple[float, bool]  # and whether the text is what greedy decoding generates
+OnResult = Callable[[int, Any], None]  # called with the index of a request and its result
+
+
+class GeneratedText(str):
+    """A generated text."""
+
+    ending: Ending | None = None  # if the server reports it
+
+
+class MissingText(GeneratedText):
+    """An empty text, for an answer whose content is null."""
+
+
+def sampling_seed(seed: int, repeat: int) -> int:
+    """Return the seed of a sampled try; tries of runs with neighbouring seeds have different seeds."""
+    return int(digest([seed, repeat]), 16) & 0x7FFFFFFF
+
+
+class ServerClient:
+    """Generates texts and scores log-likelihoods for a `PrunedServerLM`."""
+
+    def __init__(self, lm: Any) -> None:
+        self.lm = lm
+        self._encode = lru_cache(maxsize=4096)(lm.tok_encode)  # each variant has the same prompts
+
+    def generate(
+        self, requests: Sequence[Any], repeats: Sequence[int], on_text: OnResult, show_progress: bool
+    ) -> list[GeneratedText]:
+        """Generate a text for each request; see `generation.generate_until`."""
+        pairs = zip(requests, repeats, strict=True)
+        jobs = [self._generation_job(request, repeat, index) for index, (request, repeat) in enumerate(pairs)]
+        return self._run(jobs, on_text, show_progress)
+
+    def score(self, requests: Sequence[Any], show_progress: bool) -> list[LogLikelihood]:
+        """Score requests of texts (or None), context tokens and continuation tokens; fill lm-eval's cache hook."""
+
+        def on_score(index: int, score: LogLikelihood) -> None:
+            if requests[index][0] is not None:
+                self.lm.cache_hook.add_partial("loglikelihood", requests[index][0], score)
+
+        jobs = [
+            self._scoring_job(f"the text that ends in {''.join(texts)[-60:]!r}", context, continuation, index)
+            for index, (texts, context, continuation) in enumerate(requests)
+        ]
+        return self._run(jobs, on_score, show_progress)
+
+    def score_rolling(self, requests: Sequence[Any], show_progress: bool) -> list[float]:
+        """Score whole texts window by window; fill lm-eval's cache hook after the last window of each text."""
+        windows = [(number, window) for number, each in enumerate(requests) for window in self._windows(each.args[0])]
+        remaining, sums = [0] * len(requests), [0.0] * len(requests)
+        for number, _ in windows:
+            remaining[number] += 1
+
+        def on_score(index: int, score: LogLikelihood) -> None:
+            number, _ = windows[index]
+            sums[number] += score[0]
+            remaining[number] -= 1
+            if not remaining[number]:
+                self.lm.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, sums[number])
+
+        jobs = [
+            self._scoring_job(_request_name(requests[number]), context, continuation, index)
+            for index, (number, (context, continuation)) in enumerate(windows)
+        ]
+        self._run(jobs, on_score, show_progress)
+        return sums
+
+    def truncated_length(self, kind: str, request: Any) -> int | None:
+        """Return the number of tokens that a request is truncated to; None if it fits."""
+        if kind != "generate_until":
+            return int(self.lm.max_length)
+        if self.lm.chat or not request.args[0]:
+            return None
+        room = self.lm.max_length - normalize_gen_kwargs(request.args[1], self.lm.max_gen_toks)["max_gen_toks"]
+        return int(room) if len(self._encode(request.args[0])) > room else None
+
+    def _run(self, jobs: list[Job], on_result: OnResult, show_progress: bool) -> list[Any]:
+        """Run jobs variant by variant, so that few adapters are in use at a time; return results by index."""
+        jobs.sort(key=lambda job: str(job.variant))
+        return list(self.lm.dispatcher.run(jobs, on_result, show_progress))
+
+    # ------------------------------------------------------------------ generation
+
+    def _generation_job(self, request: Any, repeat: int, index: int) -> Job:
+        lm, name, router = self.lm, _request_name(request), self.lm.arguments.router
+        context, settings = request.args[:2]
+        if len(request.args) > 2:
+            raise InputError(f"{name}: it has more than a text; pruned-server sends texts only")
+        if router or not generation.is_sampling(settings):
+            settings = generation.without_sampling(settings)
+        options: dict[str, Any] = dict(normalize_gen_kwargs(settings, lm.max_gen_toks))
+        until = handle_stop_sequences(options.pop("until", None), eos=lm.eos_string)
+        length, is_sampled = options.pop("max_gen_toks"), bool(options.pop("do_sample", False))
+        payload: dict[str, Any] = {"max_tokens": length, "stop": until, **self._sampling_settings(options, is_sampled)}
+        payload["seed"] = sampling_seed(lm.seed, repeat) if is_sampled else lm.seed
+        prompt = self._prompt(name, context, length)
+
+        def parse(body: dict[str, Any]) -> GeneratedText:
+            answer = self._parse_text(body)
+            if answer is None:
+                utils.warning_once(logger, MISSING_TEXT_WARNING)
+                return MissingText()
+            text = GeneratedText(postprocess_generated_text(answer, until, lm.think_end_token))
+            text.ending = _parse_ending(body)
+            return text
+
+        path = "/v1/chat/completions" if lm.chat else "/v1/completions"
+        variant = lm.answering.variant(router.head(request, repeat) if router else DENSE)
+        return Job(path, lambda: {**payload, **prompt()}, variant, parse, name, index)
+
+    def _sampling_settings(self, settings: dict[str, Any], is_sampled: bool) -> dict[str, Any]:
+        """Complete a task's settings as `hf` does: with the model's generation config, then with `hf`'s defaults."""
+        kind = self.lm.kind
+        model = {name: value for name, value in self.lm.checkpoint.generation_config.items() if value is not None}
+        result = {"repetition_penalty": model.get("repetition_penalty", 1.0), **settings}
+        if is_sampled:
+            result = {**{name: model.get(name, default) for name, default in SAMPLING_DEFAULTS.items()}, **result}
+            result["top_k"] = result["top_k"] or -1  # "no limit" is 0 in `hf`, -1 in servers
+        else:
+            result["temperature"] = 0.0
+        result = {name: value for name, value in result.items() if NO_EFFECT.get(name, ()) != value}
+        for name in result:
+            if name not in kind.generation_settings:
+                known = sorted(kind.generation_settings)
+                source = "the model's own " if name not in settings else ""
+                raise InputError(
+                    f"{source}generation setting {name}={result[name]} cannot be sent to server={kind.name}"
+                    f"{did_you_mean(name, known)}; it takes {', '.join(known)}: change gen_kwargs"
+                )
+        return result
+
+    def _prompt(self, name: str, context: Any, length: int) -> Callable[[], dict[str, Any]]:
+        """Return a function that builds the prompt when it is sent."""
+        if self.lm.chat:
+            if not isinstance(context, JsonChatStr):
+                raise InputError(
+                    "pruned-server-chat sends chats: add --apply_chat_template, or use --model pruned-server"
+                )
+            template = self.lm.options.template_arguments
+            extra = {"chat_template_kwargs": template} if template else {}
+            return lambda: {"messages": json.loads(context.prompt), **extra}
+        if not context:
+            raise InputError(f"{name}: the prompt is empty")
+        room = self.lm.max_length - length
+        if room <= 0:
+            raise InputError(f"max_gen_toks={length} leaves no room for a prompt in max_length={self.lm.max_length}")
+        return lambda: {"prompt": self._encode(context)[-room:]}
+
+    def _parse_text(self, body: dict[str, Any]) -> str | None:
+        choices = _first_choices(body)
+        texts = {choice["message"]["content"] if self.lm.chat else choice["text"] for choice in choices}
+        if len(texts) != 1:
+            raise RetryableError(f"it gives {len(texts)} answers to one request")
+        if any(choice.get("finish_reason") in ("abort", "error") for choice in choices):
+            raise RetryableError("it aborted its answer")
+        (text,) = texts
+        if not isinstance(text, str | None):
+            raise RetryableError("its answer is not a text")
+        return text
+
+    # ------------------------------------------------------------------ log-likelihoods
+
+    def _scoring_job(self, name: str, context: list[int], continuation: list[int], index: int) -> Job:
+        lm = self.lm
+        tokens = [*context, *continuation][-(lm.max_length - 1) :]  # the server generates one more token
+        length = len(tokens) - len(continuation)
+        if length < 1:
+            raise InputError(f"a text of {len(continuation)} tokens cannot be scored within max_length={lm.max_length}")
+
+        def parse(body: dict[str, Any]) -> LogLikelihood:
+            (choice,) = body["choices"]
+            logprobs, best = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+            for count in (len(logprobs), len(best)):
+                if count != len(tokens) + 1:
+                    raise RetryableError(f"it scores {count - 1} tokens of a text that has {len(tokens)}")
+            # the first token has no log-probability
+            for value in [*logprobs[1:], *(value for top in best[1:] for value in top.values())]:
+                log_probability(value)
+            ((value, is_greedy),) = lm.parse_logprobs(body, ctxlens=[length])
+            return float(value), bool(is_greedy)
+
+        payload = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+        payload |= {"return_tokens_as_token_ids": True}  # different tokens can have the same text
+        return Job("/v1/completions", lambda: payload, lm.answering.variant(), parse, name, index)
+
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        """Split a text into pairs of context tokens and scored tokens."""
+        windows = utils.get_rolling_token_windows(
+            token_list=self.lm.tok_encode(text),
+            prefix_token=self.lm.prefix_token_id,
+            max_seq_len=self.lm.max_length - 2,  # one token is context, and the server generates one
+            context_len=1,
+        )
+        return list(map(utils.make_disjoint_window, windows))
+
+
+def _first_choices(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [choice for choice in body["choices"] if choice.get("index", 0) == 0]
+
+
+def _parse_ending(body: dict[str, Any]) -> Ending | None:
+    """Return the number of generated tokens and whether they were cut off; None if the server does not report both."""
+    reasons = {choice.get("finish_reason") for choice in _first_choices(body)}
+    length = (body.get("usage") or {}).get("completion_tokens")
+    if isinstance(length, int) and 0 <= length < 1 << 31 and None not in reasons:
+        return Ending(length, "length" in reasons)
+    return None
+
+
+def _request_name(request: Any) -> str:
+    return f"task {request.task_name}, document {request.doc_id}"

@@ -1,0 +1,140 @@
+"""Kinds of servers: how a request names its variant, and which requests a server can answer.
+
+A served variant is the base model with an adapter that prunes heads (`lmeval-prune export adapter`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from lmeval_prune.errors import InputError, first_few
+from lmeval_prune.models.http_client import whole_number
+
+
+@dataclass(frozen=True)
+class ServedVariant:
+    """A variant of the model on a server."""
+
+    name: str = ""  # of its adapter; empty for the unpruned model
+    heads: tuple[str, ...] = ()  # pruned heads
+
+    def __str__(self) -> str:
+        return self.name or "dense"
+
+
+DENSE = ServedVariant()
+
+
+@dataclass
+class Listing:
+    """Models and adapters that a server lists."""
+
+    models: list[str] = field(default_factory=list)  # names of unpruned models
+    roots: dict[str, str | None] = field(default_factory=dict)  # unpruned model → path it was loaded from
+    parents: dict[str, str] = field(default_factory=dict)  # adapter → its base model
+    adapter_ids: dict[str, int] = field(default_factory=dict)  # adapter → its number (llama.cpp)
+    max_length: int | None = None  # tokens of prompt and answer together
+
+
+_COMMON_SETTINGS = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos", "logit_bias"}
+)
+
+
+class ServerKind:
+    """vLLM, and the base class of other kinds of servers.
+
+    All kinds answer `/v1/completions`, `/v1/chat/completions` and `/v1/models`.
+
+    Attributes:
+        name: value of `server=` in model_args.
+        scores_prompts: whether responses can include the log-probabilities of the prompt (for log-likelihoods).
+        echoes_model: whether responses name the variant that computed them.
+        adapter_list: path that lists the adapters; None where they are listed as models.
+        logprob_settings: settings that request the log-probabilities of generated tokens.
+        generation_settings: names of supported settings, as in lm-eval.
+    """
+
+    name = "vllm"
+    scores_prompts = True
+    echoes_model = True
+    adapter_list: str | None = None
+    logprob_settings: Mapping[str, Any] = MappingProxyType({"logprobs": 1})
+    generation_settings: frozenset[str] = _COMMON_SETTINGS | {"repetition_penalty", "min_tokens", "stop_token_ids"}
+
+    def variant_fields(self, model: str, variant: ServedVariant, listing: Listing) -> dict[str, Any]:
+        """Return the request fields that name a variant: in vLLM, an adapter is a model with a name of its own."""
+        return {"model": variant.name or model}
+
+    def parse_listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
+        """Parse the responses of `/v1/models` and of `adapter_list`."""
+        listing = Listing()
+        for card in models.get("data") or []:
+            name = str(card["id"])
+            if card.get("parent"):
+                listing.parents[name] = str(card["parent"])
+                continue
+            listing.models.append(name)
+            listing.roots[name] = card.get("root")
+            if card.get("max_model_len") is not None:
+                listing.max_length = whole_number(card["max_model_len"], 1)
+        return listing
+
+    def tokenize_payload(self, model: str, text: str) -> dict[str, Any]:
+        """Return the `/tokenize` request for a text without special tokens."""
+        return {"model": model, "prompt": text, "add_special_tokens": False}
+
+
+class SGLang(ServerKind):
+    """SGLang: an adapter is `MODEL:ADAPTER`."""
+
+    name, scores_prompts, echoes_model = "sglang", False, False
+
+    def variant_fields(self, model: str, variant: ServedVariant, listing: Listing) -> dict[str, Any]:
+        """Return the model's name, with the adapter's after a colon."""
+        return {"model": f"{model}:{variant.name}" if variant.name else model}
+
+
+class LlamaCpp(ServerKind):
+    """llama.cpp: adapters have ids and can be combined; an adapter that a request does not mention is applied."""
+
+    name, scores_prompts, echoes_model, adapter_list = "llamacpp", False, False, "/lora-adapters"
+    logprob_settings = MappingProxyType({"logprobs": 1, "n_probs": 1})
+    generation_settings = _COMMON_SETTINGS
+
+    def variant_fields(self, model: str, variant: ServedVariant, listing: Listing) -> dict[str, Any]:
+        """Return a scale for every loaded adapter: 1 for those of the variant, 0 for all others.
+
+        The server's prompt cache is off because it matches tokens only, not the adapters that computed its entries.
+        """
+        names: Sequence[str] = [variant.name] if variant.name in listing.adapter_ids else variant.heads
+        for name in names:
+            if name not in listing.adapter_ids:
+                raise InputError(
+                    f"the server has no adapter {variant} (it has {first_few(listing.adapter_ids)}); export it, and "
+                    f"start the server with it"
+                )
+        scales = [{"id": number, "scale": int(name in names)} for name, number in listing.adapter_ids.items()]
+        return {"model": model, "lora": sorted(scales, key=lambda scale: scale["id"]), "cache_prompt": False}
+
+    def parse_listing(self, models: Mapping[str, Any], adapters: Any) -> Listing:
+        """Parse the lists; an adapter is named by its file, or by the folder of an `adapter.gguf`."""
+        listing = super().parse_listing(models, None)
+        for adapter in adapters or []:
+            path = re.split(r"[/\\]", str(adapter["path"]))
+            name = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
+            if name in listing.adapter_ids:
+                raise InputError(f"the server has two adapters {name}; start it with one of them")
+            listing.adapter_ids[name] = whole_number(adapter["id"])
+        return listing
+
+    def tokenize_payload(self, model: str, text: str) -> dict[str, Any]:
+        """Return the `/tokenize` request for a text without special tokens."""
+        return {"content": text, "add_special": False}
+
+
+KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (ServerKind(), SGLang(), LlamaCpp())}

@@ -69,12 +69,10 @@ def main() -> None:
         prompt = tuple(tokenizer.encode(text))
         requests += [Request(prompt, HeadMask(head) if head else None, params) for head in (None, *HEADS)]
     groups, masks = prompt_groups(requests, model_map, share=True)
-    cache, stopping = KVCache(10, max(len(r.prompt) for r in requests) + 48), Stopping()
-    with ModelRunner.on(model_map, cache, masks) as runner:
-        sampler = Sampler(model, stopping)
-        run = Traced(
-            runner, deque(groups), sampler, stopping, Statistics(), Schedule(drafts=0), 0, False, len(requests)
-        )
+    cache = KVCache(10, max(len(r.prompt) for r in requests) + 48)
+    with ModelRunner.attached(model_map, cache, masks) as runner:
+        sampler = Sampler(model, Stopping())
+        run = Traced(runner, deque(groups), sampler, Statistics(), Schedule(drafts=0), False, len(requests))
         bars = run.trace({id(group): number for number, group in enumerate(groups)})
     figure, axes = pyplot.subplots(figsize=(11, 3.6), dpi=140)
     colours = pyplot.get_cmap("Set2").colors

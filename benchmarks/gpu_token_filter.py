@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from lmeval_prune import map_model
 from lmeval_prune.interventions.filtered_attention import FilteredAttention
-from lmeval_prune.interventions.filtered_cache import FilteredLayer
+from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
 from lmeval_prune.kernels.filtered_attention import naive as naive_attention
@@ -161,11 +161,11 @@ def gate(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"model": gate_model("cpu" if options.cpu else DEVICE)}
     right = found["model"]["same tokens stored"] and found["model"]["largest difference of logits"] < 1e-3
     if not options.cpu:
-        dispatch.TAKEN.clear()
+        dispatch.DISPATCHED.clear()
         for name in options.models:
             found[name] = gate_kernels(shaped(name, options.shrink), options)
             right &= all(error < 0.01 for error in found[name].values())
-        right &= not any(one.endswith("torch") for one in dispatch.TAKEN)
+        right &= not any(one.endswith("torch") for one in dispatch.DISPATCHED)
     if not right:
         sys.exit(f"not timed, for results are wrong: {json.dumps(found, indent=2)}")
     return found
@@ -246,7 +246,7 @@ def decode_kernels(
     taken = found["attention, 0% of rows skipped"]
     found["attention, share of bandwidth"] = 2 * k.numel() * k.element_size() / taken / measured
     memory, valid = Memory.fresh(batch, one, one), torch.ones(batch, 1, dtype=torch.bool, device=DEVICE)
-    memory.begun.fill_(True)
+    memory.started.fill_(True)
     positions = torch.zeros(batch, keys, dtype=torch.long, device=DEVICE)
     totals = torch.zeros(2, dtype=torch.long, device=DEVICE)
 
@@ -342,7 +342,7 @@ def cache_bytes(cache: DynamicCache) -> dict[str, int]:
     """Bytes that are held, and those of them that hold tokens."""
     held = stored = 0
     for layer in cache.layers:
-        if isinstance(layer, FilteredLayer):
+        if isinstance(layer, FilteredCacheLayer):
             both, tokens = (layer.keys, layer.values), int(layer.lengths.sum())
             stored += sum(one.shape[1] * one.shape[-1] * one.element_size() * tokens for one in both)
         else:

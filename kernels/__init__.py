@@ -1,1 +1,1 @@
-"""Kernels: a folder an operation, a reference that reads like the formula beside its fast forms."""
+"""Kernels: each folder has one operation, as a readable reference (`naive.py`) and in fast versions."""

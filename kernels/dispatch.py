@@ -1,7 +1,7 @@
-"""Choice between the Triton kernel of an operation and the PyTorch twin beside it.
+"""Choice between the Triton kernel of an operation and its PyTorch version.
 
-Kernels run on CUDA devices; in tests also on a CPU, in Triton's interpreter. Where a kernel is expected and cannot
-serve a case, a warning says so, once for each reason.
+Kernels run on CUDA devices; tests run them on a CPU in Triton's interpreter. A kernel that cannot serve a case is
+replaced by PyTorch, with one warning for each reason.
 """
 
 from __future__ import annotations
@@ -18,30 +18,27 @@ import torch
 logger = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-KERNELS_ON_CPU = False  # tests set it, together with TRITON_INTERPRET=1 before triton is imported
-TAKEN: Counter[str] = Counter()  # how often each way was taken: `decide: triton`, `decide: torch`
-WIDEST = 256  # of a head: more does not fit into a program's registers
+KERNELS_ON_CPU = False  # set by tests, with TRITON_INTERPRET=1 before triton is imported
+DISPATCHED: Counter[str] = Counter()  # number of calls by choice: `decide: triton`, `decide: torch`
+WIDEST = 256  # head width: a wider head does not fit into a program's registers
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is where kernels run."""
+    """Return whether a tensor is on a device that runs kernels."""
     return tensor.is_cuda or KERNELS_ON_CPU
 
 
-def takes_kernel(operation: str, tensor: torch.Tensor, *obstacles: str | None) -> bool:
-    """Return whether a kernel shall run; count it in `TAKEN`.
+def use_kernel(operation: str, tensor: torch.Tensor, *obstacles: str | None) -> bool:
+    """Return whether an operation runs as a kernel on a tensor's device, and count the choice.
 
-    Args:
-        operation: its name.
-        tensor: says on which device.
-        obstacles: what the kernel cannot do in this case, None for what it can.
+    `obstacles` are reasons why the kernel cannot serve this case, or None.
     """
     if not on_device(tensor):
         return False
     reasons = [reason for reason in (*obstacles, _triton_missing()) if reason]
     if reasons:
         _warn_once(operation, reasons[0])
-    TAKEN[f"{operation}: {'torch' if reasons else 'triton'}"] += 1
+    DISPATCHED[f"{operation}: {'torch' if reasons else 'triton'}"] += 1
     return not reasons
 
 
@@ -55,8 +52,8 @@ def _warn_once(operation: str, reason: str) -> None:
     logger.warning("%s runs in PyTorch, not in its Triton kernel: %s", operation, reason)
 
 
-def unlike(*tensors: torch.Tensor) -> str | None:
-    """Return what keeps these tensors from one kernel: their types, devices, or that they need gradients."""
+def mixed_types(*tensors: torch.Tensor) -> str | None:
+    """Return why one kernel cannot take these tensors: their types, devices, or gradients."""
     types = {tensor.dtype for tensor in tensors}
     if len(types) > 1 or not types <= {torch.float32, torch.float16, torch.bfloat16}:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in types)
@@ -69,10 +66,10 @@ def unlike(*tensors: torch.Tensor) -> str | None:
 
 
 def too_wide(*widths: int) -> str | None:
-    """Return a message if heads are wider than kernels take."""
+    """Return a message if heads are wider than the kernels' limit."""
     return f"heads are {max(widths)} wide, more than {WIDEST}" if max(widths) > WIDEST else None
 
 
-def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Launch kernels inside the block where a tensor is."""
+def launch_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Return a context that launches kernels on a tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""The architecture table against the behaviour of live models."""
+"""Compare the architecture table with the behaviour of live models."""
 
 from typing import Any
 
@@ -34,12 +34,12 @@ def test_counts(family: str) -> None:
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
-    """Weight as (outputs, inputs), to be read and changed."""
+    """Return the weight as a writable view, (outputs, inputs)."""
     return module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
 
 
 def _inputs_of(model: nn.Module, modules: list[nn.Module]) -> list[torch.Tensor]:
-    """What the modules get in one forward pass."""
+    """Return the inputs of modules in one forward pass."""
     recorded: dict[nn.Module, torch.Tensor] = {}
     handles = [x.register_forward_pre_hook(lambda own, args: recorded.update({own: args[0]})) for x in modules]
     output(model, tokens())
@@ -49,7 +49,7 @@ def _inputs_of(model: nn.Module, modules: list[nn.Module]) -> list[torch.Tensor]
 
 
 def _head_outputs(model, layer) -> torch.Tensor:
-    """Input of the output projection, as (…, heads, head_dim)."""
+    """Return the input of the output projection, (…, heads, head_dim)."""
     return _inputs_of(model, [layer.o_proj])[0].unflatten(-1, (layer.heads, layer.head_dim))
 
 
@@ -164,7 +164,7 @@ def test_rows_belong_to_the_channels_that_the_table_says(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", DISTINCT_GATED)
 def test_the_gate_is_what_goes_through_the_activation(variant: str) -> None:
-    """The input of `down` is activation(gate) · up, computed here from the rows of either."""
+    """The input of `down` is activation(gate) · up, recomputed from the rows of both."""
     model, blocks = _blocks(variant)
     for block in blocks:
         x, actual = _inputs_of(model, [block.up, block.down])
@@ -180,7 +180,7 @@ def _product(x: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _keep(module: nn.Module, numbers: list[int], axis: int) -> None:
-    """Leave only these outputs (axis 0) or inputs (axis 1) of a projection."""
+    """Keep only these outputs (axis 0) or inputs (axis 1) of a projection."""
     left = _weight(module)[numbers] if axis == 0 else _weight(module)[:, numbers]
     module.weight = nn.Parameter(left.T.clone() if isinstance(module, Conv1D) else left.clone())
     if axis == 0 and module.bias is not None:
@@ -193,7 +193,7 @@ def _keep(module: nn.Module, numbers: list[int], axis: int) -> None:
 
 @pytest.mark.parametrize("variant", DISTINCT)
 def test_zeroing_channels_is_deleting_them(variant: str) -> None:
-    """Zeroed inputs of `down`, against a model whose rows and columns were taken out one by one."""
+    """Zeroed inputs of `down` equal a model whose rows and columns are deleted by hand."""
     model, blocks = _blocks(variant)
     cut, cut_blocks = _blocks(variant)
     dense = output(model, tokens())

@@ -157,7 +157,7 @@ def test_what_does_not_say_that_it_treats_each_token_by_itself_is_left_to_genera
     engine = Engine(model)
     assert engine.unsupported is None
     with Unsaid().applied_to(model):
-        assert "Unsaid does not say that it treats each token by itself" in str(engine.unsupported)
+        assert "Unsaid declares neither tokenwise nor by_sequence" in str(engine.unsupported)
         request = Request((5, 6, 7), None, SamplingParams(8, ()))
         ((_, answer),) = engine.decode([request])
         ids = torch.tensor([request.prompt])

@@ -55,7 +55,7 @@ def plan_by(
 
 
 def whole(rows: int = 6, length: int = 11, batch: int = 4, seed: int = 1) -> CalibrationText:
-    """Windows without padding; enough tokens for every column."""
+    """Return windows without padding, with enough tokens for every column."""
     return CalibrationText.from_windows("whole", tokens(rows, length, seed), batch)
 
 
@@ -65,7 +65,7 @@ def scored(pruner: Pruner, model_map: ModelMap, text: CalibrationText) -> dict[s
 
 
 def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Tensor]:
-    """What projections read, token after token, kept whole."""
+    """Return the inputs of projections, (tokens, columns)."""
     named = {f"{x.label}.o_proj": x.o_proj for x in model_map.attention}
     named |= {f"{x.label}.down": x.down for x in model_map.feed_forward}
     actual: dict[str, list[torch.Tensor]] = {name: [] for name in named}
@@ -88,7 +88,7 @@ def inputs_of(model_map: ModelMap, text: CalibrationText) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bart"])
 def test_moments_are_those_of_two_passes(family: str) -> None:
-    """Of padded text; far from zero, where one pass over squares would lose digits."""
+    """On padded text, and for values far from zero, where a sum of squares would lose digits."""
     model_map = map_model(tiny(family))
     inputs = inputs_of(model_map, text_of())
     parts = parts_of(model_map)
@@ -308,7 +308,7 @@ def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("units", ["heads", "channels"])
 @pytest.mark.parametrize("error", ["exact", "diagonal"])
 def test_slimgpt_kept_weights_are_one_least_squares_solve(units: str, error: str) -> None:
-    """Whatever the order in which the greedy loop removed columns; and its summed errors are the residual."""
+    """The order of the greedy removal does not matter, and its errors sum to the residual."""
     x, weight = drawn(60, 12), drawn(5, 12, seed=1)
     second = x.T @ x / len(x)
     members = [tuple(range(h, h + 3)) for h in range(0, 12, 3)] if units == "heads" else [(c,) for c in range(12)]
@@ -331,7 +331,7 @@ def test_slimgpt_kept_weights_are_one_least_squares_solve(units: str, error: str
 
 
 def test_slimgpt_takes_the_unit_that_costs_least_each_time() -> None:
-    """Against solving for every unit that is left; the first choices alone would be others."""
+    """Compared with solving for every remaining unit; ranking by first errors selects others."""
     differs = 0
     for seed in range(6):
         x, weight = drawn(60, 12, seed), drawn(5, 12, seed=seed + 50)
@@ -351,7 +351,7 @@ def test_slimgpt_takes_the_unit_that_costs_least_each_time() -> None:
 
 
 def test_slimgpt_solves_on_what_layers_before_left() -> None:
-    """The second layer's new weights are those of least squares on inputs behind the pruned and updated first one."""
+    """The second layer's weights solve least squares on inputs after the pruned and updated first layer."""
     model, text = tiny("llama", num_key_value_heads=4), whole(rows=16, length=20)
     model_map = map_model(model)
     plan = plan_by("slimgpt", model_map, text, allocation="uniform", damping=0.0)
@@ -370,7 +370,7 @@ def test_slimgpt_solves_on_what_layers_before_left() -> None:
 
 @pytest.mark.parametrize("kind", ["least_squares", "bias"])
 def test_wanda_sp_makes_up_for_what_the_down_projection_reads_by_then(kind: str) -> None:
-    """Behind the heads of its layer that have gone, and what made up for them; what goes is chosen before."""
+    """The down projection is compensated with inputs after its layer's heads are removed and compensated."""
     model, text = tiny("llama"), whole(rows=16, length=20)
     model_map = map_model(model)
     plan = plan_by("wanda_sp", model_map, text, compensation=kind, damping=0.0, ratio=0.4)
@@ -394,7 +394,7 @@ def test_wanda_sp_makes_up_for_what_the_down_projection_reads_by_then(kind: str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "t5"])
 @pytest.mark.parametrize("name", ["flap", "random"])
 def test_a_bias_keeps_the_mean_of_what_a_module_gives(name: str, family: str) -> None:
-    """On calibration text, of each projection given what it read in the unpruned model; existing biases stay."""
+    """For the inputs of the unpruned model on the calibration text; existing biases stay."""
     model, text = tiny(family), text_of()
     model_map = map_model(model)
     plan = plan_by(name, model_map, text, compensation="bias", allow_empty_layer=family == "t5")
@@ -418,7 +418,7 @@ def test_a_bias_keeps_the_mean_of_what_a_module_gives(name: str, family: str) ->
 
 
 def test_any_method_can_be_made_up_for() -> None:
-    """By least squares what comes out is nearer to what it was than by a bias, and that nearer than by nothing."""
+    """Least squares changes the output less than a bias, and a bias less than no compensation."""
     model, text = tiny("llama"), whole(rows=12, length=16)
     model_map, dense, apart = map_model(model), output(model, text.batches[0][0]), {}
     for kind in ("none", "bias", "least_squares"):
@@ -430,7 +430,7 @@ def test_any_method_can_be_made_up_for() -> None:
 
 
 def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_that_is_said() -> None:
-    """Fewer tokens than columns; and what nothing helps is one line."""
+    """With fewer tokens than columns; a hopeless covariance is refused in one line."""
     x = drawn(4, 12)
     second = x.T @ x / 4
     actual, damping = damped(second, 0.0)
@@ -447,7 +447,7 @@ def test_a_covariance_that_is_not_positive_definite_is_damped_more_and_more_and_
 
 @pytest.mark.parametrize("name", ["slimgpt", "random"])
 def test_fewer_tokens_than_columns_are_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The plan then rests on damping; it says so, too."""
+    """A warning is logged once, and the plan records it."""
     model_map = map_model(tiny("llama"))
     for rows, length in ((1, 2), (4, 11), (8, 11)):
         short = {"tokens": rows * length, "widest": "L0.down", "columns": 48} if rows * length < 48 else {}
@@ -485,7 +485,7 @@ def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
 
 
 def random_pools(draw: random.Random) -> list[UnitPool]:
-    """Layers of other sizes each, some without channels."""
+    """Return pools of layers of different sizes, some without channels."""
     actual = []
     for number in range(draw.randint(3, 12)):
         for kind, most, cost in (("heads", 12, draw.randint(500, 3000)), ("channels", 200, draw.randint(20, 60))):
@@ -510,7 +510,7 @@ def test_budgets_are_hit_within_one_unit(allocation: str) -> None:
 
 
 def test_uniform_carries_what_rounding_leaves() -> None:
-    """Of three groups a layer, a fifth: each layer alone would round to one, or to none."""
+    """A fifth of three groups per layer: each layer alone would round to one group, or none."""
     pools = [UnitPool(f"heads.L{n}", [(0,), (1,), (2,)], torch.zeros(3), 10.0) for n in range(10)]
     counts = counts_of(pools, 0.2, "uniform")
     assert sum(counts) == 6 and max(counts) == 1
@@ -542,7 +542,7 @@ def test_global_compares_heads_with_heads_and_standardised_all_with_all() -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("unit", ["head", "group"])
 def test_costs_are_the_parameters_that_surgery_removes(family: str, unit: str) -> None:
-    """Of live shapes: biases, fused and transposed projections."""
+    """With biases, fused and transposed projections."""
     model = tiny(family)
     model_map = map_model(model)
     layer = model_map.attention[0]
@@ -566,7 +566,7 @@ def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
 
 @pytest.mark.parametrize("unit", ["group", "balanced"])
 def test_budgets_count_what_is_gone_of_grouped_queries(unit: str) -> None:
-    """Several steps, too; single heads have no share of the parameters, since keys and values go with the last."""
+    """Also over several steps; keys and values are removed with the last head of a group."""
     model = tiny("llama", num_hidden_layers=4)
     model_map = map_model(model)
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=2, parts="heads")
@@ -598,7 +598,7 @@ def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
 
 
 def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
-    """`--method flap --budget heads`: by how far they are from their layer's mean; what was compared is in the plan."""
+    """`--method flap --budget heads` ranks by distance from the layer's mean; the plan records the allocation."""
     model, text = tiny("llama", num_hidden_layers=4), text_of()
     with torch.no_grad():
         for layer, block in zip((m := map_model(model)).attention, m.feed_forward, strict=True):
@@ -637,7 +637,7 @@ def test_layers_that_are_spared_do_not_count() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [*BASELINES, CONFIDENT])
 def test_every_plan_is_its_surgery(name: Any, family: str) -> None:
-    """Tried out and cut it computes the same; what it says of parameters is what is gone."""
+    """Hooks and cut model compute the same; the recorded parameter count is the number removed."""
     method, parts = (name, "both") if isinstance(name, str) else name
     model, text = tiny(family), text_of()
     model_map = map_model(model)
@@ -684,7 +684,7 @@ def test_stages_spend_more_and_more(name: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gptj", "bert", "gpt_neo"])
 def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
-    """Behind stubs of the layers before it, in padded text and with masks of several kinds; nothing stays."""
+    """Earlier layers are stubs; with padding and several kinds of masks. No stub remains afterwards."""
     model, text = (
         tiny(family, num_layers=4, attention_types=[[["global", "local"], 2]], window_size=4)
         if (family == "gpt_neo")
@@ -722,7 +722,7 @@ def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
 
 
 def _killed(work: Path, count: int) -> None:
-    """Runs in a child: makes a plan, and is killed at the count-th layer that is kept."""
+    """Make a plan in a child process that is killed when the count-th layer is stored."""
     layer_store.write_bytes = killing_after(count)(layer_store.write_bytes)
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     list(stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work))
@@ -780,7 +780,7 @@ def test_the_command_makes_plans_that_can_be_loaded(name: str, tiny_folder: Path
 def test_scores_of_an_artefact_make_the_same_plan(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Of columns, as `flap` standardises them; a method that goes layer by layer refuses them."""
+    """Column scores of `flap` are reused; a method that prunes layer by layer refuses stored scores."""
     (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
     arguments = [
         "--pretrained",
@@ -815,7 +815,7 @@ def test_scores_of_an_artefact_make_the_same_plan(
 def test_scores_at_hand_are_not_mixed_with_other_settings(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Another method or text is refused; each text is filed under what it was read for, and means are measured."""
+    """Another method or an unused text is refused; each text is recorded under its purpose; means are measured."""
     for name in ("Ann", "Bob"):
         (tmp_path / f"{name}.txt").write_text("\n\n".join(f"{name} has {n} apples, {n + 1} more." for n in range(60)))
     (tmp_path / "empty.txt").write_text("")
@@ -856,7 +856,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(
 def test_what_falls_short_is_said(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fewer channels than asked for, fewer windows; and the option of the command that takes a plan of another model."""
+    """Fewer channels than requested, fewer windows; and the option that accepts a plan of another model."""
     (tmp_path / "text.txt").write_text("Ann has apples. " * 30)
     plan = str(tmp_path / "plan.json")
     words = ["prune", "--pretrained", str(tiny_folder), "--method", "flap", "--budget", "heads", "--ffn_ratio", "0.3"]
@@ -871,7 +871,7 @@ def test_what_falls_short_is_said(
 
 
 class _Quantised:
-    """A model map whose model says that it is quantised."""
+    """A model map of a model marked as quantised."""
 
     def __new__(cls) -> Any:
         model: Any = tiny("llama")
@@ -880,7 +880,7 @@ class _Quantised:
 
 
 def masked() -> Any:
-    """A tiny masked language model: it has logits, of tokens that see those after them."""
+    """Return a tiny masked language model: it has logits, but attention is not causal."""
     bare = tiny("bert")
     return AutoModelForMaskedLM.from_config(bare.config).double().eval()
 
@@ -982,7 +982,7 @@ def test_units_are_groups_where_they_can_be_cut() -> None:
 
 
 def test_a_sequential_score_is_that_of_the_dense_model() -> None:
-    """What `importance` shows: nothing has gone yet."""
+    """As `importance` shows them: nothing is removed yet."""
     model_map, text = map_model(tiny("llama")), whole()
     x = inputs_of(model_map, text)["L1.down"]
     weight = weight_of(model_map.feed_forward[1].down)
@@ -1029,7 +1029,7 @@ def test_a_calibration_text_that_cannot_be_had(
 def test_what_shapes_forbid_is_said_before_a_text_is_read(
     words: str, message: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Nor are weights loaded."""
+    """No weights are loaded either."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError
@@ -1054,7 +1054,7 @@ def test_what_shapes_forbid_is_said_before_a_text_is_read(
                                      for parts in ("both", "heads") for allocation in ("global", "standardised")]
                                     + [{"budget": "heads", **more} for more in ({"unit": "group"}, {"unit": "balanced"}, {"ffn_multiple": 16})])  # fmt: skip
 def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[str, Any]) -> None:
-    """Whatever random scores remove, shapes allow."""
+    """If some random scores remove a unit, the check of shapes passes."""
     model_map, reached = map_model(tiny("llama", num_hidden_layers=3, num_attention_heads=8)), 0
     for ratio in (0.0005, 0.002, 0.01, 0.05, 0.2, 0.4, 0.6, 0.9):
         settings = {"ffn_ratio": ratio} if "ffn_multiple" in options else {"ratio": ratio}
@@ -1071,7 +1071,7 @@ def test_what_some_scores_would_remove_is_not_refused(seed: int, options: dict[s
 
 
 def test_what_to_do_where_nothing_would_go() -> None:
-    """Advice is given only to who can follow it, and helps."""
+    """Only advice that helps is printed."""
     model = map_model(tiny("llama"))  # 8 heads in two layers
 
     def advice(name: str, text: CalibrationText | None = None, **settings: Any) -> str:
@@ -1097,7 +1097,7 @@ def test_what_to_do_where_nothing_would_go() -> None:
 
 
 def test_a_budget_that_is_missed_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """By FLAP's released costs a unit of heads may be worth far less than it is."""
+    """FLAP's released costs may count a unit of heads as much less than its parameters."""
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     counted = plan_by("flap", model_map, whole(), {"reference": True}, ratio=0.05).provenance["parameters"]
     assert counted["removed"] - 0.05 * counted["removable"] > Part(model_map.attention[0]).cost("group")

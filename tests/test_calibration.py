@@ -28,7 +28,7 @@ AROUND = {"bos": "<s> $A", "encoder": "<s> $A </s>", "two": "<s> </s> $A", "none
 
 
 def tokenizer_with(tiny_folder: Path, around: str) -> Any:
-    """A byte-level tokenizer that puts special tokens around a text."""
+    """Return a byte-level tokenizer that adds special tokens to a text."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=ids)
@@ -54,7 +54,7 @@ def stream_of(tokenizer: Any, windows: list[list[int]], before: int, after: int)
 def test_each_window_has_the_special_tokens_of_a_prompt(
     tiny_folder: Path, text: str, around: str, before: list[int], after: list[int]
 ) -> None:
-    """And between them the same stretch of text goes on from window to window."""
+    """Between the special tokens, the text continues from window to window."""
     tokenizer = tokenizer_with(tiny_folder, AROUND[around])
     windows = windows_of(tokenizer, text)
     assert [len(row) for row in windows] == [40] * 8
@@ -68,7 +68,7 @@ def test_each_window_has_the_special_tokens_of_a_prompt(
 def test_a_window_begins_as_lm_eval_reads_its_text(
     tiny_folder: Path, tmp_path: Path, around: str, add_bos_token: bool | None
 ) -> None:
-    """Of a text that is one paragraph: windows of a stream are cut where lm-eval would read on."""
+    """The text is one paragraph, and its first window begins like lm-eval's prompt."""
     (tmp_path / "text.txt").write_text(" ".join(PARAGRAPHS))
     tokenizer = tokenizer_with(tiny_folder, AROUND[around])
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
@@ -81,14 +81,14 @@ def test_a_window_begins_as_lm_eval_reads_its_text(
 
 
 def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, text: str) -> None:
-    """The hash that plans of such models have had all along."""
+    """The hash in plans of earlier versions stays the same."""
     actual = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).record()
     assert actual["sha256"] == "86b6f6fd7c5ea7b6" and actual["tokens"] == 320
     assert actual["special_tokens"] == {"before": [], "after": []} and actual["apply_chat_template"] is False
 
 
 def task_of(folder: Path) -> str:
-    """A task of lm-eval's with a training split, as a path to its YAML."""
+    """Return the path to the YAML of an lm-eval task with a training split."""
     rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}."} for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     path = folder / "sums.yaml"
@@ -167,7 +167,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tiny_folder: Path, sums:
 
 
 def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, text: str) -> None:
-    """And `--add_bos_token` is given on."""
+    """Also with `--add_bos_token`."""
     folder = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder)
     tokenizer_with(tiny_folder, AROUND["bos"]).save_pretrained(folder)
@@ -183,7 +183,7 @@ def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, te
 
 @pytest.mark.parametrize("family", ["bart", "t5", "mt5", "mbart"])
 def test_a_decoder_begins_as_lm_eval_has_it(family: str) -> None:
-    """Which gives an encoder-decoder labels; the model puts its start token before them."""
+    """lm-eval passes labels to an encoder-decoder, and the model shifts them."""
     model: Any = tiny(family)
     text, recorded = text_of(), list[torch.Tensor]()
     embedding = model.get_decoder().get_input_embeddings()
@@ -201,7 +201,7 @@ def test_a_decoder_begins_as_lm_eval_has_it(family: str) -> None:
 
 
 class Called(Exception):
-    """The output head has been run."""
+    """The output head ran."""
 
 
 def refuse(*_: Any) -> None:
@@ -214,7 +214,7 @@ READING = [name for name in PRUNERS if name != "llm_pruner" and make_pruner(name
 @pytest.mark.parametrize("name", READING)  # llm_pruner reads the loss
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon", "bloom", "bart", "t5"])
 def test_calibration_does_not_run_the_output_head(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads its logits; scores are the same to the bit."""
+    """No score needs its logits; the scores are bit-identical with and without it."""
     model_map, text, pruner = map_model(tiny(family)), text_of(), make_pruner(name, {})
     parts = parts_of(model_map, [HEADS] if pruner.heads_only else KINDS)
     try:

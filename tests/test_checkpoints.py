@@ -1,4 +1,4 @@
-"""Which class a checkpoint is, whether its weights are that class's and sound, and by what it is known again."""
+"""Class of a checkpoint, validity of its weights, and its identity."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OTHERS = [("bert", "BertForMaskedLM"), ("bert", "BertForPreTraining"), ("t5", "T
 
 
 def build(family: str, name: str, **changes: Any) -> Any:
-    """A random model of a class, whose every weight matters."""
+    """Build a random model of a class in which every weight matters."""
     torch.manual_seed(0)
     settings = {
         "vocab_size": 64,
@@ -70,14 +70,14 @@ def same(model: Any, other: Any) -> bool:
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    """Change fields of a folder's config.json; None takes one away."""
+    """Change fields of a folder's config.json; None deletes a field."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
 
 
 def refused(capsys: Any, *words: str) -> str:
-    """The one line by which a command refuses."""
+    """Return the single line of a command's error message."""
     assert main(list(words)) == 2
     lines = [line for line in capsys.readouterr().err.strip().splitlines() if "it/s]" not in line]
     assert len([line for line in lines if line]) == 1, lines
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_of_the_class_that_it_names(family: str, name: str, tmp_
 
 @pytest.mark.parametrize(("family", "name"), HEADS + OTHERS[:2])
 def test_what_is_cut_keeps_its_head(family: str, name: str, tmp_path: Path) -> None:
-    """With alike layers and with differing ones, loaded by us and, where it is stock, by plain transformers."""
+    """With equal and with different layers; stock classes are also loaded by plain transformers."""
     model = build(family, name)
     model.save_pretrained(tmp_path / "m")
     model = load_pretrained(tmp_path / "m")
@@ -163,7 +163,7 @@ def test_lm_eval_asks_language_models_only(
 
 @pytest.mark.parametrize(("family", "name"), [("gpt2", "GPT2Model"), ("bart", "BartModel"), ("t5", "T5Model")])
 def test_a_model_whose_head_is_tied_lacks_nothing(family: str, name: str, tmp_path: Path, tiny_folder: Path) -> None:
-    """As facebook/bart-base, whose `config.json` names a BartModel; and models that cannot be built without weights."""
+    """Like facebook/bart-base, whose `config.json` names a BartModel."""
     model = build(family, name)
     model.save_pretrained(tmp_path / "m")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "m")
@@ -181,7 +181,7 @@ def test_a_model_that_cannot_be_built_without_weights_is_left_to_them(
 
 
 def test_a_name_that_transformers_has_not_is_the_familys_language_model(tmp_path: Path) -> None:
-    """Old names, those of own code, none at all; the weights must be that model's."""
+    """Old names, names of own code, and no name; the weights must fit the language model."""
     model: Any = tiny("llama")
     model.save_pretrained(tmp_path / "m")
     for architectures in (None, ["LLaMAForCausalLM"], ["MyOwnModel"], []):
@@ -196,7 +196,7 @@ def test_a_name_that_transformers_has_not_is_the_familys_language_model(tmp_path
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_of_another_class_are_refused(tied: bool, tmp_path: Path, tiny_folder: Path) -> None:
-    """By us and by pruned-hf; where the head is tied, nothing is missing, and only what is left over tells."""
+    """With a tied head no tensor is missing, and only additional tensors show the other class."""
     build("llama", "LlamaForSequenceClassification", tie_word_embeddings=tied).save_pretrained(tmp_path / "m")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "m")
     edit(tmp_path / "m", architectures=None)
@@ -223,7 +223,7 @@ def test_layers_and_biases_that_the_class_would_leave_out_are_refused(tmp_path: 
 
 
 def test_what_transformers_allows_is_loaded(tmp_path: Path) -> None:
-    """Buffers of older versions, and heads that the class named has not, as in bert-base-uncased."""
+    """Buffers of older versions, and heads that the named class does not have, as in bert-base-uncased."""
     tiny("llama").save_pretrained(tmp_path / "llama")  # type: ignore[operator]
     tiny("gpt_neox").save_pretrained(tmp_path / "neox")  # type: ignore[operator]
     build("bert", "BertForPreTraining").save_pretrained(tmp_path / "bert")
@@ -300,7 +300,7 @@ def test_weights_that_the_model_would_need_are_refused(
     ("family", "name"), [("mixtral", "num_hidden_layers"), ("gpt2", "n_layer"), ("bert", "num_hidden_layers")]
 )
 def test_a_configuration_with_fewer_layers_than_the_weights_is_refused(family: str, name: str, tmp_path: Path) -> None:
-    """Also of a model that was saved without its head, whose names lack a prefix."""
+    """Also for a model saved without its head, whose tensor names lack a prefix."""
     model: Any = tiny(family, tie_word_embeddings=True)
     getattr(model, model.base_model_prefix, model).save_pretrained(tmp_path / "m")
     edit(tmp_path / "m", **{name: 1, "layer_types": None})
@@ -356,7 +356,7 @@ def test_weights_that_are_no_numbers_are_refused(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_one_value_that_is_no_number_is_found_and_large_ones_are_none(dtype: torch.dtype) -> None:
-    """Opposite infinities, values whose sum overflows, and masks in saved buffers, too."""
+    """Also opposite infinities, values whose sum overflows, and masks in saved buffers."""
     model: Any = tiny("llama", dtype=dtype)
     weight = model.model.layers[1].mlp.up_proj.weight
     model.register_buffer("mask", torch.full((4, 4), float("-inf")))
@@ -373,7 +373,7 @@ def test_one_value_that_is_no_number_is_found_and_large_ones_are_none(dtype: tor
 def test_scores_that_are_no_numbers_are_refused(
     name: str, tmp_path: Path, tiny_folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are finite, and what the model computes with them in float16 is not."""
+    """The weights are finite, but activations in float16 are not."""
     monkeypatch.chdir(tmp_path)
     Path("t").write_text("some words of a text that is read for calibration " * 40)
     model = load_pretrained(tiny_folder, dtype=torch.float16)
@@ -398,7 +398,7 @@ def test_scores_that_are_no_numbers_are_refused(
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 @pytest.mark.parametrize("kind", ["cpu", "disk", "dispatch"])
 def test_offloaded_weights_have_the_fingerprint_of_the_model(family: str, kind: str, tmp_path: Path) -> None:
-    """Wherever they are; with tied weights and buffers, and in a smaller type."""
+    """On any device or offloaded; with tied weights and buffers, and in a smaller dtype."""
     tied = {"tie_word_embeddings": True} if family == "llama" else {}
     model: Any = tiny(family, dtype=torch.float32, **tied)
     expected = loadable_fingerprints(model, weights_fingerprint(model))
@@ -445,7 +445,7 @@ def test_weights_that_cannot_be_read_are_not_taken_by_their_name(tmp_path: Path)
 
 
 def changed(path: str, value: Any) -> Any:
-    """A damage: a value at a path in config.json."""
+    """Return a damage: a value at a path in config.json."""
 
     def damage(config: dict[str, Any]) -> None:
         *before, last = path.split("/")
@@ -487,7 +487,7 @@ DAMAGES = [
 
 @pytest.fixture(scope="module")
 def cut_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
-    """A checkpoint whose layers differ."""
+    """Return a checkpoint whose layers differ."""
     folder = tmp_path_factory.mktemp("cut") / "model"
     cut_to(folder, load_pretrained(tiny_folder), Plan("L0H0+L0H1"), AutoTokenizer.from_pretrained(tiny_folder))
     return folder
@@ -598,7 +598,7 @@ def test_a_llama_with_heads_that_do_not_divide_its_width_is_a_mistral_of_the_sam
 def test_a_classifier_is_scored_by_every_method_or_refused(
     pad: int | None, tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A classifier without a padding token reads no two texts at once, and calibration needs no head."""
+    """A classifier without a padding token cannot batch texts, but calibration needs no head."""
     monkeypatch.chdir(tmp_path)
     Path("t").write_text("some words of a text that is read for calibration " * 40)
     build("llama", "LlamaForSequenceClassification", vocab_size=259, pad_token_id=pad).save_pretrained("m")

@@ -450,7 +450,7 @@ def test_what_is_stored_and_kept_stays_within_memory(
         tensors = [one for each in (cache.keys, cache.values, cache.positions, cache.lengths) for one in each.values()]
         return [*tensors, *(tensor for state in states for tensor in state.tensors)]
 
-    def made(self: KVCache, *args: Any) -> None:
+    def created(self: KVCache, *args: Any) -> None:
         inner(self, *args)
         caches[1:] = [self]
 
@@ -460,20 +460,20 @@ def test_what_is_stored_and_kept_stays_within_memory(
         caches[:1] = [run.runner.cache]
         tensors = [one for cache in caches for one in stored(cache)]
         for question in {id(q): q for q in (*run.ready, *(row.group for row in run.active))}.values():
-            for one in question.shared:
-                tensors += [*one.tensors, *([] if one.positions is None else [one.positions])]
+            for one in question.leader_cache:
+                tensors += [one.keys, one.values, *([] if one.positions is None else [one.positions])]
                 tensors += [tensor for state in one.states.values() for tensor in state.tensors]
-            tensors += [*(piece for pieces in question.kept.values() for piece in pieces)]
+            tensors += [*(piece for pieces in question.layer_inputs.values() for piece in pieces)]
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
-    for method in ("_step", "_start_leaders", "_start_followers", "_leave"):
+    for method in ("_step", "_start_leaders", "_start_followers", "_remove_ended"):
         watch(monkeypatch, method, measure)
     monkeypatch.setattr("lmeval_prune.decoding.scheduler.near_tied_argmax", lambda logits: [True] * len(logits))
     with filtered.applied_to(model) if filtered else nullcontext():
         engine = Engine(model, memory=kib * 1024, deterministic=True)
         assert engine.unsupported is None
         caches.clear()
-        monkeypatch.setattr(KVCache, "__init__", made)
+        monkeypatch.setattr(KVCache, "__init__", created)
         answers(engine, requests)
     print(f"{max(held)} of {kib * 1024} bytes")
     assert kib * 256 < max(held) <= kib * 1024
@@ -615,7 +615,7 @@ def test_what_changes_logits_is_done_as_generate_does_it(family: str, setting: d
     """By the engine and by its fallback, for prompts of several lengths at once."""
     model = model_of(family)
     config = GenerationConfig(eos_token_id=2, do_sample=False, max_new_tokens=14, **setting)
-    params = SamplingParams.of_generation_config(config)
+    params = SamplingParams.from_generation_config(config)
     requests = [
         Request(tuple(range(5, 5 + length)), mask, params, tag=(length, str(mask)))
         for length in (1, 4, 6)
@@ -647,7 +647,7 @@ def test_the_private_function_that_makes_logits_processors_is_as_we_call_it() ->
 )
 def test_a_draws_cut_is_that_of_generate(setting: dict[str, float], warper: Any) -> None:
     logits = torch.tensor([2.0, 1.7, 0.9, 0.5, -0.5, -1.0])
-    params = SamplingParams.of_generation_config(GenerationConfig(do_sample=True, top_k=0, **setting))
+    params = SamplingParams.from_generation_config(GenerationConfig(do_sample=True, top_k=0, **setting))
     kept = set(warper(torch.zeros(1, 1, dtype=torch.long), logits[None])[0].isfinite().nonzero().flatten().tolist())
     drawn = {SAMPLER.choose(logits, Request((1,), None, params, seed), []) for seed in range(1000)}
     assert drawn == kept and 0 < len(kept) < 6

@@ -221,7 +221,7 @@ def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool
             intercept_attention(model_map, behind, stack)
             stack.enter_context(filtered.applied_to(model))
             intercept_attention(model_map, lambda call, attend, before=before: attend(replace(call, **before)), stack)
-            runner = stack.enter_context(ModelRunner.on(model_map, KVCache(1, 20), [None]))
+            runner = stack.enter_context(ModelRunner.attached(model_map, KVCache(1, 20), [None]))
             passed.clear()
             with torch.inference_mode():
                 runner.forward([Chunk(0, 0, 0, range(3, 23))])
@@ -399,7 +399,7 @@ def test_the_budget_of_drafts_is_not_timed_without_drafts(monkeypatch: pytest.Mo
 def test_one_threshold_for_a_run_is_left_to_generate() -> None:
     model = model_of("llama")
     with TokenFilter(**QUICK, state="run").applied_to(model):
-        assert "depend on those before them" in str(Engine(model).unsupported)
+        assert "depend on earlier answers" in str(Engine(model).unsupported)
 
 
 @pytest.mark.parametrize(("times", "numbers"), [(3, (3, 16)), pytest.param(5, (1, 4, 16), marks=pytest.mark.long)])

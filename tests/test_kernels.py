@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from lmeval_prune import map_model
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import filtered_cache, interventions_on
-from lmeval_prune.interventions.filtered_cache import FilteredLayer
+from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import dispatch
 from lmeval_prune.kernels.filtered_attention import naive as naive_attention
@@ -55,9 +55,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def only(way: str, operation: str) -> Iterator[None]:
     """Nothing but `operation` runs, and that `way`: in its kernel (`triton`) or its twin (`torch`)."""
-    dispatch.TAKEN.clear()
+    dispatch.DISPATCHED.clear()
     yield
-    assert set(dispatch.TAKEN) == {f"{operation}: {way}"}
+    assert set(dispatch.DISPATCHED) == {f"{operation}: {way}"}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -205,13 +205,13 @@ def literal(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, of: Rul
             skipped[row, t] = naive.decide(key[row, :, t], value[row, :, t], states[row], of)
             if shared:
                 for other in states:
-                    for name in ("threshold", "seen", "skipped", "known"):
+                    for name in ("threshold", "count", "skipped", "warmup_scores"):
                         setattr(other, name, getattr(states[row], name))
     return skipped
 
 
 def same_memory(found: Memory, expected: Memory, tolerance: float = 1e-9) -> None:
-    assert found.begun.tolist() == expected.begun.tolist()
+    assert found.started.tolist() == expected.started.tolist()
     for tensor, other in zip(found.tensors[1:], expected.tensors[1:], strict=True):
         torch.testing.assert_close(tensor, other, rtol=0, atol=tolerance)
 
@@ -298,7 +298,7 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
             one = key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1]
             with pytest.MonkeyPatch.context() as patch:
                 if way == "torch":
-                    patch.setattr(ops, "takes_kernel", lambda *_: False)
+                    patch.setattr(ops, "use_kernel", lambda *_: False)
                 absent = ops.decide_and_store(
                     *one, memory, RULES["kv"], store=store, position=t + 100, keep_skipped=keep_skipped
                 )
@@ -337,7 +337,7 @@ def test_a_cpu_takes_the_twin_and_says_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", False)
-    dispatch.TAKEN.clear()
+    dispatch.DISPATCHED.clear()
     key, value, valid = (tensor.cpu() for tensor in text())
     memory = Memory.fresh(len(key), key, value)
     steps = [
@@ -345,7 +345,7 @@ def test_a_cpu_takes_the_twin_and_says_nothing(
         for t in range(key.shape[2])
     ]
     assert torch.cat(steps, 1).tolist() == literal(key, value, valid, RULES["kv"], False).tolist()
-    assert not dispatch.TAKEN and not caplog.messages
+    assert not dispatch.DISPATCHED and not caplog.messages
 
 
 def test_empty_batches() -> None:
@@ -414,9 +414,9 @@ def test_a_filter_on_the_device_is_the_one_on_the_cpu(family: str, options: dict
     mask, real = padded(), padded().bool()
     for pieces in ([9, 1, 1, 3], [14]):
         expected, report, lengths = logits(model, filtered, pieces, mask, on_device=False)
-        dispatch.TAKEN.clear()
+        dispatch.DISPATCHED.clear()
         found, by_device, stored_lengths = logits(model, filtered, pieces, mask, on_device=True)
-        assert bool(dispatch.TAKEN["decide: triton"]) == (1 in pieces)
+        assert bool(dispatch.DISPATCHED["decide: triton"]) == (1 in pieces)
         assert by_device == report and report["realised"] > 0
         assert stored_lengths == lengths
         # gemma2 is eager here, whose weights are in single precision
@@ -450,16 +450,16 @@ def test_a_filter_on_the_device_in_single_precision() -> None:
     filtered = TokenFilter(0.4, focus="uniform", warmup=3, step_size=0.05)
     mask = padded(10)
     expected, _, lengths = logits(model, filtered, [8, 1, 1], mask, on_device=False)
-    dispatch.TAKEN.clear()
+    dispatch.DISPATCHED.clear()
     found, _, stored_lengths = logits(model, filtered, [8, 1, 1], mask, on_device=True)
-    assert set(dispatch.TAKEN) == {"decide: triton", "filtered decode: triton"}
+    assert set(dispatch.DISPATCHED) == {"decide: triton", "filtered decode: triton"}
     assert stored_lengths == lengths
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
 def test_rows_of_a_cache_are_reordered() -> None:
     key, value, valid = text()
-    layer, totals = FilteredLayer(DynamicLayer(), None), torch.zeros(2, dtype=torch.long, device=DEVICE)
+    layer, totals = FilteredCacheLayer(DynamicLayer(), None), torch.zeros(2, dtype=torch.long, device=DEVICE)
     absent = layer.store(key, value, valid, RULES["kv"], layer.begin(key, value), totals, False)
     rows = torch.tensor([2, 0, 0, 1])
     lengths, keys, states = layer.lengths[rows], layer.keys[rows], layer.memory.states[rows]

@@ -1,4 +1,4 @@
-"""Plans as artefacts and one after another; what they compute when they are cut is in `test_surgery.py`."""
+"""Plans as artefacts and in sequence; `test_surgery.py` tests what cut models compute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(("first", "second"), [("b", "w"), ("w", "b"), ("wb", "w"), ("w", "wb"), ("wb", "wb")])
 def test_plans_that_compensate_compose(family: str, first: str, second: str) -> None:
-    """Nested, joined, and as a cut of a cut: biases add up, the later weights count."""
+    """Nested, merged, and as a cut of a cut: biases add up, later weights replace earlier ones."""
     model = tiny(family)
     plans = []
     for seed, (arguments, heads, channels) in enumerate(((first, (), {}), (second, "L0H1", {"L1": "3-5"}))):
@@ -78,7 +78,7 @@ def test_a_json_that_names_a_file_of_others_does_not_delete_it(file: object, tmp
 
 @pytest.fixture(scope="session")
 def prunable(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a text, and scores of heads, with those of channels and without."""
+    """A folder with a model, a text, and scores of heads with and without scores of channels."""
     folder = tmp_path_factory.mktemp("prunable")
     (folder / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
     (folder / "model").symlink_to(tiny_folder)
@@ -219,7 +219,7 @@ def test_importance_refuses_channels_of_a_method_without(
 
 
 def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what the report was written in; null where a row of old does not know."""
+    """The environment of the measurement, not of the report; null for old rows without one."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     benchmark: Any = import_module("pruning_result")
     written: dict[str, Any] = {}
@@ -258,7 +258,7 @@ def test_each_row_of_the_results_says_what_it_was_measured_in(monkeypatch: pytes
 def test_ranges_are_compared_with_the_model_before_they_are_expanded(
     fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No range of that length is ever gone through, alone or joined with another plan."""
+    """No huge range is ever iterated, alone or merged with another plan."""
     model_map = map_model(tiny("llama"))
 
     def short(*ends: int) -> range:

@@ -56,7 +56,7 @@ head_scores, channel_scores = (partial(scores_of, kind) for kind in KINDS)
 def select(
     kind: str, model_map: ModelMap, scores: Labelled, ratio: float, allocation: str = "global", **settings: Any
 ) -> Labelled:
-    """Return the heads or channels of each layer that go when a share of all goes."""
+    """Return the heads or channels of each layer that a budget of heads or channels removes."""
     budget = Budget((kind,), ratio, allocation, by_heads(**settings))
     pools = unit_pools(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
     removed = removed_by(pools, allocate(pools, budget), {})
@@ -67,7 +67,7 @@ select_heads, select_channels = (partial(select, kind) for kind in KINDS)
 
 
 def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationText:
-    """Windows, some of them padded."""
+    """Return windows of token ids, some of them padded."""
     real = torch.ones(rows, length, dtype=torch.long)
     for row, missing in ((1, 3), (3, 5)):
         real[row, length - missing :] = 0
@@ -76,7 +76,7 @@ def text_of(side: str = "right", rows: int = 5, length: int = 9) -> CalibrationT
 
 
 def eager_attentions(model: Any, ids: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
-    """Attention matrices as the eager implementation gives them out, in the order of the model map."""
+    """Return the attention matrices of the eager implementation, in the order of the model map."""
     inputs = {"input_ids": ids, "attention_mask": real, "output_attentions": True}
     if model.config.is_encoder_decoder:
         inputs |= {"labels": ids, "decoder_attention_mask": real}
@@ -88,7 +88,7 @@ def eager_attentions(model: Any, ids: torch.Tensor, real: torch.Tensor) -> list[
 
 
 def visible_keys(layer: AttentionLayer, model: Any, real: torch.Tensor, row: int, query: int) -> list[int]:
-    """Keys that a query may see, told by the rules."""
+    """Return the keys that a query may attend to, by the rules of the family."""
     causal = not (layer.stack in ("encoder", "cross") or model.config.model_type in ENCODERS)
     keys = [key for key in range(real.shape[1]) if real[row, key] and (not causal or key <= query)]
     window = getattr(layer.module, "sliding_window", None)
@@ -98,7 +98,7 @@ def visible_keys(layer: AttentionLayer, model: Any, real: torch.Tensor, row: int
 
 
 def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.Tensor]:
-    """Eq. 3 (or confidence) written out, one query after another."""
+    """Compute eq. 3 (or confidence) query by query."""
     layers = map_model(model).attention
     sums = {layer.label: torch.zeros(layer.heads, dtype=torch.float64) for layer in layers}
     counts = dict.fromkeys(sums, 0)
@@ -124,7 +124,7 @@ def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_entropies_and_confidences_are_those_of_eager_attention(family: str) -> None:
-    """Of padded batches, with grouped queries, sinks, soft caps and position biases."""
+    """Padded batches, grouped queries, sinks, soft caps and position biases."""
     changes = {"window_size": 4} if family == "gpt_neo" else {}
     model, text = tiny(family, **changes), text_of()
     before = model.config._attn_implementation
@@ -158,7 +158,7 @@ def test_padding_on_the_left_does_not_count_either(family: str) -> None:
 @pytest.mark.parametrize("family", ["bloom", "gpt_neo", "falcon"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torch.dtype) -> None:
-    """Sharp heads of families that give out their weights, most of which are 0; and in a small type."""
+    """Families that return their weights: most weights of a sharp head are 0, more so in bfloat16."""
     changes = {"window_size": 4} if family == "gpt_neo" else {}
     model, text = tiny(family, "eager", **changes), text_of()
     for layer in map_model(model).attention:
@@ -175,7 +175,7 @@ def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torc
 
 
 def test_what_goes_wrong_over_the_text_is_said_and_not_tried_another_way() -> None:
-    """Sums of a run that broke off do not count."""
+    """An error in the measure ends the run; no other way of reading attention is tried."""
     model_map, recorded = map_model(tiny("llama")), []
 
     def measure(rows: Any) -> Any:
@@ -243,7 +243,7 @@ def rows_of_head(family: str, module: nn.Module, head: int) -> list[torch.Tensor
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "phi3", "falcon", "bert", "bart", "t5"])
 def test_the_weight_norm_is_eq_1(family: str) -> None:
-    """Where a head's rows are is written out here, family by family."""
+    """The test locates a head's rows itself, family by family."""
     model_map = map_model(tiny(family))
     actual = head_scores(GlobalThreshold(), model_map, None)
     assert {(layer.heads, layer.kv_heads) for layer in model_map.attention} == {
@@ -352,12 +352,12 @@ def test_channels_are_rounded_so_that_a_multiple_stays() -> None:
 
 
 def gone(plan: Plan, label: str) -> list[int]:
-    """Heads of a layer that a plan removes."""
+    """Return the heads of a layer that a plan removes."""
     return [int(name.partition("H")[2]) for name in plan.heads if name.startswith(f"{label}H")]
 
 
 def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
-    """Score and select on a model from which the first stage was really cut: the same goes as in the second stage."""
+    """Scoring a model that is cut by the first stage selects the same units as the second stage."""
     text, pruner = text_of(rows=6, length=12), NormEntropy(0.5)
     for seed in range(4):
         model = tiny("llama", seed=seed, num_hidden_layers=6, hidden_size=64, num_attention_heads=8,
@@ -421,7 +421,7 @@ def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(settin
 
 @dataclass(frozen=True)
 class Numbered(Pruner):
-    """A method of a user's: scores heads by their numbers, and notes the bias of the first layer's projection."""
+    """A user's method: scores heads by their numbers, and records the bias of the first layer's projection."""
 
     heads_only = True
     biases: list[float] = field(default_factory=list, compare=False)
@@ -470,7 +470,7 @@ def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
-    """Of the same ratio all remove the same share of the parameters in play; a plan says in words which."""
+    """All methods remove the same share of the parameters; the plan describes it in words."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
     pruner = make_pruner(name, {})
     for parts, words in (("heads", "heads"), ("both", "heads and channels")):
@@ -488,7 +488,7 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> None:
-    """OPT's feed-forward blocks read (rows · tokens, columns); the padding that they read, too, does not matter."""
+    """OPT's feed-forward blocks read (rows · tokens, columns); padding does not change the scores."""
     model_map, pruner, text = map_model(tiny("opt")), make_pruner(name, {}), text_of()
     parts = parts_of(model_map, ["heads"] if pruner.heads_only else KINDS)
     ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
@@ -501,7 +501,7 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
-    """And channels by another method, where one is named for them."""
+    """With a second method for channels, both kinds are removed."""
     model_map, text, pruner = map_model(tiny("llama", num_hidden_layers=4)), text_of(), make_pruner(name, {})
     parts = "heads" if name in ("norm_entropy", "global_threshold", "confidence") else "both"
     (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
@@ -540,7 +540,7 @@ def test_seeds_are_different_draws() -> None:
 
 
 def planned(family: str, *ratio: float, **settings: Any) -> list[Plan]:
-    """Make the plans of random scores."""
+    """Return the plans of random scores."""
     return list(stages(RandomScores(), map_model(tiny(family)), by_heads(*ratio, **settings)))
 
 
@@ -582,7 +582,7 @@ def test_mistakes_are_one_line(action: Any, message: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "roberta", "bart", "mpt"])
 def test_windows_are_as_long_as_the_model_has_positions_and_no_longer(family: str) -> None:
-    """What is allowed runs, and one token more would not."""
+    """The longest allowed window runs, and one token more fails."""
     model = tiny(family)
     limit = 128 - 2 if family == "roberta" else 128
     if family == "roberta":

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipe of a method, pasted as it is printed: linted, and its row of the matrix green."""
+"""CONTRIBUTING's recipe for a method works as printed: it passes the linter and its row of the test matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASTED = ("lmeval_prune/interventions/scale_attention.py", "lmeval_prune/interve
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository with the recipe's file, line and row."""
+    """Copy the repository and add the recipe's file, line and row."""
     folder = tmp_path_factory.mktemp("recipe") / "repository"
     for name in ("lmeval_prune", "tests", "tasks", "kernels", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""A plan tried out, the model that is cut by it, and its checkpoint loaded again are the same."""
+"""A plan applied by hooks, the cut model, and its reloaded checkpoint compute the same."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EXPERTS_ONLY = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss"}
 
 
 def heads_for(model: nn.Module, unit: str, alike: bool) -> list[str]:
-    """Heads of one unit or two: in every layer the same number, or of some layers only."""
+    """Return heads of one or two units: the same number in every layer, or in some layers only."""
     actual = []
     for position, layer in enumerate(map_model(model).attention):
         share = layer.heads // layer.kv_heads
@@ -92,12 +92,12 @@ def padded() -> dict[str, torch.Tensor]:
 
 
 def implementations(model: Any) -> dict[str, str]:
-    """As the tiny models have them: not every family has sdpa, nor grouped products float64."""
+    """Return options of the tiny models: not every family supports sdpa, or grouped products in float64."""
     return {"attn_implementation": model.config._attn_implementation, "experts_implementation": "eager"}
 
 
 def compare(family: str, model: nn.Module, plan: Plan | None, other: nn.Module, generate: bool = True) -> None:
-    """Logits of a padded batch, and generation with either cache."""
+    """Compare logits of a padded batch, and generation with both caches."""
     inputs = tokens()
     with plan.applied_to(model) if plan else torch.no_grad():
         expected = output(model, inputs, **padded())
@@ -132,7 +132,7 @@ def generated(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_path: Path) -> None:
-    """In every unit of the family, alike layers and differing ones, with channels; the model itself stays as it is."""
+    """For every unit, for equal and different layers, with channels; the model itself does not change."""
     model = stored(family, tmp_path)
     before = copy.deepcopy(model.state_dict())
     dense = output(model, tokens())
@@ -174,7 +174,7 @@ def test_families_whose_heads_cannot_be_cut_are_refused_and_their_channels_go(fa
 
 
 def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
-    """As plans tried out, as cuts of a cut, and as one cut; the second group goes with the last of its heads."""
+    """By hooks, as cuts of a cut, and as one cut; a group is removed with the last of its heads."""
     model = stored("llama", tmp_path)
     first, second = Plan("L0H0", {"L0": "1-4"}), Plan("L0H1+L1H2", {"L0": "3-8", "L1": "7"})
     union = first.merged_with(second)
@@ -196,7 +196,7 @@ def test_plans_one_after_the_other_are_their_union(tmp_path: Path) -> None:
 
 
 def test_a_cut_of_a_cut_remembers_its_own_stages(tmp_path: Path) -> None:
-    """Without being written, whatever lies in a folder of its name; and other weights than its manifest was written for have none."""
+    """Also without saving; a manifest does not apply to other weights in its folder."""
     model = stored("llama", tmp_path)
     cut_to(tmp_path / "parent-pruned", model, Plan((), {"L0": "0-9"}))  # unrelated
     once = cut(model, Plan("L0H0-1"))
@@ -249,7 +249,7 @@ def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_biases_and_updated_projections_go_with_a_plan(family: str, tmp_path: Path) -> None:
-    """The literal model: weights written into it, pruned inputs zeroed."""
+    """The reference model has the plan's weights, and its pruned inputs are zeroed."""
     model = stored(family, tmp_path)
     model_map = map_model(model)
     hidden, width = model.config.hidden_size, model_map.attention[0].heads * model_map.attention[0].head_dim
@@ -349,7 +349,7 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
 
 @pytest.mark.parametrize(("family", "is_noted"), [("qwen2", True), ("qwen3", False), ("llama", False)])
 def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, is_noted: bool, tmp_path: Path) -> None:
-    """Qwen2 has no `head_dim`; others divide. Where nothing but channels went, there is nothing to say."""
+    """Qwen2 has no `head_dim`, so other engines divide; without removed heads there is no note."""
     model = stored(family, tmp_path)
     actual = cut_to(tmp_path / "cut", model, Plan("L*H0-1"))
     assert "Pruned" not in actual.manifest["class"]
@@ -361,7 +361,7 @@ def test_a_width_of_heads_that_a_family_never_gives_is_said(family: str, is_note
 
 @pytest.mark.parametrize("parts", ["o_proj", "down", "fillers", "both"])
 def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_path: Path) -> None:
-    """Biases that Llama has not, in shapes that it has: its class would leave them out, and say nothing."""
+    """Llama's class has no such biases and would drop them silently."""
     model = stored("llama", tmp_path)
     heads = "L0H1" if parts in ("fillers", "both") else ()
     biases = {"o_proj": ["o_proj"], "down": ["down"], "fillers": ["o_proj"], "both": ["o_proj", "down"]}[parts]
@@ -382,7 +382,7 @@ def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_pa
 
 
 def test_what_belongs_to_a_model_is_kept(tiny_folder: Path, tmp_path: Path) -> None:
-    """Its type, generation settings, tokenizer and chat template; and `pruned-hf` runs it, with its costs beside it."""
+    """dtype, generation settings, tokenizer and chat template stay; `pruned-hf` runs it and reports its costs."""
     for kind in (torch.float32, torch.bfloat16):
         model = load_pretrained(tiny_folder, dtype=kind)
         model.generation_config.repetition_penalty = 1.25
@@ -424,7 +424,7 @@ def test_generation_settings_that_transformers_would_not_write_are_kept(plan: Pl
 def test_a_manifest_speaks_for_the_weights_that_it_was_written_with(
     live: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a results file; one that is broken is told of before anything is evaluated."""
+    """In a results file; a damaged manifest is reported before the evaluation."""
     folder, tokenizer = tmp_path / "cut", AutoTokenizer.from_pretrained(tiny_folder)
 
     def evaluated(dtype: str) -> dict[str, Any] | None:
@@ -465,7 +465,7 @@ TOUCHES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod",
 
 
 def killed_at(step: int, folder: Path, model: nn.Module, plan: Plan) -> int:
-    """Save in a process that dies with status 255 at its n-th touch of the disk; else its status counts the touches."""
+    """Save in a process that exits with 255 at its n-th disk access, or with the number of accesses."""
     child = os.fork()
     if child == 0:
         count = 0
@@ -524,7 +524,7 @@ def interrupted(*_: Any) -> None:
 
 
 def test_a_save_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two names cannot be exchanged, and the second renaming fails."""
+    """On systems without atomic exchange, if the second rename fails."""
     model, folder, replace = stored("llama", tmp_path), tmp_path / "cut", Path.replace
 
     def full(path: Path, target: Path) -> Path:
@@ -554,7 +554,7 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Path) -> None:
-    """Its library raises what is no error of the system's; its templates are in a folder, which others can read."""
+    """tokenizers raises no OSError; chat templates are in a folder that others can read."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     model, folder, limits = stored("llama", tmp_path), tmp_path / "cut", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -601,7 +601,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(where: str, tmp_path: Path, monk
 
 
 def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
-    """Files of others', beside a checkpoint of ours too, one of ours that was changed, and the model that is cut."""
+    """Foreign files, also beside a checkpoint; changed checkpoints; and the model that is cut."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("…")
     with pytest.raises(InputError, match="do not belong to a checkpoint"):
@@ -653,7 +653,7 @@ def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
     ],
 )
 def test_a_cut_says_why_it_is_no_plain_checkpoint(family: str, words: str) -> None:
-    """Layers are alike, and heads that the stock class cannot have are left; what it says would be plain, is."""
+    """Layers are equal, but no stock class has this number of heads; the advised number gives a plain checkpoint."""
     sizes = {"n_embd": 64, "n_head": 8} if family == "gpt2" else {"hidden_size": 64, "num_attention_heads": 8}
     model: Any = tiny(family, **sizes, **({"num_key_value_heads": 4} if family == "gemma3_text" else {}))
     assert words in cut(model, Plan("L0H6-7+L1H6-7")).manifest["notes"][0]

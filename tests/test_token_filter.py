@@ -22,10 +22,10 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
 from lmeval_prune.interventions import filtered_attention, interventions_on
 from lmeval_prune.interventions.attention_call import intercept_attention
-from lmeval_prune.interventions.filtered_cache import FilteredLayer
+from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels.token_filter import naive, ops
-from lmeval_prune.kernels.token_filter.state import SEEN, SIMILARITIES, SKIPPED, THRESHOLD, Memory
+from lmeval_prune.kernels.token_filter.state import COUNT, SIMILARITIES, SKIPPED, THRESHOLD, Memory
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import data
 from tests.conftest import task_manager
@@ -100,7 +100,7 @@ def check_decisions(heads, width, length, share, similarity, fusion, smoothing, 
         expected = [naive.decide(key[row, :, t], value[row, :, t], state, rule) for t in range(start, length)]
         assert found[row, start:].tolist() == expected and not found[row, :start].any()
         assert float(memory.states[row, THRESHOLD]) == pytest.approx(state.threshold, abs=1e-9)
-        assert memory.states[row, [SEEN, SKIPPED]].tolist() == [state.seen, state.skipped]
+        assert memory.states[row, [COUNT, SKIPPED]].tolist() == [state.count, state.skipped]
         if state.anchor_key is not None:
             torch.testing.assert_close(memory.anchor_key[row], state.anchor_key, rtol=0, atol=1e-12)
 
@@ -136,7 +136,7 @@ def test_the_first_threshold_is_what_a_share_of_a_normal_distribution_exceeds() 
 
 def test_the_threshold_rises_when_too_much_is_skipped() -> None:
     """Eq. 4, not the sign of Algorithm 1."""
-    state = naive.State(torch.ones(1, 2), torch.ones(1, 2), threshold=0.5, seen=10, skipped=9)
+    state = naive.State(torch.ones(1, 2), torch.ones(1, 2), threshold=0.5, count=10, skipped=9)
     naive.decide(torch.ones(1, 2), torch.ones(1, 2), state, naive.Rule(0.2, step_size=0.01, warmup=1))
     assert state.threshold == pytest.approx(0.5 + 0.01 * (10 / 11 - 0.2))
 
@@ -343,7 +343,7 @@ def test_the_cache_holds_what_was_not_skipped() -> None:
             model(part, past_key_values=cache, use_cache=True)
         (one,) = interventions_on(model)
     for layer, counts in zip(cache.layers, one.counts.values(), strict=True):
-        assert isinstance(layer, FilteredLayer) and layer.get_seq_length() == 40
+        assert isinstance(layer, FilteredCacheLayer) and layer.get_seq_length() == 40
         assert int(layer.lengths.sum()) == counts["tokens"] - counts["skipped"] < 60
         assert layer.keys.shape[2] < 64
 
@@ -637,5 +637,7 @@ def test_fusion_with_one_key_value_head_is_said_to_be_the_mean(caplog: pytest.Lo
             caplog.clear()
             with made(ratio=0.4, focus="uniform", fusion=fusion, **options).applied_to(model):
                 found.append(output(model, inputs))
-            assert (f"token_filter.fusion={fusion}: keys and values weigh the same in L0, L1" in caplog.text) == said
+            assert (
+                f"token_filter.fusion={fusion}: keys and values have equal weights in L0, L1" in caplog.text
+            ) == said
         assert torch.equal(*found) == (heads == 1)

@@ -1,1 +1,1 @@
-"""Attention of tokens that do not skip, over the keys and values of stored tokens."""
+"""Attention of the tokens that do not skip, over stored keys and values."""

@@ -1,4 +1,4 @@
-"""Attention of one token a row over stored keys: the reference of the kernel."""
+"""Attention of one token per row over stored keys: the reference for the kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def decode(
     positions: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute the attention; arguments as in `ops.decode`. Query heads h·G … h·G+G−1 share key-value head h."""
+    """Compute the attention of `ops.decode`. Query heads h·G … h·G+G−1 share key-value head h."""
     group, lengths = query.shape[1] // keys.shape[1], lengths.long()
     visible = torch.arange(keys.shape[2], device=query.device) < torch.where(skipped, 0, lengths)[:, None]
     if window is not None and positions is not None:

@@ -1,11 +1,11 @@
-"""Attention of tokens that do not skip, over keys and values of tokens that were stored."""
+"""Attention of the tokens that do not skip, over stored keys and values."""
 
 from __future__ import annotations
 
 import torch
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.kernels.dispatch import device_of, takes_kernel, too_wide, unlike
+from lmeval_prune.kernels.dispatch import launch_on, mixed_types, too_wide, use_kernel
 from lmeval_prune.kernels.filtered_attention import naive
 
 
@@ -21,22 +21,21 @@ def decode(
     softcap: float | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of one token a row, which sees all that is stored of its row, itself last.
+    """Compute the attention of one token per row over the stored tokens of the row, the last of which is itself.
 
     Args:
         query: (rows, heads, width).
-        keys, values: (rows, key-value heads, capacity, width), no gaps; what lies behind a row's length is not read.
-        lengths: (rows,), number of stored tokens, at most the capacity.
-        skipped: (rows,), true where the token does not attend; nothing of such a row is read.
-        scaling: of the scores.
-        window: number of tokens of the text that a token sees, itself included; None for all.
-        positions: of stored tokens in the text, (rows, capacity), rising; needed with a window.
+        keys, values: (rows, key-value heads, capacity, width), without gaps; only a row's length is read.
+        lengths: number of stored tokens, (rows,).
+        skipped: true if the row's token does not attend, (rows,).
+        scaling: factor of the scores.
+        window: number of text tokens that a token attends to, including itself; None: all.
+        positions: text positions of stored tokens, increasing, (rows, capacity); needed with a window.
         softcap: bound of the scores.
-        splits: number of programs among which each row's keys are split, a power of two; None: as many as fill the
-            device.
+        splits: number of programs that share a row's keys, a power of two; None: enough to fill the device.
 
     Returns:
-        (rows, heads, width of values); zero where a row is skipped or has nothing stored.
+        (rows, heads, width of values); zero for rows that are skipped or empty.
 
     Raises:
         InputError: shapes do not fit.
@@ -49,9 +48,9 @@ def decode(
     if not query.numel() or not keys.shape[2]:
         return query.new_zeros(*query.shape[:2], values.shape[-1])
     width = too_wide(query.shape[-1], values.shape[-1])
-    if not takes_kernel("filtered decode", query, unlike(query, keys, values), width):
+    if not use_kernel("filtered decode", query, mixed_types(query, keys, values), width):
         return naive.decode(query, keys, values, lengths, skipped, scaling, window, positions, softcap)
     from lmeval_prune.kernels.filtered_attention import triton
 
-    with device_of(query):
+    with launch_on(query):
         return triton.decode(query, keys, values, lengths, skipped, scaling, window, positions, softcap, splits)

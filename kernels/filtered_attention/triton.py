@@ -1,9 +1,9 @@
-"""Attention of one token a row over the stored keys of its row. Formulas: `naive`.
+"""Attention of one token per row over the stored keys of its row. Formulas: `naive`.
 
     out = Σ_j softmax_j(scaling · q · k_j) v_j,    j < length,  position_j > position_(length − 1) − window
 
-The kernel keeps a running maximum and sum of exponentials while it passes over blocks of keys; products are accumulated
-in float32. Rows have lengths of their own; what lies behind them in the store is not read.
+The kernel keeps a running maximum and sum of exponentials over blocks of keys. Products are accumulated in float32.
+Rows have different lengths; storage behind a row's length is not read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import triton.language as tl
 from lmeval_prune.kernels.dispatch import INTERPRETED
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-KEYS_A_SPLIT = 256  # at least; shorter rows are not shared among programs
-MOST_SPLITS = 64
+MIN_KEYS_PER_SPLIT = 256  # shorter rows are not split
+MAX_SPLITS = 64
 
-# The first is the interpreter's. Hopper has room for more stages of loads in flight, Ampere for fewer.
+# The interpreter uses the first. Hopper has room for more pipeline stages than Ampere.
 DECODE_CONFIGS = [
     triton.Config({"BLOCK_N": block}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((32, 4, 2), (32, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3))
@@ -74,7 +74,7 @@ def _decode_kernel(
 
     length = tl.load(lengths + row).to(tl.int32)
     first = 0
-    if WINDOW:  # stored tokens are at most as many as the window is wide
+    if WINDOW:  # a window never covers more stored tokens than its width
         first = tl.maximum(length - window, 0)
         query_position = tl.load(positions + row * stride_position_row + length - 1, mask=length > 0, other=0).to(
             tl.int32
@@ -110,7 +110,7 @@ def _decode_kernel(
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # no visible key yet
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maximum - base)
         total = total * shrink + tl.sum(weights, 1)
@@ -166,7 +166,7 @@ def decode(
     softcap: float | None,
     splits: int | None,
 ) -> torch.Tensor:
-    """Launch; arguments as in `ops.decode`."""
+    """Launch the kernels; arguments as in `ops.decode`."""
     query, keys, values = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, keys, values)
     )
@@ -207,7 +207,7 @@ def decode(
         SPLITS=splits,
         WINDOW=window is not None,
         SOFTCAP=bool(softcap),
-        UPCAST=INTERPRETED,  # whose products of bfloat16 are wrong
+        UPCAST=INTERPRETED,  # the interpreter's bfloat16 products are wrong
     )
     if splits > 1:
         _join_kernel[(rows, heads)](
@@ -217,8 +217,8 @@ def decode(
 
 
 def _splits(programs: int, keys: int, device: torch.device) -> int:
-    """Choose a power of two that gives each processor two programs, if there are enough keys."""
+    """Return the power of two that gives each processor two programs, if there are enough keys."""
     is_gpu = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
-    splits = min(2 * processors // programs, triton.cdiv(keys, KEYS_A_SPLIT), MOST_SPLITS)
+    splits = min(2 * processors // programs, triton.cdiv(keys, MIN_KEYS_PER_SPLIT), MAX_SPLITS)
     return 1 << (splits.bit_length() - 1) if splits > 1 else 1

@@ -1,1 +1,1 @@
-"""Token filtering: which tokens skip the attention of a layer."""
+"""Token Filtering: decide which tokens skip the attention of a layer."""

@@ -1,7 +1,7 @@
-"""Token Filtering of one sequence in one layer, token by token: the reference of all tests.
+"""Token Filtering of one sequence in one layer, token by token: the reference for all tests.
 
-Names as in the paper (§3.2, §3.3): `s_k`, `s_v` similarities of key and value to their anchors, `alpha` the weight
-of the key's (eq. 1), `S` their fusion (eq. 2), `T` the layer's threshold, `P` the share of tokens that it shall skip
+Names as in the paper (§3.2, §3.3): `s_k`, `s_v` similarities of a key and a value to their anchors, `alpha` the weight
+of `s_k` (eq. 1), `S` the fused similarity (eq. 2), `T` the layer's threshold, `P` its target share of skipped tokens
 (eq. 3).
 """
 
@@ -25,20 +25,20 @@ class State:
     Attributes:
         anchor_key, anchor_value: (key-value heads, width); None before the first token.
         threshold: T.
-        seen, skipped: tokens so far.
-        known: similarities of the tokens of the warm-up but the first, which has none.
+        count, skipped: tokens and skipped tokens so far.
+        warmup_scores: similarities of the warm-up tokens, without the first token, which has none.
     """
 
     anchor_key: torch.Tensor | None = None
     anchor_value: torch.Tensor | None = None
     threshold: float = 1.0
-    seen: int = 0
+    count: int = 0
     skipped: int = 0
-    known: list[float] = field(default_factory=list)
+    warmup_scores: list[float] = field(default_factory=list)
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the cosine of the angle between two vectors; 0 if either has no length."""
+    """Return the cosine of two vectors; 0 if one is zero."""
     length = math.sqrt(float(a @ a)) * math.sqrt(float(b @ b))
     return float(a @ b) / length if length else 0.0
 
@@ -46,14 +46,14 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> float:
     """Return S of a token from its keys and values, (key-value heads, width) each; eqs. 1 and 2."""
     assert state.anchor_key is not None and state.anchor_value is not None
-    of_keys = [cosine(k, anchor) for k, anchor in zip(key, state.anchor_key, strict=True)]
-    of_values = [cosine(v, anchor) for v, anchor in zip(value, state.anchor_value, strict=True)]
-    heads = len(of_keys)
-    s_k, s_v = sum(of_keys) / heads, sum(of_values) / heads
+    cosines_k = [cosine(k, anchor) for k, anchor in zip(key, state.anchor_key, strict=True)]
+    cosines_v = [cosine(v, anchor) for v, anchor in zip(value, state.anchor_value, strict=True)]
+    heads = len(cosines_k)
+    s_k, s_v = sum(cosines_k) / heads, sum(cosines_v) / heads
     if rule.similarity != "kv":
         return s_k if rule.similarity == "key" else s_v
-    variance_k = sum((s - s_k) ** 2 for s in of_keys) / heads
-    variance_v = sum((s - s_v) ** 2 for s in of_values) / heads
+    variance_k = sum((s - s_k) ** 2 for s in cosines_k) / heads
+    variance_v = sum((s - s_v) ** 2 for s in cosines_v) / heads
     if variance_k + variance_v == 0:
         alpha = 0.5
     elif rule.fusion == "inverse_variance":  # 1/variance_k / (1/variance_k + 1/variance_v)
@@ -64,33 +64,33 @@ def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule)
 
 
 def decide(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> bool:
-    """Decide whether a token is skipped; update the anchors, the counts and the threshold."""
+    """Return whether a token skips; update the anchors, the counts and the threshold."""
     skip = False
     if state.anchor_key is None or state.anchor_value is None:
         state.anchor_key, state.anchor_value = key, value
     else:
         score = similarity(key, value, state, rule)
-        if state.seen < rule.warmup:
-            state.known.append(score)
+        if state.count < rule.warmup:
+            state.warmup_scores.append(score)
         else:
             skip = score > state.threshold
         state.anchor_key = rule.smoothing * state.anchor_key + (1 - rule.smoothing) * key
         state.anchor_value = rule.smoothing * state.anchor_value + (1 - rule.smoothing) * value
-    state.seen += 1
+    state.count += 1
     state.skipped += skip
-    if state.seen == rule.warmup and (state.known or rule.share in (0, 1)):
-        state.threshold = first_threshold(state.known, rule.share)
-    if state.seen > rule.warmup:
-        state.threshold += rule.step_size * (state.skipped / state.seen - rule.share)  # eq. 4
+    if state.count == rule.warmup and (state.warmup_scores or rule.share in (0, 1)):
+        state.threshold = first_threshold(state.warmup_scores, rule.share)
+    if state.count > rule.warmup:
+        state.threshold += rule.step_size * (state.skipped / state.count - rule.share)  # eq. 4
     return skip
 
 
-def first_threshold(known: list[float], share: float) -> float:
-    """Return what `share` of normally distributed similarities with the mean and variance of `known` exceed."""
+def first_threshold(scores: list[float], share: float) -> float:
+    """Return the value that `share` of a normal distribution with the mean and variance of `scores` exceeds."""
     if share in (0, 1):
         return math.inf if share == 0 else -math.inf
-    mean = sum(known) / len(known)
-    variance = sum((score - mean) ** 2 for score in known) / len(known)
+    mean = sum(scores) / len(scores)
+    variance = sum((score - mean) ** 2 for score in scores) / len(scores)
     return mean + math.sqrt(variance) * -NormalDist().inv_cdf(share)
 
 
@@ -103,30 +103,21 @@ def attention(
     window: int | None = None,
     keep_skipped_kv: bool = False,
 ) -> torch.Tensor:
-    """Compute the causal attention of one sequence in which some tokens are skipped.
+    """Compute the causal attention of one sequence with skipped tokens, (tokens, heads, width of values).
 
-    Args:
-        query: (heads, tokens, width).
-        key, value: (key-value heads, tokens, width).
-        skipped: of each token.
-        scaling: of the scores.
-        window: a token sees so many tokens of the text, itself included; None for all.
-        keep_skipped_kv: later tokens see a skipped one.
-
-    Returns:
-        (tokens, heads, width of values); zero for a skipped token.
+    `query` is (heads, tokens, width); `key` and `value` are (key-value heads, tokens, width). Skipped tokens get zeros.
     """
     heads, tokens, _ = query.shape
-    share = heads // key.shape[0]
+    group = heads // key.shape[0]
     out = value.new_zeros(tokens, heads, value.shape[-1])
     for t in range(tokens):
         if skipped[t]:
             continue
         first = 0 if window is None else max(0, t - window + 1)
-        seen = [u for u in range(first, t + 1) if keep_skipped_kv or not skipped[u]]
+        visible = [u for u in range(first, t + 1) if keep_skipped_kv or not skipped[u]]
         for h in range(heads):
-            scores = torch.stack([query[h, t] @ key[h // share, u] * scaling for u in seen])
+            scores = torch.stack([query[h, t] @ key[h // group, u] * scaling for u in visible])
             weights = scores.softmax(0)
-            for weight, u in zip(weights, seen, strict=True):
-                out[t, h] += weight * value[h // share, u]
+            for weight, u in zip(weights, visible, strict=True):
+                out[t, h] += weight * value[h // group, u]
     return out

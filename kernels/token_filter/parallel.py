@@ -1,12 +1,12 @@
-"""Token Filtering's similarities of many tokens in parallel, on any device: anchors are scanned in chunks.
+"""Token Filtering's similarities of many tokens in parallel, on any device: a scan of the anchors in chunks.
 
-The anchor for token i of a chunk, with n_j the number of tokens up to and including j, and m_i the number of tokens
-before i (without padding), is
+Let n_j be the number of tokens up to and including j, and m_i the number before i, without padding. The anchor for
+token i of a chunk is
 
     anchor_i = s^(m_i) · carry + Σ_{j<i} w_j s^(m_i − n_j) x_j,    w_j = 1 − s, or 1 for the first token of a row,
 
-where `carry` is the anchor at the beginning of the chunk. So the anchors within chunks are a product with small lower
-triangular matrices. The carries are similar sums over chunks, and are a second product.
+with `carry` the anchor at the beginning of the chunk. So the anchors of a chunk are a product with a small lower
+triangular matrix. The carries are similar sums over chunks: a second product.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ SLICE = 2**24  # largest number of anchor values in memory
 def similarities(
     key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, rule: Rule
 ) -> torch.Tensor:
-    """Compute the similarity S of each token to its anchors (eqs. 1, 2); update `begun` and the anchors.
+    """Return the similarity S of each token to its anchors (eqs. 1, 2), (rows, tokens); update the memory.
 
-    Arguments as in `ops.decide`. Returns (rows, tokens) in the anchors' type: NaN for the first token of a row, which
-    has no similarity; values of padding are undefined.
+    Arguments as in `ops.decide`. The first token of a row gets NaN; values of padding are undefined.
     """
     rows, heads, tokens, width = key.shape
     scores = memory.anchor_key.new_zeros(rows, tokens)
     is_padding = ~valid[:, None, :, None]  # padding may hold any value, also NaN
     size = max(1, SLICE // max(1, heads * tokens * max(width, value.shape[-1])))
     for part in (slice(row, row + size) for row in range(0, rows, size)):
-        weights = _Weights(valid[part], memory.begun[part], rule.smoothing, scores.dtype)
-        of_keys, of_values = (
+        weights = _Weights(valid[part], memory.started[part], rule.smoothing, scores.dtype)
+        cosines_k, cosines_v = (
             _cosines(tensor[part].to(anchor.dtype).masked_fill(is_padding[part], 0), weights, anchor[part])
             for tensor, anchor in ((key, memory.anchor_key), (value, memory.anchor_value))
         )
-        scores[part] = _fuse(of_keys, of_values, rule)
-    scores[valid & ~memory.begun[:, None] & (valid.cumsum(1) == 1)] = torch.nan
-    memory.begun |= valid.any(1)
+        scores[part] = _fuse(cosines_k, cosines_v, rule)
+    scores[valid & ~memory.started[:, None] & (valid.cumsum(1) == 1)] = torch.nan
+    memory.started |= valid.any(1)
     return scores
 
 
 class _Weights:
-    """Weights of the scan: of tokens in the anchors of their chunk, and of chunks in the carries."""
+    """Weights of the scan: of tokens in the anchors of a chunk, and of chunks in the carries."""
 
-    def __init__(self, valid: torch.Tensor, begun: torch.Tensor, smoothing: float, dtype: torch.dtype) -> None:
+    def __init__(self, valid: torch.Tensor, started: torch.Tensor, smoothing: float, dtype: torch.dtype) -> None:
         padded = torch.nn.functional.pad(valid, (0, -valid.shape[1] % CHUNK))
         enters = padded.to(dtype) * (1 - smoothing)
-        enters[padded & ~begun[:, None] & (padded.cumsum(1) == 1)] = 1
+        enters[padded & ~started[:, None] & (padded.cumsum(1) == 1)] = 1
         padded, enters = (tensor.unflatten(1, (-1, CHUNK)) for tensor in (padded, enters))
         after = padded.cumsum(2)  # tokens of the chunk up to and including each, n
         total = after[..., -1:]
@@ -81,11 +80,11 @@ def _cosines(x: torch.Tensor, weights: _Weights, anchor: torch.Tensor) -> torch.
     return torch.where(lengths > 0, (x * anchors).sum(-1) / lengths, 0.0)
 
 
-def _fuse(of_keys: torch.Tensor, of_values: torch.Tensor, rule: Rule) -> torch.Tensor:
-    s_k, s_v = of_keys.mean(1), of_values.mean(1)
+def _fuse(cosines_k: torch.Tensor, cosines_v: torch.Tensor, rule: Rule) -> torch.Tensor:
+    s_k, s_v = cosines_k.mean(1), cosines_v.mean(1)
     if rule.kind:
         return s_k if rule.kind == 1 else s_v
-    variance_k, variance_v = of_keys.var(1, correction=0), of_values.var(1, correction=0)
-    both = variance_k + variance_v
-    alpha = torch.where(both == 0, 0.5, (variance_k if rule.as_printed else variance_v) / both)
+    variance_k, variance_v = cosines_k.var(1, correction=0), cosines_v.var(1, correction=0)
+    total = variance_k + variance_v
+    alpha = torch.where(total == 0, 0.5, (variance_k if rule.as_printed else variance_v) / total)
     return alpha * s_k + (1 - alpha) * s_v

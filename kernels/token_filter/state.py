@@ -1,4 +1,4 @@
-"""Rule of a filtered layer, and its memory of sequences (see `naive.State`)."""
+"""Settings of a filtered layer, and its memory of sequences; `naive.State` is the same memory for one sequence."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import NormalDist
 
 import torch
 
-# Columns of a state. Similarities of the warm-up are kept as their number, mean, and sum of squared deviations.
-THRESHOLD, SEEN, SKIPPED, KNOWN, MEAN, DEVIATIONS = range(6)
+# Columns of a state. Similarities of the warm-up are stored as their number, mean, and sum of squared deviations.
+THRESHOLD, COUNT, SKIPPED, SCORED, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
 SIMILARITIES = ("kv", "key", "value")
 
@@ -20,14 +20,14 @@ class Rule:
     """Settings of a filtered layer.
 
     Attributes:
-        share: of tokens to be skipped, in 0 … 1: `P_tail` in eq. 3.
-        similarity: what is compared with its anchor: `kv`, `key` or `value`.
+        share: target share of skipped tokens, 0 to 1: `P_tail` in eq. 3.
+        similarity: the vectors compared with their anchors: `kv`, `key` or `value`.
         fusion: `inverse_variance`, or `as_printed` in eq. 1.
         step_size: of the threshold's feedback, eq. 4.
-        smoothing: of the anchors.
-        warmup: number of first tokens that are never skipped; their similarities give the first threshold.
-        first: the first threshold, in standard deviations from the mean of the warm-up's similarities. Default: what
-            `share` of a normal distribution exceeds.
+        smoothing: weight of the old anchor in the moving average.
+        warmup: number of first tokens that never skip; their similarities set the first threshold.
+        initial: the first threshold, in standard deviations from the mean similarity of the warm-up. Default: the value
+            that `share` of a normal distribution exceeds.
     """
 
     share: float
@@ -36,54 +36,54 @@ class Rule:
     step_size: float = 0.05
     smoothing: float = 0.9
     warmup: int = 16
-    first: float | None = None
+    initial: float | None = None
 
     @cached_property
     def quantile(self) -> float:
-        """`first`, or its default; infinite where none or all shall be skipped."""
-        if self.first is not None:
-            return self.first
+        """`initial`, or its default; infinite if no token or every token shall skip."""
+        if self.initial is not None:
+            return self.initial
         if self.share in (0, 1):
             return math.inf if self.share == 0 else -math.inf
         return -NormalDist().inv_cdf(self.share)
 
     @cached_property
     def kind(self) -> int:
-        """Number of `similarity`, for kernels."""
+        """Index of `similarity`, for kernels."""
         return SIMILARITIES.index(self.similarity)
 
     @property
     def as_printed(self) -> bool:
-        """Return whether fusion follows eq. 1 as it is printed."""
+        """Return whether fusion follows eq. 1 as printed in the paper."""
         return self.fusion == "as_printed"
 
 
 @dataclass
 class Memory:
-    """Memory of a filtered layer, a row for each sequence; decisions write into it.
+    """Memory of a filtered layer with a row for each sequence; decisions update it in place.
 
     Attributes:
-        begun: whether a sequence has had a token, (rows,).
-        anchor_key, anchor_value: (rows, key-value heads, width), in float64 on a CPU, else in float32 at least.
-        states: (rows, `COLUMNS`) in float64; a single row where all sequences share one threshold.
+        started: whether a sequence has a token, (rows,).
+        anchor_key, anchor_value: (rows, key-value heads, width), in float64 on a CPU, at least float32 elsewhere.
+        states: (rows, `COLUMNS`) in float64; a single row if all sequences share one threshold.
     """
 
-    begun: torch.Tensor
+    started: torch.Tensor
     anchor_key: torch.Tensor
     anchor_value: torch.Tensor
     states: torch.Tensor
 
     @staticmethod
-    @torch.inference_mode(False)  # a normal tensor can be written in any mode
+    @torch.inference_mode(False)  # an inference tensor could not be updated outside of inference mode
     def fresh(rows: int, key: torch.Tensor, value: torch.Tensor) -> Memory:
-        """Return the memory of `rows` new sequences with keys and values (…, key-value heads, tokens, width)."""
+        """Return the memory of new sequences with keys and values (…, key-value heads, tokens, width)."""
         dtype = torch.promote_types(key.dtype, torch.float32) if key.is_cuda else torch.float64
 
         def anchor(x: torch.Tensor) -> torch.Tensor:
             return torch.zeros(rows, x.shape[-3], x.shape[-1], dtype=dtype, device=x.device)
 
-        begun = torch.zeros(rows, dtype=torch.bool, device=key.device)
-        return Memory(begun, anchor(key), anchor(value), fresh_states(rows, key.device))
+        started = torch.zeros(rows, dtype=torch.bool, device=key.device)
+        return Memory(started, anchor(key), anchor(value), fresh_states(rows, key.device))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -102,7 +102,7 @@ class Memory:
 
 @torch.inference_mode(False)
 def fresh_states(rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return states of sequences that have not begun, (rows, `COLUMNS`) in float64."""
+    """Return states of new sequences, (rows, `COLUMNS`) in float64."""
     states = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
     states[:, THRESHOLD] = 1
     return states

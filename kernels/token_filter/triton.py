@@ -1,7 +1,7 @@
 """Token Filtering's decode step on a GPU, in one launch. Formulas: `naive`.
 
-A program has a row, or, if all rows share one state, the whole batch. It has no tiles to choose, and writes its state
-in place, so nothing is tuned but the number of warps, which follows from how much a row has to hold.
+A program handles one row, or the whole batch if all rows share one state. There are no tiles to tune; the number of
+warps follows from the size of a row.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def _threshold_step(
-    score, is_token, has_score, threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile
-):  # `compiled.thresholds`, without branches; padding changes nothing
-    skip = has_score & (seen >= warmup) & (score > threshold)
-    is_known = has_score & (seen < warmup)
+    score, is_token, has_score, threshold, count, skipped, scored, mean, deviations, share, step_size, warmup, quantile
+):  # `compiled.thresholds` without branches
+    skip = has_score & (count >= warmup) & (score > threshold)
+    is_scored = has_score & (count < warmup)
     deviation = score - mean
-    known = tl.where(is_known, known + 1, known)
-    mean = tl.where(is_known, mean + deviation / tl.maximum(known, 1.0), mean)
-    deviations = tl.where(is_known, deviations + deviation * (score - mean), deviations)
-    seen = tl.where(is_token, seen + 1, seen)
+    scored = tl.where(is_scored, scored + 1, scored)
+    mean = tl.where(is_scored, mean + deviation / tl.maximum(scored, 1.0), mean)
+    deviations = tl.where(is_scored, deviations + deviation * (score - mean), deviations)
+    count = tl.where(is_token, count + 1, count)
     skipped = tl.where(skip, skipped + 1, skipped)
-    spread = tl.sqrt(deviations / tl.maximum(known, 1.0))
+    spread = tl.sqrt(deviations / tl.maximum(scored, 1.0))
     is_extreme = tl.abs(quantile) == _INFINITY
     first = tl.where(is_extreme, quantile, mean + spread * tl.where(is_extreme, 0.0, quantile))
-    threshold = tl.where(is_token & (seen == warmup) & ((known > 0) | is_extreme), first, threshold)
-    feedback = step_size * (skipped / tl.maximum(seen, 1.0) - share)  # eq. 4
-    threshold = tl.where(is_token & (seen > warmup), threshold + feedback, threshold)
-    return skip, threshold, seen, skipped, known, mean, deviations
+    threshold = tl.where(is_token & (count == warmup) & ((scored > 0) | is_extreme), first, threshold)
+    feedback = step_size * (skipped / tl.maximum(count, 1.0) - share)  # eq. 4
+    threshold = tl.where(is_token & (count > warmup), threshold + feedback, threshold)
+    return skip, threshold, count, skipped, scored, mean, deviations
 
 
 @triton.jit
@@ -61,12 +61,12 @@ def _similarity(
     elif KIND == 2:
         score = s_v
     else:
-        both = variance_k + variance_v
+        total_variance = variance_k + variance_v
         if AS_PRINTED:
-            alpha = variance_k / tl.where(both == 0, 1.0, both)
+            alpha = variance_k / tl.where(total_variance == 0, 1.0, total_variance)
         else:
-            alpha = variance_v / tl.where(both == 0, 1.0, both)
-        alpha = tl.where(both == 0, 0.5, alpha)
+            alpha = variance_v / tl.where(total_variance == 0, 1.0, total_variance)
+        alpha = tl.where(total_variance == 0, 0.5, alpha)
         score = alpha * s_k + (1 - alpha) * s_v
     return score
 
@@ -76,13 +76,13 @@ def _decide_kernel(
     key,  # (rows, HEADS, 1, WIDTH)
     value,  # (rows, HEADS, 1, WIDTH_V)
     valid,  # (rows, 1)
-    begun,  # (rows)
+    started,  # (rows)
     anchor_key,  # (rows, HEADS, WIDTH)
     anchor_value,  # (rows, HEADS, WIDTH_V)
     state,  # (rows or 1, COLUMNS)
     rule,  # share, step size, smoothing, warm-up, quantile
-    absent,  # (rows): out, `skipped`, and padding too if STORE
-    stored_keys,  # (rows, HEADS, capacity, WIDTH); this and what follows only if STORE
+    absent,  # (rows): out, skipped tokens, and padding if STORE
+    stored_keys,  # (rows, HEADS, capacity, WIDTH); this and the next four only if STORE
     stored_values,  # (rows, HEADS, capacity, WIDTH_V)
     positions,  # (rows, capacity)
     lengths,  # (rows)
@@ -112,8 +112,8 @@ def _decide_kernel(
     if SHARED:
         last = first + rows
     state += first * _COLUMNS
-    threshold, seen, skipped = tl.load(state), tl.load(state + 1), tl.load(state + 2)
-    known, mean, deviations = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
+    threshold, count, skipped = tl.load(state), tl.load(state + 1), tl.load(state + 2)
+    scored, mean, deviations = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
     share, step_size, smoothing = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
     warmup, quantile = tl.load(rule + 3), tl.load(rule + 4)
     heads = tl.arange(0, BLOCK_H)[:, None]
@@ -123,7 +123,7 @@ def _decide_kernel(
     of_key, of_value = heads * WIDTH + d, heads * WIDTH_V + dv
     for row in range(first, last):
         is_token = tl.load(valid + row * stride_valid) != 0
-        has_begun = tl.load(begun + row) != 0
+        has_started = tl.load(started + row) != 0
         new_key = tl.load(key + row * stride_key_row + heads * stride_key_head + d, mask=is_key, other=0.0)
         new_value = tl.load(value + row * stride_value_row + heads * stride_value_head + dv, mask=is_value, other=0.0)
         anchors_k = anchor_key + row * HEADS * WIDTH + of_key
@@ -132,20 +132,20 @@ def _decide_kernel(
         k, v = new_key.to(old_k.dtype), new_value.to(old_v.dtype)
 
         score = _similarity(k, old_k, v, old_v, is_head, HEADS, KIND, AS_PRINTED).to(threshold.dtype)
-        skip, threshold, seen, skipped, known, mean, deviations = _threshold_step(
-            score, is_token, is_token & has_begun,
-            threshold, seen, skipped, known, mean, deviations, share, step_size, warmup, quantile,
+        skip, threshold, count, skipped, scored, mean, deviations = _threshold_step(
+            score, is_token, is_token & has_started,
+            threshold, count, skipped, scored, mean, deviations, share, step_size, warmup, quantile,
         )  # fmt: skip
 
         if STORE:
             length = tl.load(lengths + row)
-        tl.debug_barrier()  # what follows overwrites what every warp has to have read
-        decay = tl.where(has_begun, smoothing, 0.0)
+        tl.debug_barrier()  # every warp must have read the anchors and the length before they are overwritten
+        decay = tl.where(has_started, smoothing, 0.0)
         decay_k, decay_v = decay.to(old_k.dtype), decay.to(old_v.dtype)
         if is_token:
             tl.store(anchors_k, decay_k * old_k + (1 - decay_k) * k, mask=is_key)
             tl.store(anchors_v, decay_v * old_v + (1 - decay_v) * v, mask=is_value)
-            tl.store(begun + row, 1)
+            tl.store(started + row, 1)
         if STORE:
             stays = is_token
             if not KEEP_SKIPPED:
@@ -164,9 +164,9 @@ def _decide_kernel(
         else:
             tl.store(absent + row, skip.to(tl.uint8))
     tl.store(state, threshold)
-    tl.store(state + 1, seen)
+    tl.store(state + 1, count)
     tl.store(state + 2, skipped)
-    tl.store(state + 3, known)
+    tl.store(state + 3, scored)
     tl.store(state + 4, mean)
     tl.store(state + 5, deviations)
 
@@ -183,7 +183,7 @@ def decide(
     position: int = 0,
     keep_skipped: bool = False,
 ) -> torch.Tensor:
-    """Launch one decode step; arguments as in `ops.decide_and_store`, the rule's numbers on the device."""
+    """Launch one decode step; arguments as in `ops.decide_and_store`, with the rule's numbers on the device."""
     rows, heads, _, width = key.shape
     width_v = value.shape[-1]
     key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value))
@@ -195,7 +195,7 @@ def decide(
         key,
         value,
         valid.view(torch.uint8),
-        memory.begun.view(torch.uint8),
+        memory.started.view(torch.uint8),
         memory.anchor_key,
         memory.anchor_value,
         memory.states,

@@ -1,4 +1,4 @@
-"""Many differently pruned variants of a question, decoded together."""
+"""The decoding engine: many prompts under many head masks in one batch."""
 
 from lmeval_prune.decoding.engine import Engine
 from lmeval_prune.decoding.request import Request, SamplingParams

@@ -1,4 +1,4 @@
-"""Drafts by n-gram lookup: the tokens that followed the same few tokens before."""
+"""Drafts by n-gram lookup: the tokens that followed an earlier occurrence of the last few tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ LONGEST, SHORTEST = 4, 2  # n-grams that are indexed
 
 
 class NgramIndex:
-    """Texts, indexed by their n-grams; of equal n-grams the last one counts.
-
-    Args:
-        tokens: the first text.
-    """
+    """Texts, indexed by their n-grams; the last of equal n-grams counts."""
 
     def __init__(self, tokens: Items[int] = ()) -> None:
         self._next: dict[tuple[int, ...], tuple[list[int], int]] = {}  # the text and the position of the next token
@@ -27,7 +23,7 @@ class NgramIndex:
         self.extend(tokens)
 
     def extend(self, tokens: Items[int]) -> None:
-        """Append tokens to the last text. An n-gram is indexed once a token follows it."""
+        """Append tokens to the last text. An n-gram is indexed when a token follows it."""
         for token in tokens:
             end = len(self.text)
             for size in range(SHORTEST, min(LONGEST, end) + 1):
@@ -55,7 +51,7 @@ class Drafter:
 
     def add(self, row: Sequence) -> None:
         """Index a complete answer for the other requests of its group."""
-        if row.group.left:
+        if row.group.unanswered:
             self._answers.setdefault(row.group, NgramIndex()).add(row.tokens)
 
     def propose(self, rows: Items[Sequence], most: int, budget: int) -> list[list[int]]:
@@ -63,7 +59,7 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in rows]
         most = min(most, max(1, budget // len(rows)))
         for i, row in enumerate(rows):
-            count = min(most, budget, row.limit - len(row.answer) - 1)
+            count = min(most, budget, row.max_tokens - len(row.answer) - 1)
             if count <= 0:
                 continue
             ngrams = self._rows.get(row) or self._rows.setdefault(row, NgramIndex(row.request.prompt))

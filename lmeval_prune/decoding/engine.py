@@ -1,4 +1,8 @@
-"""The decoding engine: many answers at once, each under its own head mask. `scheduler.py` tells the idea."""
+"""The decoding engine: many answers at once, each under its own head mask.
+
+`Engine` checks the requests and sizes the cache, `scheduler.py` has the decoding loop, `model_runner.py` runs the
+model, `kv_cache.py` stores keys and values and computes attention, and `sampling.py` chooses tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,7 @@ from torch import nn
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.decoding.fallback import Fallback
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.model_lock import refuse_locked
-from lmeval_prune.decoding.model_runner import ModelRunner
+from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
 from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
@@ -28,11 +31,11 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import Intervention, interventions_on
 
 BLOCK = 16  # slots whose attention is computed together on a CPU
-FALLBACK_ROWS = 16
+FALLBACK_ROWS = 16  # batch size of `generate`
 
 
 class Engine:
-    """Decoder of requests with different masks together.
+    """Decode requests with different head masks in one batch.
 
     ```python
     engine = Engine(model, tokenizer)
@@ -43,21 +46,20 @@ class Engine:
     Args:
         model: a stock causal model of transformers.
         tokenizer: needed for stop texts.
-        model_map: the model's `map_model`, where it is at hand.
-        max_rows: answers decoded at once. Default: as many as memory holds, at most 192 (512 on a GPU).
-        context: tokens that prompt and answer may have. Default: the model's `max_position_embeddings`.
-        memory: bytes for keys, values, what methods remember, and kept hidden states. Default: half of what is free.
-        schedule: of the engine's ideas, for measurements. What takes tokens back (`drafts`, `follow`) is off where an
-            intervention looks at the tokens before.
-        deterministic: decide near-ties (two largest logits closer than 1e-3, or than 32 roundings of them in
-            half precision; a draw as close to the next token's share) by running that answer alone, so that a
-            result does not depend on what is decoded beside it. Each such token costs a pass over the whole
-            answer. With top-k, top-p or min-p, whose cuts may fall either way, that is every token. Near-ties between
-            a token filter's similarity and its threshold are not found.
+        model_map: the model's `map_model`, to save the time of computing it.
+        max_rows: answers decoded at once. Default: as many as fit in memory, at most 192 (512 on a GPU).
+        context: largest number of tokens of prompt and answer. Default: the model's `max_position_embeddings`.
+        memory: bytes for keys, values, states of methods, and kept hidden states. Default: half of the free memory.
+        schedule: switches for the engine's optimisations. `drafts` and `follow` remove tokens from the cache, so they
+            are off if an intervention depends on earlier tokens.
+        deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
+            largest logits closer than 1e-3, or than 32 roundings of them in half precision, or a random draw as close
+            to another token. Each costs a pass over the whole answer. With top-k, top-p or min-p every token counts as
+            a near-tie. Near-ties between a token filter's similarity and its threshold are not detected.
         progress: show a progress bar.
 
     Attributes:
-        statistics: counts of all runs so far.
+        statistics: counters of all runs so far.
 
     Raises:
         InputError: a number is out of range.
@@ -91,26 +93,26 @@ class Engine:
         self._reasons: dict[tuple[Intervention, ...], str | None] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, list[int]]]:
-        """Answer the requests; yield each answer as soon as it is complete, in any order.
+        """Decode requests; yield each answer as soon as it is complete, in any order.
 
-        The model is the engine's until the iterator ends or is closed.
+        Nothing else may use the model until the iterator ends or is closed.
 
         Args:
-            requests: most urgent first; equal prompts are decoded together.
+            requests: the first ones start first; equal prompts are decoded together.
 
         Yields:
-            A request and the tokens of its answer, the end token included.
+            A request and the tokens of its answer, including the end token.
 
         Raises:
-            InputError: a mask does not fit the model, a prompt leaves no room in the model's context, stop
-                texts cannot be looked for, or not even one answer fits into memory.
+            InputError: a mask does not fit the model, a prompt is longer than the context, stop texts have no
+                tokenizer, or memory is too small for one answer.
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
-        # by identity: of two equal masks one may be allowed what the other is not
+        # by identity: equal masks may differ in `allow_empty_layer`
         for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
             mask.fit_to(self.model_map)
         if not requests:
@@ -127,35 +129,29 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         longest = max(min(len(r.prompt) + r.params.max_new_tokens, self.context) for r in requests)
-        # on a GPU, where launches cost more than reading a few keys in vain, all slots are one block
+        # on a GPU, launches cost more than reading unused keys, so all slots are one block
         block = BLOCK if self.device.type == "cpu" else 1 << 30
-        schedule = self._schedule()
+        schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
         groups, masks = prompt_groups(requests, self.model_map, schedule.share)
-        count, leaders = self._fitting(longest, groups)
-        budget = schedule.budget
-        if budget is None:
-            budget = self._measured_budget if schedule.drafts else 0
-        cache = KVCache(min(count, len(requests)), longest, block)
-        with ModelRunner.on(self.model_map, cache, masks) as runner:
+        rows, leaders = self._capacity(longest, groups)
+        cache = KVCache(min(rows, len(requests)), longest, block)
+        with ModelRunner.attached(self.model_map, cache, masks) as runner:
             scheduler = Scheduler(
-                runner,
-                deque(groups),
-                Sampler(self.model, self.stopping),
-                self.stopping,
-                self.statistics,
-                schedule,
-                budget,
-                self.deterministic,
-                leaders,
-                progress.step,
+                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders, progress.step
             )
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 
-    def _schedule(self) -> Schedule:
-        """Return the schedule, without what takes tokens back where an intervention looks at those before."""
-        looks_back = any(not intervention.tokenwise for intervention in interventions_on(self.model))
-        return replace(self.schedule, follow=0, drafts=0) if looks_back else self.schedule
+    def _resolved_schedule(self) -> Schedule:
+        """Return the schedule with a budget, and without features that this model or the schedule itself excludes."""
+        schedule = self.schedule
+        if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
+            schedule = replace(schedule, follow=0, drafts=0)
+        if not schedule.share:
+            schedule = replace(schedule, follow=0)
+        if schedule.drafts and schedule.budget is None:
+            schedule = replace(schedule, budget=self._measured_budget)
+        return schedule
 
     def _fall_back(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)
@@ -164,30 +160,27 @@ class Engine:
             self.statistics.answer_tokens += len(answer)
             yield request, answer
 
-    # ------------------------------------------------------------------ what the model and the machine allow
+    # ------------------------------------------------------------------ limits of the model and the machine
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
+        """The model's device."""
         return next(self.model.parameters()).device
 
     @property
     def unsupported(self) -> str | None:
-        """Reason why this model, as it is now, falls back to `generate`; None if the engine runs it."""
+        """The reason why this model with its interventions falls back to `generate`; None if the engine runs it."""
         applied = interventions_on(self.model)
         if applied not in self._reasons:
             self._reasons[applied] = why_unsupported(self.model_map)
         return self._reasons[applied]
 
-    def _fitting(self, length: int, waiting: Sequence[PromptGroup]) -> tuple[int, int]:
-        """Return how many answers of `length` tokens memory holds, and how many leaders with what followers need.
+    def _capacity(self, length: int, waiting: Sequence[PromptGroup]) -> tuple[int, int]:
+        """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
 
-        A slot is keys and values, and what methods remember of them. Of each leader a copy of its slot is kept, and the
-        inputs of each layer at which a follower starts. There are as many rows as leave room for half of them to be
-        leaders (or for one); near-ties that are decided alone need one slot more.
-
-        Raises:
-            InputError: memory holds not even one.
+        A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot, and the
+        inputs of each layer at which a follower starts. Half of the rows (at least one) can be leaders. Near-ties that
+        are decided alone need one more slot.
         """
         token = length * next(self.model.parameters()).element_size()
         slot = token * sum(layer.kv_heads * (layer.query_dim + layer.head_dim) for layer in self.model_map.attention)
@@ -206,7 +199,7 @@ class Engine:
 
     @cached_property
     def _measured_budget(self) -> int:
-        """Number of tokens that take a large projection twice as long as a single token, up to 256."""
+        """The number of tokens, up to 256, for which a large projection takes twice as long as for one token."""
         module = max((m for m in self.model.modules() if isinstance(m, nn.Linear)), key=lambda m: m.in_features)
 
         def seconds(tokens: int) -> float:

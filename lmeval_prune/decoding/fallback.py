@@ -1,4 +1,4 @@
-"""The fallback for models that the engine does not run: transformers' `generate`, each row with its mask."""
+"""The fallback for models that the engine cannot run: transformers' `generate`, with a mask for each row."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.model_lock import locked
+from lmeval_prune.decoding.model_runner import lock_model
 from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.interventions.row_masks import RowMasks
 
 
 class _Ended(StoppingCriteria):
-    """Rows end where `Stopping` says."""
+    """Ends rows by `Stopping`."""
 
     def __init__(self, stopping: Stopping, prompt: int, params: SamplingParams) -> None:
         self.stopping, self.prompt, self.params = stopping, prompt, params
@@ -34,32 +34,25 @@ class _Ended(StoppingCriteria):
 
 @dataclass(frozen=True)
 class Fallback:
-    """Decoding by `generate`: greedy requests in batches, sampled ones alone, each by its seed.
-
-    Attributes:
-        model_map: of the model.
-        stopping: where answers end.
-        context: tokens that prompt and answer may have.
-        rows: of a batch.
-    """
+    """Decode by `generate`: greedy requests in batches, sampled requests alone, each with its seed."""
 
     model_map: ModelMap
     stopping: Stopping
-    context: int
-    rows: int = 16
+    context: int  # largest number of tokens of prompt and answer
+    rows: int  # batch size
 
     def decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
-        """Yield answers, batch by batch.
+        """Yield requests and answers, batch by batch.
 
-        A batch has the same parameters and prompts of one length: some families (bloom, mpt) give other answers to
-        padded prompts.
+        The prompts of a batch have equal parameters and lengths: padding changes the answers of some families (bloom,
+        mpt).
         """
         batches: dict[Any, list[Request]] = {}
         for number, request in enumerate(requests):
             own_batch = number if request.params.do_sample else -1
             batches.setdefault((request.params, len(request.prompt), own_batch), []).append(request)
         model, masks = self.model_map.model, RowMasks()
-        with locked(self.model_map), masks.applied_to(model, self.model_map), _plain_generation(model):
+        with lock_model(self.model_map), masks.applied_to(model, self.model_map), _plain_generation(model):
             for (params, *_), group in batches.items():
                 for begin in range(0, len(group), self.rows):
                     batch = group[begin : begin + self.rows]

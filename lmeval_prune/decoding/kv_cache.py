@@ -1,12 +1,11 @@
-"""Keys and values of many answers, stored once and read where they are, and the attention over them.
+"""Cache of keys and values in slots, one for each running answer, and the attention over the slots.
 
-The cache takes the place of the model's own attention (`interventions/attention_call.py`). The model runs on a packed
-batch (1, tokens): rows of any length, one after another, no padding. In each layer new keys and values are written into
-their slots, and attention reads the slots. Key-value heads are never repeated: the G query heads of a group are G
-queries to one head.
+The cache replaces the model's own attention (`interventions/attention_call.py`). The model runs on a packed batch (1,
+tokens): rows of any length one after another, without padding. Each layer writes new keys and values into the slots in
+place, and attends over the slots. Key-value heads are not repeated for their groups of query heads.
 
-A token's *offset* in its slot and its *position* in the text differ in layers where a handler says which tokens stay:
-there each slot has a length of its own.
+A token's *offset* in its slot is its *position* in the text, except in layers in which a handler stores only some
+tokens. There each slot has its own length.
 """
 
 from __future__ import annotations
@@ -26,21 +25,15 @@ from lmeval_prune.interventions.attention_call import AttentionCall, Packed, Slo
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring slots in which the same number of new tokens attends.
+    """Neighbouring slots with the same number of attending new tokens."""
 
-    Attributes:
-        slot: the first slot.
-        ends: number of tokens that each slot holds, the new ones included.
-        tokens: number of new tokens of each slot.
-    """
-
-    slot: int
-    ends: tuple[int, ...]
-    tokens: int
+    slot: int  # the first slot
+    ends: tuple[int, ...]  # number of tokens in each slot, including the new ones
+    tokens: int  # number of attending new tokens of each slot
 
 
 def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
-    """Join rows (slot, end, tokens) in the order of their slots into spans within blocks."""
+    """Join rows (slot, end, tokens), sorted by slot, into spans that do not cross blocks."""
     spans: list[Span] = []
     for slot, end, tokens in rows:
         last = spans[-1] if spans else None
@@ -53,12 +46,13 @@ def spans_of(rows: Iterable[tuple[int, int, int]], block: int) -> list[Span]:
 
 @dataclass
 class Layout:
-    """Slots and offsets of a packed batch's tokens that attend, span by span.
+    """Slots and offsets of the attending tokens of a packed batch, span by span.
 
     Attributes:
-        spans: of slots.
+        spans: the slots.
         slots, offsets, positions: of each token, (tokens,).
-        stored_positions: of all stored tokens, (slots, length); None if they are their offsets.
+        stored_positions: text positions of all stored tokens, (slots, length); None if they are the offsets.
+        parts: each span with the slice of its tokens.
     """
 
     spans: Sequence[Span]
@@ -66,27 +60,27 @@ class Layout:
     offsets: torch.Tensor
     positions: torch.Tensor
     stored_positions: torch.Tensor | None = None
-    parts: list[tuple[Span, slice]] = field(init=False)  # each span with its tokens
+    parts: list[tuple[Span, slice]] = field(init=False)
     _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, packed: Packed, block: int, device: torch.device) -> Layout:
-        """Lay out a pass whose tokens all attend, and whose offsets are their positions."""
+        """Lay out a pass in which all tokens attend, and offsets are positions."""
         rows = list(zip(packed.slots, packed.starts, packed.counts, strict=True))
         slots = [slot for slot, _, count in rows for _ in range(count)]
         positions = [position for _, start, count in rows for position in range(start, start + count)]
-        both = torch.tensor([slots, positions]).to(device)
-        return cls(spans_of(((slot, a + n, n) for slot, a, n in rows), block), both[0], both[1], both[1])
+        index = torch.tensor([slots, positions]).to(device)
+        return cls(spans_of(((slot, a + n, n) for slot, a, n in rows), block), index[0], index[1], index[1])
 
     def __post_init__(self) -> None:
         ends = accumulate((len(span.ends) * span.tokens for span in self.spans), initial=0)
         self.parts = list(zip(self.spans, (slice(*pair) for pair in pairwise(ends)), strict=True))
 
     def mask(self, span: Span, tokens: slice, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask of a span: 0 where a query sees a key, else the lowest number.
+        """Return the additive attention mask of a span: 0 for visible keys, the lowest number for others.
 
-        Shape (slots, 1, group · tokens, keys), `group` query heads a key-value head; with one token a slot
-        (slots, 1, 1, keys).
+        Shape (slots, 1, group · tokens, keys), with `group` query heads per key-value head; (slots, 1, 1, keys) if each
+        slot has one token.
         """
         key = (tokens.start, group, window, dtype)
         if key not in self._masks:
@@ -105,113 +99,104 @@ class Layout:
 
 @dataclass
 class SlotCopy:
-    """A copy of what a slot holds in a layer.
+    """A copy of one slot in one layer."""
 
-    Attributes:
-        tensors: keys and values.
-        positions: in the text, where only some tokens stay.
-        states: of the layer's handlers, by handler.
-    """
-
-    tensors: tuple[torch.Tensor, torch.Tensor]
-    positions: torch.Tensor | None = None
-    states: dict[Hashable, Any] = field(default_factory=dict)
+    keys: torch.Tensor  # (key-value heads, tokens, width)
+    values: torch.Tensor
+    positions: torch.Tensor | None  # in the text, (tokens,), if the layer stores only some tokens
+    states: dict[Hashable, Any]  # by handler
 
 
 class KVCache:
-    """Storage for `count` answers of at most `length` tokens each; a `Store`.
+    """Keys and values of `count` answers with at most `length` tokens each; a `Store`.
 
-    Attention runs block by block, each of `block` slots and as long as the longest of them. A layer's storage, (count,
-    key-value heads, length, width) for keys and for values, is made when the layer first runs.
+    Attention runs block by block: `block` slots together, over the length of the longest. A layer's storage, (count,
+    key-value heads, length, width) for keys and for values, is allocated when the layer first runs.
     """
 
     def __init__(self, count: int, length: int, block: int = 1 << 30) -> None:
         self.count = count
         self.length = length
         self.block = block
-        self.packed = Packed((), (), ())  # of the pass that runs
-        self.layout: Layout | None = None  # of the same pass
+        self.packed = Packed((), (), ())  # of the running pass
+        self.layout: Layout | None = None  # of the running pass
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        # of layers where only some tokens stay: how many each slot holds, and their positions
+        # Layers that store only some tokens: number of stored tokens by slot, and their text positions.
         self.lengths: dict[int, torch.Tensor] = {}
         self.positions: dict[int, torch.Tensor] = {}
         self.states: defaultdict[int, dict[Hashable, SlotState]] = defaultdict(dict)  # by layer and handler
-        self._begun: set[tuple[int, Hashable]] = set()  # of those, which this pass has used
+        self._begun: set[tuple[int, Hashable]] = set()  # states whose new slots were reset in this pass
 
     # ------------------------------------------------------------------ attention
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
-        """Store new keys and values, and compute the attention of new tokens over the slots.
+        """Store the keys and values of new tokens, and compute their attention over the slots.
 
-        Args:
-            call: of a packed batch (1, heads, tokens, width); its module's `layer_idx` names the storage.
-
-        Returns:
-            (1, tokens, heads, width of values), and None for the weights.
+        Returns (1, tokens, heads, width of values), and None for the weights.
 
         Raises:
             UnsupportedAttention: the module needs attention sinks, a bias, or dropout.
         """
-        formula, layout = _Formula.of(call), self.layout
+        options, layout = _Options.of(call), self.layout
         if layout is None:
-            raise UnsupportedAttention("a pass that says not whose its tokens are")
+            raise UnsupportedAttention("a forward pass that is not the engine's")
         module: Any = call.module
         layer, (query, key, value) = int(module.layer_idx), (x[0] for x in (call.query, call.key, call.value))
         if layer not in self.keys:
             for storage, new in ((self.keys, key), (self.values, value)):
-                # zeros, not uninitialised: a masked position must hold a finite number
+                # zeros, not uninitialised memory: masked numbers must be finite
                 storage[layer] = new.new_zeros(self.count, new.shape[0], self.length, new.shape[-1])
         keys, values = self.keys[layer], self.values[layer]
         stored_mask, query_mask = call.stored_mask, call.stored_mask if call.query_mask is None else call.query_mask
         if query_mask is None:
             keys[layout.slots, :, layout.offsets] = key.transpose(0, 1)
             values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
-            return _attend(formula, layout, query, keys, values).unsqueeze(0), None
-        offsets, chosen, chosen_layout = self._thinned(layer, layout, stored_mask, query_mask)
-        kept = slice(None) if stored_mask is None else stored_mask
-        keys[layout.slots[kept], :, offsets] = key[:, kept].transpose(0, 1)
-        values[layout.slots[kept], :, offsets] = value[:, kept].transpose(0, 1)
-        attended = _attend(formula, chosen_layout, query[:, chosen], keys, values)
+            return _attend(options, layout, query, keys, values).unsqueeze(0), None
+        offsets, attends, attending_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
+        stored = slice(None) if stored_mask is None else stored_mask
+        keys[layout.slots[stored], :, offsets] = key[:, stored].transpose(0, 1)
+        values[layout.slots[stored], :, offsets] = value[:, stored].transpose(0, 1)
+        attended = _attend(options, attending_layout, query[:, attends], keys, values)
         out = attended.new_zeros(len(query_mask), *attended.shape[1:])
-        out[chosen] = attended
+        out[attends] = attended
         return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None
 
-    def _thinned(
+    def _filtered_layout(
         self, layer: int, layout: Layout, stored_mask: torch.Tensor | None, query_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Layout]:
-        """Make room for the tokens that stay (None for all), each slot's after its last one.
+        """Lay out a pass in which not all tokens are stored or attend; append stored tokens to their slots.
 
-        Returns:
-            Their offsets; which tokens attend, (tokens,); and the layout of these. A slot's only new token attends even
-            if it does not ask: leaving it out would break up blocks.
+        Returns the offsets of the stored tokens, a mask of the attending tokens, (tokens,), and their layout. The only
+        new token of a slot attends in any case: without it, the slot would split a span.
         """
         offsets, stored_positions = layout.offsets, None
         slots, starts, counts = map(torch.tensor, (self.packed.slots, self.packed.starts, self.packed.counts))
         row = torch.arange(len(slots)).repeat_interleave(counts)
 
-        def by_slot(tokens: torch.Tensor) -> torch.Tensor:
-            return torch.zeros_like(counts).index_add_(0, row, tokens.long())
+        def count_by_slot(mask: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(counts).index_add_(0, row, mask.long())
 
-        ends, ask = starts + counts, query_mask.cpu() | (counts == 1)[row]
+        ends, attends = starts + counts, query_mask.cpu() | (counts == 1)[row]
         if stored_mask is not None:
             if layer not in self.lengths:
                 self.lengths[layer] = torch.zeros(self.count, dtype=torch.long)
                 self.positions[layer] = offsets.new_zeros(self.count, self.length, dtype=torch.int32)
-            stay, stored_positions = stored_mask.cpu(), self.positions[layer]
-            lengths, new = torch.where(starts == 0, 0, self.lengths[layer][slots]), by_slot(stay)
-            offsets = ((lengths - (new.cumsum(0) - new))[row] + stay.cumsum(0) - 1).to(offsets.device)
+            stored, stored_positions = stored_mask.cpu(), self.positions[layer]
+            lengths, new = torch.where(starts == 0, 0, self.lengths[layer][slots]), count_by_slot(stored)
+            offsets = ((lengths - (new.cumsum(0) - new))[row] + stored.cumsum(0) - 1).to(offsets.device)
             ends = self.lengths[layer][slots] = lengths + new
             stored_positions[layout.slots[stored_mask], offsets[stored_mask]] = layout.positions[stored_mask].int()
-        chosen = ask.to(offsets.device)
-        rows = zip(slots.tolist(), ends.tolist(), by_slot(ask).tolist(), strict=True)
+        on_device = attends.to(offsets.device)
+        rows = zip(slots.tolist(), ends.tolist(), count_by_slot(attends).tolist(), strict=True)
         spans = spans_of((row for row in rows if row[2]), self.block)
-        thinned = Layout(spans, layout.slots[chosen], offsets[chosen], layout.positions[chosen], stored_positions)
-        return offsets if stored_mask is None else offsets[stored_mask], chosen, thinned
+        attending = (layout.slots[on_device], offsets[on_device], layout.positions[on_device])
+        stored_offsets = offsets if stored_mask is None else offsets[stored_mask]
+        return stored_offsets, on_device, Layout(spans, *attending, stored_positions)
 
     @contextmanager
     def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
-        """Store the tokens of forward passes inside the block, which are packed so."""
+        """Set the sequences of the forward passes inside the block."""
         self.packed, self.layout = packed, Layout.of(packed, self.block, device)
         self._begun.clear()
         try:
@@ -220,7 +205,7 @@ class KVCache:
             self.layout = None
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
-        """Return what a handler remembers of the sequences in a layer; see `Store`."""
+        """Return a handler's state in a layer; see `Store`."""
         module: Any = call.module
         layer: int = module.layer_idx
         if owner not in self.states[layer]:
@@ -236,7 +221,7 @@ class KVCache:
     # ------------------------------------------------------------------ slots
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a slot to another, with what is remembered of them."""
+        """Move a sequence of `length` tokens to another slot."""
         for layer in self.keys:
             stored = self._stored(layer, source, length)
             for storage in (self.keys[layer], self.values[layer]):
@@ -248,25 +233,25 @@ class KVCache:
                 state.move(source, target)
 
     def snapshot(self, slot: int, length: int, layers: int) -> list[SlotCopy]:
-        """Copy a slot's keys and values, (heads, length, width), in the layers below `layers`."""
+        """Copy a slot with `length` tokens in the first `layers` layers."""
         copies = []
         for layer in range(layers):
             stored = self._stored(layer, slot, length)
             keys, values = (storage[layer][slot, :, :stored].clone() for storage in (self.keys, self.values))
             positions = self.positions[layer][slot, :stored].clone() if layer in self.positions else None
             states = {owner: state.snapshot(slot) for owner, state in self.states[layer].items()}
-            copies.append(SlotCopy((keys, values), positions, states))
+            copies.append(SlotCopy(keys, values, positions, states))
         return copies
 
     def restore(self, slot: int, copies: Sequence[SlotCopy], length: int, layers: int) -> None:
-        """Write the first `length` tokens of copies into a slot, in the layers below `layers`.
+        """Write the first `length` tokens of copies into a slot, in the first `layers` layers.
 
-        Where only some tokens stay, all that were copied are written, with what is remembered of them.
+        Layers that store only some tokens get the whole copy.
         """
         for layer, copied in zip(range(layers), copies, strict=False):
-            for storage, part in zip((self.keys[layer], self.values[layer]), copied.tensors, strict=True):
+            for storage, part in ((self.keys, copied.keys), (self.values, copied.values)):
                 stored = min(length, part.shape[1])
-                storage[slot, :, :stored] = part[:, :stored]
+                storage[layer][slot, :, :stored] = part[:, :stored]
             if copied.positions is not None:
                 self.lengths[layer][slot] = len(copied.positions)
                 self.positions[layer][slot, : len(copied.positions)] = copied.positions
@@ -274,12 +259,12 @@ class KVCache:
                 self.states[layer][owner].restore(slot, state)
 
     def _stored(self, layer: int, slot: int, length: int) -> int:
-        """Number of the first `length` tokens of a slot that stay in a layer."""
+        """Return how many of a slot's `length` tokens a layer stores."""
         return int(self.lengths[layer][slot]) if layer in self.lengths else length
 
 
 @dataclass(frozen=True)
-class _Formula:
+class _Options:
     """Scaling, soft cap and window of a layer's attention."""
 
     scaling: float
@@ -287,8 +272,8 @@ class _Formula:
     window: int | None
 
     @classmethod
-    def of(cls, call: AttentionCall) -> _Formula:
-        """Read a call's options; refuse those that are not known here."""
+    def of(cls, call: AttentionCall) -> _Options:
+        """Read the options of a call; refuse unsupported ones."""
         module: Any = call.module
         options, window = call.options, call.options.get("sliding_window")
         for name in ("s_aux", "position_bias", "attention_bias", "head_mask"):
@@ -311,19 +296,20 @@ class _Formula:
 
 
 def _attend(
-    formula: _Formula, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    options: _Options, layout: Layout, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the attention of laid-out queries (heads, tokens, width), (tokens, heads, width of values)."""
-    heads, group = query.shape[0], query.shape[0] // keys.shape[1]  # query heads a key-value head
+    """Compute the attention of queries (heads, tokens, width) over the slots, (tokens, heads, width of values)."""
+    heads, group = query.shape[0], query.shape[0] // keys.shape[1]
     parts = []
     for span, tokens in layout.parts:
         rows = len(span.ends)
+        # the query heads of a group become queries of their key-value head
         q = query[:, tokens].reshape(-1, group, rows, span.tokens, query.shape[-1])
         q = q.permute(2, 0, 1, 3, 4).reshape(rows, keys.shape[1], group * span.tokens, query.shape[-1])
         slots, end = slice(span.slot, span.slot + rows), max(span.ends)
-        mask = layout.mask(span, tokens, group, formula.window, query.dtype)
-        out = formula.attend(q, keys[slots, :, :end], values[slots, :, :end], mask)
-        out = out.reshape(rows, heads, span.tokens, -1).transpose(1, 2)  # heads stand together again
+        mask = layout.mask(span, tokens, group, options.window, query.dtype)
+        out = options.attend(q, keys[slots, :, :end], values[slots, :, :end], mask)
+        out = out.reshape(rows, heads, span.tokens, -1).transpose(1, 2)
         parts.append(out.reshape(rows * span.tokens, heads, -1))
     if not parts:
         return query.new_zeros(0, heads, values.shape[-1])

@@ -1,4 +1,4 @@
-"""Forward passes through some of a stock model's decoder layers, from a hidden state on; hidden states are kept."""
+"""Forward passes that start at a later decoder layer of a stock model, and return inputs of layers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from lmeval_prune.errors import InputError
 
 @dataclass
 class PartialPass:
-    """Layers that a forward pass runs.
+    """The layers that a forward pass runs. The number of layers, as a layer, stands for the output of the last one.
 
     Attributes:
-        start: the first layer that runs; those below pass the hidden state on.
-        hidden: input of layer `start`, (1, tokens, width); needed if `start` > 0. With `start` the number of layers,
-            the last one's output.
-        keep: layers whose input is kept (the number of layers: the last one's output).
+        start: the first layer to run.
+        hidden: input of layer `start`, (1, tokens, width), if `start` > 0.
+        keep: layers whose inputs are kept.
         kept: these inputs by layer, filled by the pass.
     """
 
@@ -33,13 +32,13 @@ class PartialPass:
 
 
 class _SkippableLayer(nn.Module):
-    """Stand-in for a decoder layer, which runs it if the current pass says so."""
+    """A decoder layer that runs only if the current pass includes it."""
 
     def __init__(self, layer: nn.Module, index: int, skip: LayerSkip) -> None:
         super().__init__()
         self.layer = layer
         self._index = index
-        self._skip = [skip]  # in a list: not a submodule, no circle of modules
+        self._skip = [skip]  # in a list, so that it is no submodule
         self._tuple = False
 
     def __getattr__(self, name: str) -> Any:
@@ -67,10 +66,7 @@ class _SkippableLayer(nn.Module):
 
 
 class LayerSkip:
-    """Control over which of a model's decoder layers run, while `installed`.
-
-    Args:
-        model_map: of a stock decoder-only model; its attention layers name the decoder layers.
+    """Choose which decoder layers of a model run, while `installed`.
 
     Raises:
         InputError: the decoder layers are not the entries of one list, in order.
@@ -93,7 +89,7 @@ class LayerSkip:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put skippable layers in; take them out at the end."""
+        """Wrap the decoder layers inside the block."""
         layers = list(self._list)
         for index, layer in enumerate(layers):
             self._list[index] = _SkippableLayer(layer, index, self)
@@ -107,7 +103,7 @@ class LayerSkip:
     def running(
         self, start: int = 0, hidden: torch.Tensor | None = None, keep: Iterable[int] = ()
     ) -> Iterator[PartialPass]:
-        """Choose the layers of the forward passes inside the block; see `PartialPass`."""
+        """Set the layers of the forward passes inside the block; see `PartialPass`."""
         before = self.current
         self.current = PartialPass(start, hidden, frozenset(keep))
         try:

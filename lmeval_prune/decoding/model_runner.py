@@ -8,34 +8,38 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
-from lmeval_prune.decoding.model_lock import locked
+from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import Packed, UnsupportedAttention, replace_attention
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.row_masks import RowMasks
 
+_LOCKED: WeakSet[nn.Module] = WeakSet()  # attention modules of models in use
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one slot.
+    """New tokens of one sequence.
 
     Attributes:
-        slot: of the sequence's keys and values.
-        stored: number of tokens that the slot holds already.
+        slot: the sequence's slot in the cache.
+        cached: number of tokens that the slot holds already.
         mask: number of the sequence's mask.
         tokens: token ids, at least one.
-        skip: number of first tokens that need no logits.
-        keep: layers whose input is kept (the number of layers: the last one's output).
+        skip: number of first tokens without logits.
+        keep: layers whose inputs are returned; the number of layers stands for the output of the last one.
     """
 
     slot: int
-    stored: int
+    cached: int
     mask: int
     tokens: Sequence[int]
     skip: int = 0
@@ -43,14 +47,13 @@ class Chunk:
 
 
 class ModelRunner:
-    """A model with the cache's attention, skippable layers and, where anything is pruned, row masks in it.
-
-    Made by `ModelRunner.on`.
+    """A model with the cache's attention, skippable layers and a mask for each row; see `ModelRunner.attached`.
 
     Attributes:
-        cache: the stored keys and values.
+        cache: keys and values.
+        layers: number of layers.
         layer_tokens: tokens × layers run so far.
-        head_tokens: tokens whose logits were computed.
+        head_tokens: tokens whose logits were computed so far.
     """
 
     def __init__(
@@ -66,21 +69,16 @@ class ModelRunner:
 
     @classmethod
     @contextmanager
-    def on(cls, model_map: ModelMap, cache: KVCache, masks: Sequence[HeadMask | None]) -> Iterator[ModelRunner]:
-        """Put all that into a model; take it out at the end.
-
-        Args:
-            model_map: of the model.
-            cache: for keys and values.
-            masks: of the sequences, which name them by their numbers.
+    def attached(cls, model_map: ModelMap, cache: KVCache, masks: Sequence[HeadMask | None]) -> Iterator[ModelRunner]:
+        """Change a model inside the block; `Chunk.mask` refers to `masks`.
 
         Raises:
-            InputError: the model's layers do not stand in one list, a mask does not fit, or another run has the model.
+            InputError: the decoder layers are not one list, a mask does not fit, or another run uses the model.
         """
         skip, rows = LayerSkip(model_map), RowMasks()
-        with locked(model_map), ExitStack() as stack:
+        with lock_model(model_map), ExitStack() as stack:
             replace_attention(model_map, cache, stack)
-            # without masks, too: under an intervention nothing runs compiled, which would keep what is put in here
+            # also without masks: under an intervention no compiled code runs, which would keep these changes
             stack.enter_context(rows.applied_to(model_map.model, model_map))
             masking: Callable[..., AbstractContextManager[None]] = nullcontext
             if any(masks):
@@ -94,13 +92,13 @@ class ModelRunner:
         """Run new tokens and store their keys and values.
 
         Args:
-            batch: in the order of the slots.
+            batch: chunks in the order of their slots.
             start: the first layer to run.
-            hidden: its input, (all tokens, width); needed if `start` > 0.
+            hidden: input of layer `start`, (all tokens, width), if `start` > 0.
 
         Returns:
-            Logits, (tokens but the skipped ones, vocabulary), and for each chunk the inputs of the layers that it
-            keeps, (tokens, width).
+            Logits, (tokens without skipped ones, vocabulary), and for each chunk the inputs of its `keep` layers,
+            (tokens, width).
         """
         tokens = [token for chunk in batch for token in chunk.tokens]
         masks = [chunk.mask for chunk in batch for _ in chunk.tokens]
@@ -110,7 +108,7 @@ class ModelRunner:
             for chunk, (first, end) in zip(batch, pairwise(starts), strict=True)
             for token in range(first + chunk.skip, end)
         ]
-        columns = zip(*((chunk.slot, chunk.stored, len(chunk.tokens)) for chunk in batch), strict=True)
+        columns = zip(*((chunk.slot, chunk.cached, len(chunk.tokens)) for chunk in batch), strict=True)
         keep = frozenset[int]().union(*(chunk.keep for chunk in batch))
         hidden = None if hidden is None else hidden.unsqueeze(0)
         packing = self.cache.packing(Packed(*columns), self._device)
@@ -118,14 +116,14 @@ class ModelRunner:
             logits = self._logits(tokens, masks, layout.positions, with_logits)
         self.layer_tokens += len(tokens) * (self.layers - start)
         self.head_tokens += len(with_logits)
-        kept = [  # copies: a view would hold on to the whole batch
+        kept = [  # copies: a view would keep the whole batch in memory
             {layer: current.kept[layer][0, slice(*ends)].clone() for layer in chunk.keep}
             for chunk, ends in zip(batch, pairwise(starts), strict=True)
         ]
         return logits, kept
 
-    def alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
-        """Return the logits after `tokens`, (vocabulary,), run by themselves in a slot of their own."""
+    def forward_alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
+        """Return the logits after `tokens`, (vocabulary,), computed in a batch of one with a cache of its own."""
         length = len(tokens)
         cache, packed = KVCache(1, length), Packed((0,), (0,), (length,))
         with ExitStack() as stack:
@@ -150,3 +148,21 @@ class ModelRunner:
             raise UnsupportedAttention("it does not know logits_to_keep")
         logits: torch.Tensor = out.logits[0]
         return logits
+
+
+@contextmanager
+def lock_model(model_map: ModelMap) -> Iterator[None]:
+    """Refuse other runs on the model inside the block."""
+    refuse_locked(model_map.model)
+    modules = [layer.module for layer in model_map.attention]
+    _LOCKED.update(modules)
+    try:
+        yield
+    finally:
+        _LOCKED.difference_update(modules)
+
+
+def refuse_locked(model: nn.Module) -> None:
+    """Refuse a model that another run uses."""
+    if any(module in _LOCKED for module in model.modules()):
+        raise InputError("the engine is decoding on this model already; finish or close that run first")

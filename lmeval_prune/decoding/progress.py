@@ -1,4 +1,4 @@
-"""A progress bar in tokens, whose estimate follows the lengths of complete answers."""
+"""A progress bar in tokens; its estimate follows the lengths of complete answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from lmeval_prune.decoding.request import Request
 class Progress:
     """Progress bar over the expected tokens.
 
-    An incomplete answer is expected to have the mean length of the complete answers; before the first one, its largest
-    length. The bar counts tokens, not answers: the first answer to a prompt takes a step for each token, but its
-    followers copy most of their tokens, so an estimate by answers would be far too long.
-
-    Args:
-        requests: the requests that are decoded.
-        show: whether the bar is shown.
+    An incomplete answer is expected to have the mean length of the complete answers, or its largest length before the
+    first answer. The bar counts tokens, not answers: a leader takes a step for each token, but followers copy most of
+    their tokens, so an estimate by answers would be far too long.
     """
 
     def __init__(self, requests: Sequence[Request], show: bool) -> None:
@@ -30,7 +26,7 @@ class Progress:
 
     @property
     def expected(self) -> float:
-        """Expected number of tokens in an answer."""
+        """The expected number of tokens in an answer."""
         return self.tokens / self.ended if self.ended else self.most
 
     def step(self, active: int) -> None:

@@ -1,4 +1,4 @@
-"""Requests to the decoder: a prompt, the heads to prune, and how tokens are chosen."""
+"""Requests to the engine: a prompt, heads to prune, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from lmeval_prune.settings import Count, Natural, Positive, Settings, Share
 
 @dataclass(frozen=True)
 class SamplingParams(Settings):
-    """Choice of an answer's tokens, and its end.
+    """How the tokens of an answer are chosen, and when it ends.
 
     Attributes:
-        max_new_tokens: largest number of tokens, the end token included.
-        eos: ids of end tokens; an answer ends with the first one. None: those of the model's generation config,
-            as in `generate`; `()`: none.
-        stop: texts that end an answer once its decoded text holds one (needs a tokenizer); the tokens
-            that completed it are kept, as by `generate`.
-        do_sample: draw tokens instead of taking the most probable one.
-        temperature, top_k, top_p, min_p: of sampling; `top_k=0`, `top_p=1`, `min_p=0` do nothing.
-        repetition_penalty: divides (multiplies, if negative) the logits of tokens seen before.
-        others: further settings of transformers' `GenerationConfig` that change logits (`suppress_tokens`,
+        max_new_tokens: largest number of tokens, including the end token.
+        eos: ids of end tokens. None: those of the model's generation config, as in `generate`; `()`: no end token.
+        stop: texts that end an answer when its decoded text contains one (needs a tokenizer). The tokens of the text
+            stay in the answer, as in `generate`.
+        do_sample: draw tokens at random; otherwise take the most probable token.
+        temperature, top_k, top_p, min_p: of sampling; `top_k=0`, `top_p=1`, `min_p=0` have no effect.
+        repetition_penalty: divides (multiplies, if negative) the logits of tokens in the prompt and the answer.
+        others: other settings of transformers' `GenerationConfig` that change logits (`suppress_tokens`,
             `no_repeat_ngram_size`, …), as JSON.
     """
 
@@ -52,20 +51,20 @@ class SamplingParams(Settings):
 
     @cached_property
     def takes_argmax(self) -> bool:
-        """Whether the next token is the argmax of the unchanged logits."""
+        """Return whether the next token is the argmax of the unchanged logits."""
         return not self.do_sample and self.repetition_penalty == 1.0 and self.others == "{}"
 
     @classmethod
-    def of_generation_config(cls, config: Any, stop: tuple[str, ...] = (), **changes: Any) -> SamplingParams:
-        """Make the parameters of `generate` under a `GenerationConfig`.
+    def from_generation_config(cls, config: Any, stop: tuple[str, ...] = (), **changes: Any) -> SamplingParams:
+        """Convert a `GenerationConfig` of transformers.
 
         Args:
-            config: transformers' generation config; what it leaves unset has `generate`'s defaults.
-            stop: stop texts beside the config's `stop_strings`.
-            changes: fields that replace what the config says.
+            config: the generation config; unset values have the defaults of `generate`.
+            stop: stop texts in addition to the config's `stop_strings`.
+            changes: fields that replace those of the config.
 
         Raises:
-            InputError: the config asks for something else than one greedy or sampled answer (beams, guidance, …).
+            InputError: the config requests anything but one greedy or sampled answer (beams, guidance, …).
         """
         settings = {name: value for name, value in config.to_dict().items() if value is not None}
         for name, neutral in _OTHER_SEARCHES.items():
@@ -88,7 +87,7 @@ class SamplingParams(Settings):
         return cls(**{**fields, "others": json.dumps(others, sort_keys=True), **changes})
 
     def generation_settings(self) -> dict[str, Any]:
-        """Return them as settings of `generate`, without those that end an answer."""
+        """Return the settings of `generate` that choose tokens."""
         settings: dict[str, Any] = {"num_beams": 1, **json.loads(self.others)}
         for name in ("max_new_tokens", "do_sample", "repetition_penalty"):
             settings[name] = getattr(self, name)
@@ -108,7 +107,7 @@ def _texts(value: Any) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
-# Settings that ask for another search than one greedy or sampled answer, with the value that does nothing.
+# Settings for searches other than one greedy or sampled answer, with their neutral values.
 _OTHER_SEARCHES = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -121,7 +120,7 @@ _OTHER_SEARCHES = {
     "speculation_type": None,
 }
 _FIELDS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Further settings of transformers' logits processors.
+# Other settings of transformers' logits processors.
 _LOGITS = (
     "min_length", "min_new_tokens", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size",
     "bad_words_ids", "renormalize_logits", "forced_eos_token_id", "remove_invalid_values", "sequence_bias",
@@ -132,14 +131,14 @@ _LOGITS = (
 
 @dataclass(frozen=True)
 class Request:
-    """An answer to be decoded.
+    """One answer to decode.
 
     Attributes:
         prompt: token ids, at least one.
-        mask: heads to prune; None runs the model as it is.
-        params: how to choose tokens.
+        mask: heads to prune; None for no pruning.
+        params: sampling parameters.
         seed: of sampling, not negative. A draw depends on the seed, the position in the answer and the logits.
-        tag: the caller's own; not looked at.
+        tag: free for the caller; ignored.
     """
 
     prompt: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Choice of tokens from logits, by transformers' own logits processors."""
+"""Choice of tokens from logits by transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from lmeval_prune.decoding.stopping import Stopping
 
 
 def near_tied_argmax(logits: torch.Tensor) -> list[bool]:
-    """Return for each line whether a rounding of the logits could change the argmax.
+    """Return for each line whether rounding of the logits could change the argmax.
 
-    The assumed error of a logit is half of 1e-3, or of 32 roundings of the largest logit if that is more.
-
-    Args:
-        logits: (lines, vocabulary).
+    `logits` are (lines, vocabulary). The assumed error of a logit is half of 1e-3, or half of 32 roundings of the
+    largest logit if that is more.
     """
     best, second = logits.float().topk(2).values.double().unbind(-1)
     error = (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
@@ -28,28 +26,18 @@ def near_tied_argmax(logits: torch.Tensor) -> list[bool]:
 
 
 class Sampler:
-    """Choose tokens as `generate` does.
-
-    Args:
-        model: the model; its own `_get_logits_processor` is used.
-        stopping: source of the end tokens that some processors need.
-    """
+    """Choose tokens as `generate` does, by the logits processors of its model."""
 
     def __init__(self, model: Any, stopping: Stopping) -> None:
         self._model = model
-        self._stopping = stopping
+        self.stopping = stopping
         self._by_request: dict[Any, LogitsProcessorList] = {}
 
     def choose(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> int:
-        """Choose the next token of `request` after `answer`.
+        """Choose the next token of `request` after `answer` from logits (vocabulary,).
 
         A random draw depends on the request's seed, the position in the answer and the logits alone: a uniform number
         from a counter-based generator is mapped by the inverse of the cumulative distribution.
-
-        Args:
-            logits: (vocabulary,).
-            request: the request, with its parameters and seed.
-            answer: tokens of the answer so far.
         """
         scores = self._scores(logits, request, answer)
         if not request.params.do_sample:
@@ -59,14 +47,14 @@ class Sampler:
         return min(drawn, scores.shape[-1] - 1)
 
     def near_tie(self, logits: torch.Tensor, request: Request, answer: Sequence[int]) -> bool:
-        """Return whether a rounding of the logits could change the chosen token; arguments as in `choose`.
+        """Return whether rounding of the logits could change the chosen token; arguments as in `choose`.
 
         The assumed error of a logit is that of `near_tied_argmax`. An error e of all logits moves a cumulative
         distribution F by at most 2 e F (1 - F) / temperature (in first order).
         """
         params = request.params
         if params.others != "{}" or (params.do_sample and (params.top_k or params.top_p < 1 or params.min_p)):
-            return True  # rounding may move the cut
+            return True  # rounding may change the set of allowed tokens
         scores = self._scores(logits, request, answer)
         best, second = scores.topk(2).values.tolist()
         size = float(logits.abs().max()) if params.do_sample else abs(best)
@@ -86,13 +74,13 @@ class Sampler:
         return scores
 
     def _processors(self, request: Request, device: torch.device) -> LogitsProcessorList:
-        """Return the logits processors that `generate` would apply to this request, in its order."""
+        """Return the logits processors that `generate` applies to this request."""
         params, prompt = request.params, request.prompt
         key = (params, prompt if '"encoder_' in params.others else len(prompt), device)
         if key not in self._by_request:
             config = GenerationConfig(**params.generation_settings())
             config.max_length = len(prompt) + params.max_new_tokens
-            ends = self._stopping.ends(params)
+            ends = self.stopping.ends(params)
             config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
             ids: Any = torch.tensor([prompt], device=device)
             self._by_request[key] = self._model._get_logits_processor(
@@ -102,7 +90,7 @@ class Sampler:
 
 
 def _draw(scores: torch.Tensor, request: Request, answer: Sequence[int]) -> tuple[torch.Tensor, float]:
-    """Return the cumulative distribution, and the drawn point in it."""
+    """Return the cumulative distribution, and a random point in it."""
     cumulative = scores.double().softmax(-1).cumsum(-1)
     generator = numpy.random.Generator(numpy.random.Philox(key=request.seed, counter=len(answer)))
     return cumulative, generator.random() * float(cumulative[-1])

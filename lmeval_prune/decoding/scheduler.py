@@ -1,11 +1,11 @@
-"""The order in which sequences are decoded, and the computation that they share.
+"""The decoding loop: which sequences run in each forward pass, and the computation that they share.
 
-A *prompt group* is all requests with the same prompt. Its *leader* is the request with the highest first pruned layer
-(the unpruned request, if there is one). The leader decodes like any sequence, and the inputs of the first pruned layers
-of the other requests, its *followers*, are kept. As long as a follower chooses the leader's tokens, its computation
-below its first pruned layer is the leader's. So it runs only the layers from there up, on the prompt and on a stretch
-of the leader's answer in one pass, and checks whether it would have written that stretch. From the first different
-token on, it decodes as a row of the common batch.
+All requests with the same prompt are a *prompt group*. Its *leader* is the request with the highest first pruned layer
+(the unpruned request, if there is one). The leader decodes like any sequence; the inputs of the first pruned layers of
+the other requests, its *followers*, are kept. While a follower chooses the leader's tokens, its computation below its
+first pruned layer is the leader's. So it runs only the layers from there up, on the prompt and on a stretch of the
+leader's answer in one pass, and compares its choices with the stretch. From the first different token on, it decodes
+like any sequence.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from lmeval_prune.decoding.drafts import Drafter
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.sequence import PromptGroup, Sequence
-from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.settings import Natural, Settings
 
-PASS = 2048  # largest number of prompt tokens in a pass, unless a single prompt has more; decoding rows wait for it
+PASS = 2048  # largest number of prompt tokens in a pass, unless a single prompt is longer; running rows wait for it
 
 
 @dataclass
@@ -35,8 +34,8 @@ class Statistics:
     answers: int = 0
     answer_tokens: int = 0
     prompt_tokens: int = 0  # of leaders
-    follow_tokens: int = 0  # of prompts and leaders' answers, run by followers from their first pruned layer up
-    followed: int = 0  # answer tokens that followers copied from their leader
+    follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
+    followed: int = 0  # answer tokens that followers share with their leader
     steps: int = 0
     step_rows: int = 0
     step_tokens: int = 0
@@ -49,15 +48,15 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Schedule(Settings):
-    """Switches and bounds for each of the engine's ideas.
+    """Switches and bounds of the engine's optimisations.
 
     Attributes:
-        share: whether requests with the same prompt share computation.
+        share: share the computation of equal prompts.
         follow: number of tokens of the leader's answer that a follower checks in a pass; 0 shares the prompt only.
-        refill: whether a waiting request enters as soon as a row is free; else the whole batch ends first.
-        drafts: largest number of draft tokens for a row; 0 for none.
-        budget: largest number of tokens in a decoding step with drafts. Default: measured, as the number of tokens
-            that take twice as long as a single one.
+        refill: start a waiting request as soon as a row is free; otherwise when the whole batch has ended.
+        drafts: largest number of draft tokens of a row; 0 for none.
+        budget: largest number of tokens in a decoding step with drafts. Default: measured, the number of tokens that
+            take twice as long as one token.
     """
 
     share: bool = True
@@ -69,20 +68,32 @@ class Schedule(Settings):
 
 @dataclass
 class Scheduler:
-    """Decoding of prompt groups; see `Engine` and `Schedule` for the options."""
+    """The decoding loop over prompt groups.
+
+    Attributes:
+        runner: the model and its cache.
+        waiting: groups that have not started.
+        sampler: chooses tokens from logits.
+        statistics: counters to update.
+        schedule: as in `Engine`, with a budget, and `follow=0` unless `share`.
+        deterministic: decide near-ties in a batch of one.
+        max_leaders: largest number of running leaders with followers.
+        on_step: called after each step with the number of tokens in incomplete answers.
+        ready: groups whose followers can start.
+        active: running sequences; sequence i is in slot i.
+        drafter: proposes draft tokens.
+    """
 
     runner: ModelRunner
     waiting: deque[PromptGroup]
     sampler: Sampler
-    stopping: Stopping
     statistics: Statistics
     schedule: Schedule
-    budget: int
     deterministic: bool
-    leaders: int  # largest number of active leaders with followers
-    stepped: Callable[[int], None] = lambda _: None  # called with the number of tokens in incomplete answers
-    ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
-    active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
+    max_leaders: int
+    on_step: Callable[[int], None] = lambda _: None
+    ready: deque[PromptGroup] = field(default_factory=deque)
+    active: list[Sequence] = field(default_factory=list)
     drafter: Drafter = field(default_factory=Drafter)
 
     def answers(self) -> Iterator[Sequence]:
@@ -94,20 +105,20 @@ class Scheduler:
                     self._admit()
                 if not any(row.ended for row in self.active):
                     self._step()
-                self.stepped(sum(len(row.answer) for row in self.active))
-                ended = self._leave()
+                self.on_step(sum(len(row.answer) for row in self.active))
+                ended = self._remove_ended()
             self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
             self.statistics.head_tokens = before[1] + self.runner.head_tokens
             yield from ended
 
-    # ------------------------------------------------------------------ entering and leaving
+    # ------------------------------------------------------------------ starting and ending
 
     def _admit(self) -> None:
         """Fill free slots: first with followers that can start, then with new leaders.
 
-        If no group waits and all followers of the active leaders fit into free slots, followers start at once, before
-        their leaders' answers are complete: steps with few rows would cost more than copied tokens save. Decoding rows
-        wait for at most one pass of prompts, and for the followers' checks after it.
+        If no group waits and the followers of all running leaders fit into the free slots, they start at once, before
+        their leaders' answers are complete: steps with few rows would cost more than sharing saves. Running rows wait
+        for at most one pass of prompts, and the followers' checks after it.
         """
         rows_wait = bool(self.active)
         while len(self.active) < self.runner.cache.count:
@@ -119,134 +130,136 @@ class Scheduler:
                 if self.waiting or not leading or sum(len(group.followers) for group in leading) > free:
                     return
                 for group in leading:
-                    self._let_follow(group)
+                    self._release_followers(group)
                 continue
             if rows_wait:
                 return
 
     def _has_room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
         """Return whether `row` fits into a pass that already has these numbers of tokens and logits."""
-        fits = tokens + len(row.request.prompt) + (self._follow_tokens if logits else 0) <= PASS and logits < PASS // 4
+        fits = tokens + len(row.request.prompt) + (self.schedule.follow if logits else 0) <= PASS
+        fits = fits and logits < PASS // 4
         return len(self.active) < self.runner.cache.count and (fits or not tokens)
 
-    def _enter(self, row: Sequence) -> Sequence:
+    def _activate(self, row: Sequence) -> Sequence:
+        """Assign the next slot to a sequence."""
         params = row.request.params
         row.slot = len(self.active)
-        row.ends = self.stopping.ends(params)
-        row.limit = min(params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
+        row.end_tokens = self.sampler.stopping.ends(params)
+        row.max_tokens = min(params.max_new_tokens, self.runner.cache.length - len(row.request.prompt))
         self.active.append(row)
         return row
 
     def _start_leaders(self) -> bool:
-        """Run the prompts of new leaders, at most as many as memory has room for their kept inputs."""
+        """Run the prompts of new leaders; return whether there were any."""
         leading = sum(bool(row.kept_layers) for row in self.active)
         rows: list[Sequence] = []
         tokens = 0
         while self.waiting and self._has_room(self.waiting[0].leader, tokens):
             group = self.waiting[0]
-            if group.followers and leading >= self.leaders:
+            if group.followers and leading >= self.max_leaders:
                 break
             leading += bool(group.followers)
             tokens += len(group.leader.request.prompt)
-            rows.append(self._enter(self.waiting.popleft().leader))
+            rows.append(self._activate(self.waiting.popleft().leader))
+        if not rows:
+            return False
         prompts = [row.request.prompt for row in rows]
-        if rows:
-            logits = self._forward(rows, prompts, [len(prompt) - 1 for prompt in prompts])
-            choices = self._argmax(logits, rows)
+        logits = self._forward(rows, prompts, [len(prompt) - 1 for prompt in prompts])
+        choices = self._argmax(logits, rows)
         for i, row in enumerate(rows):
-            row.stored = len(prompts[i])
-            self.statistics.prompt_tokens += row.stored
-            self._take(row, logits, slice(i, i + 1), [], choices)
-            if not self._follow_tokens:
-                self._let_follow(row.group)
-        return bool(rows)
+            row.cached = len(prompts[i])
+            self.statistics.prompt_tokens += row.cached
+            self._append_tokens(row, logits, slice(i, i + 1), [], choices)
+            if not self.schedule.follow:
+                self._release_followers(row.group)
+        return True
 
-    def _let_follow(self, group: PromptGroup) -> None:
-        """Save the leader's keys and values for its followers, and let them start."""
+    def _release_followers(self, group: PromptGroup) -> None:
+        """Copy the leader's keys and values for its followers, and let them start."""
         if group.followers and not group.leader_tokens:
             leader = group.leader
             leader.kept_layers = frozenset()
-            group.leader_tokens = leader.tokens if self._follow_tokens else list(leader.request.prompt)
-            group.shared = self.runner.cache.snapshot(leader.slot, leader.stored, group.followers[0].first_layer)
+            group.leader_tokens = leader.tokens if self.schedule.follow else list(leader.request.prompt)
+            group.leader_cache = self.runner.cache.snapshot(leader.slot, leader.cached, group.followers[0].first_layer)
             self.ready.append(group)
 
     def _start_followers(self) -> None:
-        """Start followers with the same first pruned layer: run prompt and leader's answer from that layer up."""
+        """Start followers with the same first pruned layer: run that layer and those above."""
         first = self.ready[0].followers[0].first_layer
         rows: list[Sequence] = []
-        known: dict[int, torch.Tensor] = {}  # by group, inputs of layer `first` at the leader's tokens except the last
+        inputs: dict[int, torch.Tensor] = {}  # by group, inputs of layer `first` at the leader's tokens except the last
         tokens = logits = 0
         for group in self.ready:
             queue = group.followers
             while queue and queue[0].first_layer == first and self._has_room(queue[0], tokens, logits):
-                rows.append(self._enter(queue.popleft()))
-                known.setdefault(id(group), torch.cat(group.kept[first]))
-                tokens += len(rows[-1].request.prompt) + self._follow_tokens
-                logits += 1 + self._follow_tokens
+                rows.append(self._activate(queue.popleft()))
+                inputs.setdefault(id(group), torch.cat(group.layer_inputs[first]))
+                tokens += len(rows[-1].request.prompt) + self.schedule.follow
+                logits += 1 + self.schedule.follow
         following = rows
         while following:
-            following = self._follow(following, first, [known[id(row.group)] for row in following])
+            following = self._follow(following, first, [inputs[id(row.group)] for row in following])
         for row in rows:
             group = row.group
-            self.runner.cache.restore(row.slot, group.shared, min(row.stored, len(known[id(group)])), first)
+            self.runner.cache.restore(row.slot, group.leader_cache, min(row.cached, len(inputs[id(group)])), first)
             self.statistics.followed += _common_length(row.tokens, group.leader_tokens) - len(row.request.prompt)
         for group in [group for group in self.ready if not group.followers]:
             self.ready.remove(group)
-            group.shared, group.kept = [], {}
+            group.leader_cache, group.layer_inputs = [], {}
 
-    def _follow(self, rows: list[Sequence], first: int, known: list[torch.Tensor]) -> list[Sequence]:
-        """Check a stretch of the leader's answer in each row; return the rows that chose the same tokens."""
+    def _follow(self, rows: list[Sequence], first: int, inputs: list[torch.Tensor]) -> list[Sequence]:
+        """Run a stretch of the leader's answer in each row; return the rows that chose the same tokens."""
         stretches, hidden, skips = [], [], []
-        for row, kept in zip(rows, known, strict=True):
-            prompt, start = len(row.request.prompt), row.stored
-            until = min(max(start, prompt) + self._follow_tokens, len(kept))
-            stretches.append(row.group.leader_tokens[start:until])
-            hidden.append(kept[start:until])
+        for row, known in zip(rows, inputs, strict=True):
+            prompt, start = len(row.request.prompt), row.cached
+            stop = min(max(start, prompt) + self.schedule.follow, len(known))
+            stretches.append(row.group.leader_tokens[start:stop])
+            hidden.append(known[start:stop])
             skips.append(max(prompt - 1 - start, 0))  # logits are needed from the prompt's last token on
         logits = self._forward(rows, stretches, skips, first, torch.cat(hidden))
         choices = self._argmax(logits, rows)
         matching, line = [], 0
-        for row, kept, stretch, skip in zip(rows, known, stretches, skips, strict=True):
-            leader_tokens, until = row.group.leader_tokens, row.stored + len(stretch)
+        for row, known, stretch, skip in zip(rows, inputs, stretches, skips, strict=True):
+            leader_tokens, stop = row.group.leader_tokens, row.cached + len(stretch)
             lines = slice(line, line + len(stretch) - skip)
             line = lines.stop
-            row.stored += skip + 1
-            self._take(row, logits, lines, leader_tokens[row.stored : until], choices)
-            if not row.ended and until < len(kept) and row.tokens == leader_tokens[: until + 1]:
+            row.cached += skip + 1
+            self._append_tokens(row, logits, lines, leader_tokens[row.cached : stop], choices)
+            if not row.ended and stop < len(known) and row.tokens == leader_tokens[: stop + 1]:
                 matching.append(row)
         self.statistics.follow_tokens += sum(map(len, stretches))
         return matching
 
-    def _leave(self) -> list[Sequence]:
-        """Remove ended rows; the last rows move into their slots."""
+    def _remove_ended(self) -> list[Sequence]:
+        """Remove ended rows and fill their slots."""
         ended = [row for row in reversed(self.active) if row.ended]  # reversed: no ended row is moved
         for row in ended:
-            group = row.group
-            group.left -= 1
-            if row is group.leader:
-                self._let_follow(group)
+            row.group.unanswered -= 1
+            if row is row.group.leader:
+                self._release_followers(row.group)
             if self.schedule.drafts:
                 self.drafter.add(row)
-            self._close(row.slot)
+            self._fill_slot(row.slot)
         self.statistics.answers += len(ended)
         self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
         return ended
 
-    def _close(self, hole: int) -> None:
-        """Fill a free slot, so that rows stay in the first slots, and longer rows in earlier blocks.
+    def _fill_slot(self, slot: int) -> None:
+        """Fill a free slot, so that rows occupy the first slots, and longer rows earlier blocks.
 
         The longest row of each later block moves to the block before it; the last row fills the last block's slot.
         """
         block = self.runner.cache.block
-        while following := self.active[(hole // block + 1) * block :][:block]:
-            hole = self._move(max(following, key=lambda row: row.stored), hole)
-        if hole < len(self.active) - 1:
-            self._move(self.active[-1], hole)
+        while later := self.active[(slot // block + 1) * block :][:block]:
+            slot = self._move(max(later, key=lambda row: row.cached), slot)
+        if slot < len(self.active) - 1:
+            self._move(self.active[-1], slot)
         self.active.pop()
 
     def _move(self, row: Sequence, slot: int) -> int:
         """Move a row to a free slot; return the slot that becomes free."""
-        self.runner.cache.move(row.slot, slot, row.stored)
+        self.runner.cache.move(row.slot, slot, row.cached)
         free, row.slot, self.active[slot] = row.slot, slot, row
         return free
 
@@ -255,23 +268,24 @@ class Scheduler:
     def _forward(
         self, rows: Items[Sequence], tokens: Items[Items[int]], skips: Items[int] | None = None, *args: Any
     ) -> torch.Tensor:
-        """Run new tokens of some rows, keep the layer inputs that their followers need, and return the logits."""
+        """Run new tokens of some rows, keep the layer inputs for their followers, and return the logits."""
         batch = [
-            Chunk(row.slot, row.stored, row.mask, new, skip, row.kept_layers)
+            Chunk(row.slot, row.cached, row.mask, new, skip, row.kept_layers)
             for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
         ]
         logits, kept = self.runner.forward(batch, *args)
         for row, inputs in zip(rows, kept, strict=True):
             for layer, hidden in inputs.items():
-                row.group.kept.setdefault(layer, []).append(hidden)
+                row.group.layer_inputs.setdefault(layer, []).append(hidden)
         return logits
 
     def _step(self) -> None:
-        """Decode the next token of each row, or several if drafts are right."""
+        """Decode the next token of each row, or several with accepted drafts."""
         rows = self.active
         drafts: list[list[int]] = [[] for _ in rows]
-        if self.schedule.drafts and self.budget > len(rows):
-            drafts = self.drafter.propose(rows, self.schedule.drafts, self.budget - len(rows))
+        budget = self.schedule.budget or 0
+        if self.schedule.drafts and budget > len(rows):
+            drafts = self.drafter.propose(rows, self.schedule.drafts, budget - len(rows))
         logits = self._forward(rows, [[row.answer[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
         self.statistics.steps += 1
         self.statistics.step_rows += len(rows)
@@ -281,20 +295,16 @@ class Scheduler:
         for row, draft in zip(rows, drafts, strict=True):
             lines = slice(line, line + 1 + len(draft))
             line = lines.stop
-            row.stored += 1
-            taken = self._take(row, logits, lines, draft, choices)
+            row.cached += 1
+            appended = self._append_tokens(row, logits, lines, draft, choices)
             self.statistics.drafted += len(draft)
-            self.statistics.draft_accepted += taken - 1
-            for layer in row.kept_layers:  # drop the inputs of rejected drafts
-                pieces = row.group.kept[layer]
-                pieces[-1] = pieces[-1][:taken]
-
-    @property
-    def _follow_tokens(self) -> int:
-        return self.schedule.follow if self.schedule.share else 0
+            self.statistics.draft_accepted += appended - 1
+            for layer in row.kept_layers:  # without the inputs of rejected drafts
+                pieces = row.group.layer_inputs[layer]
+                pieces[-1] = pieces[-1][:appended]
 
     def _argmax(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[tuple[int, bool]]:
-        """Return for each line of the logits the argmax, and whether it is a near-tie that must be decided alone.
+        """Return for each line of the logits the argmax, and whether it is a near-tie to decide alone.
 
         Empty if no row takes the argmax.
         """
@@ -304,39 +314,32 @@ class Scheduler:
         near_ties = near_tied_argmax(logits) if self.deterministic else [False] * len(tokens)
         return list(zip(tokens, near_ties, strict=True))
 
-    def _take(
+    def _append_tokens(
         self, row: Sequence, logits: torch.Tensor, lines: slice, draft: Items[int], choices: Items[tuple[int, bool]]
     ) -> int:
-        """Choose tokens from the logits, as long as the drafts are right.
+        """Choose tokens while they match the draft, append them to the answer, and return their number.
 
-        Args:
-            row: the sequence; its `stored` counts the tokens up to that of the first logits; each right draft adds one.
-            logits: (all lines of the pass, vocabulary).
-            lines: those of the row, 1 + drafts.
-            draft: draft tokens; the line i + 1 of the row follows token i.
-            choices: `_argmax` of the logits.
-
-        Returns:
-            Number of tokens added to the answer.
+        `lines` are the row's lines of `logits` and of `choices` (see `_argmax`): one after the last token in the cache,
+        and one after each draft token. Accepted draft tokens count as cached.
         """
         params, answer = row.request.params, row.answer
         for i, line in enumerate(range(lines.start, lines.stop)):
             token = self._choose(row, logits[line], choices[line] if params.takes_argmax else None)
             answer.append(token)
-            row.ended = token in row.ends or len(answer) >= row.limit
+            row.ended = token in row.end_tokens or len(answer) >= row.max_tokens
             if params.stop and not row.ended:
-                row.ended = self.stopping.has_stop_text(answer, params.stop)
+                row.ended = self.sampler.stopping.has_stop_text(answer, params.stop)
             if row.ended or i == len(draft) or token != draft[i]:
                 break
-            row.stored += 1
+            row.cached += 1
         return i + 1
 
     def _choose(self, row: Sequence, logits: torch.Tensor, choice: tuple[int, bool] | None) -> int:
-        """Choose the next token: the argmax in `choice` if it is given, else by the sampler; near-ties alone."""
+        """Choose the next token: the argmax of `choice`, or by the sampler; near-ties in a batch of one."""
         token, near_tie = choice or (-1, self.deterministic and self.sampler.near_tie(logits, row.request, row.answer))
         if near_tie:
             self.statistics.alone += 1
-            logits = self.runner.alone(row.tokens, row.mask)
+            logits = self.runner.forward_alone(row.tokens, row.mask)
             token = int(logits.float().argmax())
         return token if choice else self.sampler.choose(logits, row.request, row.answer)
 

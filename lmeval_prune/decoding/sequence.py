@@ -1,4 +1,4 @@
-"""Answers that are being decoded, and what those with one prompt share."""
+"""Running requests, and the state that requests with the same prompt share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lmeval_prune.interventions.head_mask import HeadMask
 
 @dataclass(eq=False)
 class Sequence:
-    """A request that is being decoded.
+    """A request and its answer so far.
 
     Attributes:
-        request: with prompt and parameters.
+        request: prompt and parameters.
         mask: number of its mask.
-        first_layer: its first pruned layer; the number of layers, if nothing is pruned.
-        group: the requests with its prompt.
-        slot: of its keys and values.
-        stored: number of tokens (of prompt and answer) that the slot holds.
-        answer: tokens chosen so far; the last one is not stored yet.
+        first_layer: its first pruned layer; the number of layers if nothing is pruned.
+        group: the requests with the same prompt.
+        slot: slot in the cache.
+        cached: number of tokens of prompt and answer in the cache.
+        answer: tokens so far; the last one is not in the cache yet.
         ended: whether the answer is complete.
-        ends, limit: end tokens, and the largest number of tokens in the answer; set when the sequence starts.
-        kept_layers: layers whose input is kept for followers while this sequence runs; empty unless it is a leader.
+        end_tokens, max_tokens: end tokens and largest length of the answer, set when the sequence starts.
+        kept_layers: layers whose inputs are kept for followers; empty unless the sequence is a leader.
     """
 
     request: Request
@@ -36,11 +36,11 @@ class Sequence:
     first_layer: int
     group: PromptGroup = field(init=False)
     slot: int = -1
-    stored: int = 0
+    cached: int = 0
     answer: list[int] = field(default_factory=list)
     ended: bool = False
-    ends: tuple[int, ...] = ()
-    limit: int = 0
+    end_tokens: tuple[int, ...] = ()
+    max_tokens: int = 0
     kept_layers: frozenset[int] = frozenset()
 
     @property
@@ -51,45 +51,42 @@ class Sequence:
 
 @dataclass(eq=False)
 class PromptGroup:
-    """Requests with one prompt.
+    """Requests with the same prompt.
 
     Attributes:
-        leader: the sequence that is decoded first.
-        followers: sequences that have not started, by first pruned layer, highest first.
-        leader_tokens: the tokens that followers check: the leader's prompt and answer.
-        kept: by layer, its inputs at the tokens of `leader_tokens`, in pieces (tokens, width).
-        shared: the leader's keys and values below the highest first layer of a follower.
-        left: number of requests without an answer yet.
+        leader: the sequence that decodes first.
+        followers: the sequences that have not started, by first pruned layer, highest first.
+        unanswered: number of requests without an answer.
+        leader_tokens: prompt and answer of the leader, for followers to check.
+        layer_inputs: by layer, its inputs at `leader_tokens`, in pieces (tokens, width).
+        leader_cache: the leader's keys and values below the highest first pruned layer of a follower.
     """
 
     leader: Sequence
     followers: deque[Sequence]
+    unanswered: int
     leader_tokens: list[int] = field(default_factory=list)
-    kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    shared: list[SlotCopy] = field(default_factory=list)
-    left: int = 0
-
-    @classmethod
-    def of(cls, sequences: list[Sequence]) -> PromptGroup:
-        """Group sequences; the first of those with the highest first layer leads."""
-        leader, *others = sorted(sequences, key=lambda sequence: -sequence.first_layer)
-        leader.kept_layers = frozenset(follower.first_layer for follower in others)
-        group = cls(leader, deque(others), left=len(sequences))
-        for sequence in sequences:
-            sequence.group = group
-        return group
+    layer_inputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    leader_cache: list[SlotCopy] = field(default_factory=list)
 
 
 def prompt_groups(
     requests: Items[Request], model_map: ModelMap, share: bool
 ) -> tuple[list[PromptGroup], list[HeadMask | None]]:
-    """Group requests by prompt (each by itself unless `share`), and list their masks in the order of their numbers."""
+    """Group requests by prompt (each alone unless `share`), and number their masks for `Sequence.mask`."""
     order = {layer.name: number for number, layer in enumerate(model_map.attention)}
-    numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}
-    groups: dict[tuple[int, ...] | int, list[Sequence]] = {}
+    numbers: dict[HeadMask | None, tuple[int, int]] = {None: (0, len(order))}  # number and first pruned layer
+    by_prompt: dict[tuple[int, ...] | int, list[Sequence]] = {}
     for i, request in enumerate(requests):
         if request.mask and request.mask not in numbers:
             pruned = [order[layer.name] for layer, _ in request.mask.by_layer(model_map)]
             numbers[request.mask] = (len(numbers), min(pruned, default=len(order)))
-        groups.setdefault(request.prompt if share else i, []).append(Sequence(request, *numbers[request.mask]))
-    return [PromptGroup.of(sequences) for sequences in groups.values()], list(numbers)
+        by_prompt.setdefault(request.prompt if share else i, []).append(Sequence(request, *numbers[request.mask]))
+    groups = []
+    for sequences in by_prompt.values():
+        leader, *followers = sorted(sequences, key=lambda sequence: -sequence.first_layer)
+        leader.kept_layers = frozenset(follower.first_layer for follower in followers)
+        groups.append(PromptGroup(leader, deque(followers), unanswered=len(sequences)))
+        for sequence in sequences:
+            sequence.group = groups[-1]
+    return groups, list(numbers)

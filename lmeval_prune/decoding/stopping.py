@@ -1,4 +1,4 @@
-"""The end of an answer: end tokens, stop texts, length."""
+"""When an answer ends: end tokens, stop texts, length."""
 
 from __future__ import annotations
 
@@ -11,39 +11,35 @@ from lmeval_prune.errors import InputError
 
 
 class Stopping:
-    """Judge of whether an answer has ended.
+    """Decide whether an answer has ended.
 
     Args:
-        tokenizer: decodes tokens for stop texts; without one, parameters with `stop` are refused.
-        ends: end tokens of parameters that name none.
+        tokenizer: decodes tokens to search for stop texts; without it, parameters with `stop` are refused.
+        ends: end tokens of parameters with `eos=None`.
     """
 
     def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self._ends = ends
-        self._stop_tokens = lru_cache(maxsize=None)(self._most_tokens)
+        self._stop_tokens = lru_cache(maxsize=None)(self._window)
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse stop texts that cannot be looked for.
-
-        Raises:
-            InputError: there is no tokenizer, or a stop text is empty.
-        """
+        """Refuse empty stop texts, and stop texts without a tokenizer."""
         if params.stop and self.tokenizer is None:
             raise InputError("stop texts need a tokenizer: Engine(model, tokenizer)")
         if "" in params.stop:
             raise InputError("an empty stop text would end every answer at once; leave it out")
 
     def ends(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the end tokens under some parameters."""
+        """Return the end tokens for these parameters."""
         return self._ends if params.eos is None else params.eos
 
     def ended(self, tokens: Sequence[int], params: SamplingParams) -> bool:
-        """Return whether `tokens`, an answer that had not ended without its last token, ends with it."""
+        """Return whether an answer ends with its last token, by an end token, a stop text or its length."""
         return len(tokens) >= params.max_new_tokens or self.stopped(tokens, params)
 
     def stopped(self, tokens: Sequence[int], params: SamplingParams) -> bool:
-        """Return whether `tokens` end with an end token or a stop text, and not for lack of room."""
+        """Return whether an answer ends with an end token or a stop text."""
         return tokens[-1] in self.ends(params) or self.has_stop_text(tokens, params.stop)
 
     def has_stop_text(self, tokens: Sequence[int], stop: tuple[str, ...]) -> bool:
@@ -53,6 +49,6 @@ class Stopping:
         text = self.tokenizer.decode(tokens[-self._stop_tokens(stop) :])
         return any(each in text for each in stop)
 
-    def _most_tokens(self, stop: tuple[str, ...]) -> int:
-        """Count the last tokens that lm-eval looks into: some more than a stop text takes."""
+    def _window(self, stop: tuple[str, ...]) -> int:
+        """Return the number of last tokens to search, as in lm-eval: a few more than a stop text has."""
         return 2 + max(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in stop)

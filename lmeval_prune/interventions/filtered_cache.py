@@ -1,7 +1,7 @@
-"""The cache of a filtered layer: keys and values of the tokens that later ones see, and the filter's memory.
+"""Cache layer of a filtered attention layer: keys and values of the stored tokens, and the filter's memory.
 
-Rows are stored without gaps, each with a length of its own, and with the positions of their tokens in the text. Rotary
-positions stay those of the text, since keys are rotated before they are stored.
+Each row stores its tokens without gaps, with their positions in the text, so rows have different lengths. Keys are
+rotated before they are stored, so rotary positions are those of the text.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.kernels.token_filter import ops
 from lmeval_prune.kernels.token_filter.state import Memory, Rule
 
-BLOCK = 16  # capacities are a multiple of it
+BLOCK = 16  # capacities are multiples of it
 
 
-class FilteredLayer(CacheLayerMixin):
-    """A layer of a `DynamicCache` in which some tokens are not stored.
+class FilteredCacheLayer(CacheLayerMixin):
+    """A layer of a `DynamicCache` that does not store every token.
 
-    Its `update` returns the new tokens alone; the filter stores them when attention is called.
+    `update` returns the new tokens only; the filter stores tokens when attention is called.
 
     Attributes:
-        replaced: the cache layer in whose place this one is: masks are as long as it would make them.
-        owner: the filter that fills it.
-        is_awaited: whether the filter is about to store what `update` receives.
+        replaced: the replaced cache layer, which determines the length of masks.
+        owner: the filter that fills the cache.
+        is_awaited: whether the filter will store the tokens of the next `update`.
         memory: anchors and thresholds of the rows; None before the first token.
         keys, values: (rows, key-value heads, capacity, width).
-        positions: of stored tokens in the text, padding counted, (rows, capacity).
+        positions: text positions of stored tokens, including padding, (rows, capacity).
         lengths: number of stored tokens of each row, (rows,).
-        tokens: length of the text so far, padding counted.
+        tokens: length of the text so far, including padding.
     """
 
     keys: torch.Tensor
@@ -43,7 +43,7 @@ class FilteredLayer(CacheLayerMixin):
         self.replaced, self.owner, self.is_sliding = replaced, owner, replaced.is_sliding
         self.is_awaited = False
         self.memory: Memory | None = None
-        self.tokens = self.longest = 0  # no row has more than `longest` stored tokens
+        self.tokens = self.longest = 0  # `longest`: upper bound of `lengths`, known without waiting for the device
 
     def store(
         self,
@@ -55,17 +55,10 @@ class FilteredLayer(CacheLayerMixin):
         totals: torch.Tensor,
         keep_skipped: bool,
     ) -> torch.Tensor:
-        """Decide about new tokens, and store those that later tokens see.
+        """Decide about new tokens, and store those that later tokens attend to.
 
-        Args:
-            key, value: (rows, key-value heads, tokens, width).
-            valid: (rows, tokens), false for padding.
-            rule, memory: of the layer and its rows.
-            totals: tokens and skipped ones so far, (2,); written.
-            keep_skipped: whether later tokens see skipped ones.
-
-        Returns:
-            (rows, tokens), true where a token is skipped or padding.
+        `key` and `value` are (rows, key-value heads, tokens, width), `valid` is (rows, tokens), false for padding.
+        Updates `memory` and `totals`, (2,). Returns (rows, tokens), true for skipped tokens and padding.
         """
         if valid.shape[1] == 1:
             self._reserve(1)
@@ -88,9 +81,9 @@ class FilteredLayer(CacheLayerMixin):
         return absent
 
     def begin(self, key: torch.Tensor, value: torch.Tensor) -> Memory:
-        """Make room for keys and values of this shape before the first tokens; return the memory of the rows.
+        """Return the rows' memory; before the first tokens, create it and the storage.
 
-        It is called at attention, not at `update`, which some families give latents.
+        Called at attention, not at `update`, which gets latents in some families.
         """
         if self.memory is None:
             rows, heads = key.shape[:2]
@@ -111,54 +104,52 @@ class FilteredLayer(CacheLayerMixin):
         self.positions[rows, offsets] = tokens + self.tokens
 
     def _reserve(self, tokens: int) -> None:
-        """Make room for so many more tokens a row; wait for the device only where it seems to be lacking."""
+        """Make room for this many tokens per row; wait for the device only if the room may be exhausted."""
         capacity = self.positions.shape[1]
         if self.longest and self.longest + tokens > capacity:
             self.longest = int(self.lengths.max())
         self.longest += tokens
-        if self.longest > capacity:  # a prompt's exact need, then a little more at a time
-            more = -(-max(self.longest, capacity + capacity // 16) // BLOCK) * BLOCK - capacity
-            self.keys, self.values = pad(self.keys, (0, 0, 0, more)), pad(self.values, (0, 0, 0, more))
-            self.positions = pad(self.positions, (0, more))
+        if self.longest > capacity:  # exact for a prompt, later by a sixteenth
+            extra = -(-max(self.longest, capacity + capacity // 16) // BLOCK) * BLOCK - capacity
+            self.keys, self.values = pad(self.keys, (0, 0, 0, extra)), pad(self.values, (0, 0, 0, extra))
+            self.positions = pad(self.positions, (0, extra))
+
+    # ------------------------------------------------------------------ transformers' interface
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take note of the type and device; see the base class and `begin`."""
+        """Record dtype and device."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new tokens as they are.
-
-        Raises:
-            InputError: the filter that began this cache is not applied any more.
-        """
+        """Return the new tokens unchanged; refuse them if the filter is not applied any more."""
         if not self.is_awaited:
             raise InputError("this cache was filled under a token filter that is not applied now; begin a new one")
         self.lazy_initialization(key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the length of the text so far, skipped tokens and padding counted."""
+        """Return the length of the text so far, including skipped tokens and padding."""
         return self.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return those of the layer that it replaces."""
+        """Return the mask sizes of the replaced layer."""
         if not isinstance(self.replaced, DynamicSlidingWindowLayer):
             return self.tokens + query_length, 0
         self.replaced.cumulative_length = self.tokens
         return self.replaced.get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
-        """Return that of the layer that it replaces."""
+        """Return the maximum length of the replaced layer."""
         return int(self.replaced.get_max_length())
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         self.memory, self.tokens, self.longest, self.is_initialized = None, 0, 0, False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the rows of the beams that go on."""
+        """Select the rows of the beams that continue."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -167,17 +158,13 @@ class FilteredLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows, some of them several times."""
+        """Select rows, possibly several times."""
         if self.memory:
             rows = indices.to(self.keys.device)
             self.keys, self.values, self.positions = self.keys[rows], self.values[rows], self.positions[rows]
             self.lengths, self.memory = self.lengths[rows], self.memory.rows(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to take tokens back: a threshold has seen them.
-
-        Raises:
-            InputError: always, but for 0 tokens.
-        """
+        """Refuse to remove tokens: thresholds cannot be rolled back."""
         if tokens_to_remove:
             raise InputError("a token filter cannot take tokens back; leave out assisted decoding and prompt lookup")

@@ -1,8 +1,10 @@
-"""Token Filtering: a token whose keys and values resemble those before it skips the attention of a layer.
+"""Token Filtering: a token whose key and value resemble those of earlier tokens skips the attention of a layer.
 
-A layer keeps exponential moving averages of the keys (after rotary embedding) and values of the tokens so far, its
-*anchors*. A token whose similarity `S` to them is above a threshold `T` skips: attention adds nothing to it, and later
-tokens do not see it. `T` follows the share of tokens skipped so far. Formulas: `kernels/token_filter/naive.py`.
+A layer keeps *anchors*: exponential moving averages of the keys (after rotary embedding) and values of the tokens so
+far. A token skips if its similarity `S` to the anchors is above a threshold `T`: it gets zeros from attention, and
+later tokens do not attend to it. `T` is adjusted by the share of tokens skipped so far.
+
+`kernels/token_filter/naive.py` has the formulas, `filtered_attention.py` the attention, `filtered_cache.py` the cache.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenFilter(Intervention):
-    """Filter that skips the attention of redundant tokens in some layers.
+    """Skip the attention of redundant tokens in some layers.
 
     Attributes:
-        ratio: share of tokens × layers of the whole model to be skipped: `P_global` in the paper's eq. 3.
-        tail: share of the layers that filter: `Y` in eq. 3. Each of them skips `ratio / tail` of its tokens.
-        focus: `tail`, the last layers; `head`, the first ones; `uniform`, all (then `tail` means nothing).
-        similarity: of keys, of values, or of both fused (`kv`).
-        fusion: `inverse_variance` gives the steadier of both more weight, as the paper's text says; `as_printed` is
-            its eq. 1.
-        state: `request`, thresholds begin afresh with each sequence; `run`, a layer has one for all that it ever sees,
-            so that answers depend on their order.
+        ratio: share of tokens × layers of the whole model to skip: `P_global` in the paper's eq. 3.
+        tail: share of the layers that filter: `Y` in eq. 3. Each skips `ratio / tail` of its tokens.
+        focus: layers that filter: the last (`tail`), the first (`head`), or all (`uniform`; `tail` has no effect).
+        similarity: of keys (`key`), of values (`value`), or of keys and values fused (`kv`).
+        fusion: `inverse_variance`: the similarity with the smaller variance over heads weighs more, as in the paper's
+            text; `as_printed`: its eq. 1.
+        state: `request`: each sequence has its own threshold; `run`: all sequences of a layer share one, so that
+            answers depend on their order.
         step_size: of the threshold's feedback, eq. 4.
-        smoothing: of the anchors.
-        warmup: number of first tokens that never skip; their similarities give the first threshold.
-        keep_skipped_kv: later tokens see a skipped token; the cache is then as large as without a filter.
-        attention: the handler of an applied filter.
+        smoothing: weight of the old anchor in the moving average.
+        warmup: number of first tokens that never skip; their similarities set the first threshold.
+        keep_skipped_kv: later tokens attend to skipped tokens; the cache is then as large as without a filter.
+        attention: the attention handler of an applied filter.
     """
 
     by_sequence = True
@@ -63,7 +65,7 @@ class TokenFilter(Intervention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "tokenwise", self.ratio == 0)  # then nothing looks at the tokens before
+        object.__setattr__(self, "tokenwise", self.ratio == 0)  # then no decision depends on earlier tokens
 
     def layers(self, model_map: ModelMap) -> tuple[AttentionLayer, ...]:
         """Return the layers that filter."""
@@ -72,11 +74,11 @@ class TokenFilter(Intervention):
         return {"uniform": layers, "tail": layers[-count:], "head": layers[:count]}[self.focus]
 
     def share(self, model_map: ModelMap) -> float:
-        """Return the share of its tokens that each of these layers shall skip, eq. 3."""
+        """Return the target share of skipped tokens in each layer that filters, eq. 3."""
         return min(1.0, self.ratio * len(model_map.attention) / len(self.layers(model_map)))
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Refuse models without causal attention that can be handled; see the base class."""
+        """Refuse models without causal attention that can be intercepted, and ratios that do not fit `tail`."""
         if not model_map.is_causal:
             raise InputError(f"token_filter is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
@@ -87,20 +89,20 @@ class TokenFilter(Intervention):
                 f"give ratio up to {math.floor(100 * count / total) / 100}, or a larger tail"
             )
         resolved = copy.copy(self)
-        object.__setattr__(resolved, "attention", None)  # the handler is that of an application
+        object.__setattr__(resolved, "attention", None)  # each application has its own handler
         return resolved
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Put the filter in front of the attention of these layers; see the base class."""
+        """Intercept the attention of the layers that filter."""
         if self.ratio == 0:
             return
         if self.needs_order:
-            logger.warning("token_filter.state=run: answers depend on the order in which they are asked for")
+            logger.warning("token_filter.state=run: answers depend on the order of requests")
         layers = self.layers(model_map)
         without_variance = [layer.label for layer in layers if layer.kv_heads == 1]
         if without_variance and self.similarity == "kv":
             logger.warning(
-                "token_filter.fusion=%s: keys and values weigh the same in %s: one key-value head has no variance",
+                "token_filter.fusion=%s: keys and values have equal weights in %s: one key-value head has no variance",
                 self.fusion,
                 first_few(without_variance),
             )
@@ -110,7 +112,7 @@ class TokenFilter(Intervention):
         object.__setattr__(self, "attention", attention)
 
     def slot_bytes(self, model_map: ModelMap, length: int) -> int:
-        """Return the bytes of anchors, a state, and positions of tokens that stay; see the base class."""
+        """Return the bytes of a sequence's anchors, state, and positions of stored tokens."""
         if self.ratio == 0:
             return 0
         layers = self.layers(model_map)
@@ -119,20 +121,20 @@ class TokenFilter(Intervention):
         return 8 * anchors + len(layers) * (8 * COLUMNS + 1 + positions)
 
     def preserve_state(self) -> AbstractContextManager[None]:
-        """Count nothing inside the block; see the base class."""
+        """Restore counters and shared thresholds after the block."""
         return self.attention.preserve_state() if self.attention else nullcontext()
 
     @contextmanager
     def self_check(self) -> Iterator[None]:
-        """Skip chosen tokens and no others: similarity and threshold may be close; see the base class."""
+        """Skip fixed tokens inside the block: rounding could change decisions near the threshold."""
         with self.preserve_state(), self.attention.skipping() if self.attention else nullcontext():
             yield
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Tokens and skipped ones so far, by layer."""
+        """Numbers of tokens and skipped tokens so far, by layer."""
         totals = self.attention.totals if self.attention else {}
-        return {label: dict(zip(("tokens", "skipped"), both.tolist(), strict=True)) for label, both in totals.items()}
+        return {label: dict(zip(("tokens", "skipped"), total.tolist(), strict=True)) for label, total in totals.items()}
 
     @property
     def skipped(self) -> dict[str, Any]:
@@ -141,18 +143,18 @@ class TokenFilter(Intervention):
 
     @property
     def needs_order(self) -> bool:
-        """Return whether answers depend on those before them."""
+        """Return whether answers depend on earlier answers."""
         return self.state == "run" and self.ratio > 0
 
     def merged_with(self, other: Intervention) -> None:
-        """Refuse a second filter: the two would decide about each other's tokens."""
+        """Refuse a second filter."""
         if isinstance(other, TokenFilter):
             raise InputError("two token filters cannot be applied at once; give one")
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return its fields, and what was skipped since it was applied; stored answers are not counted.
+        """Return the settings, and the skipped shares since the filter was applied.
 
-        A prompt that several requests of the engine share is counted for each, as if each had run it.
+        Stored answers do not count. A prompt that several requests of the engine share counts for each of them.
         """
         counts = self.counts
         tokens, skipped = (sum(count[name] for count in counts.values()) for name in ("tokens", "skipped"))

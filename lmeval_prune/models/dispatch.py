@@ -70,7 +70,7 @@ class Server:
     last_failure: str = ""
     failed_variants: set[ServedVariant] = field(default_factory=set)  # answered with status 500 since the last answer
     available: asyncio.Event = field(default_factory=asyncio.Event)
-    recovering: bool = False  # a worker waits for it and tries it
+    recovering: bool = False  # a worker runs `_Run._recover`
 
     def reset(self) -> None:
         """Prepare for a run in a new event loop."""
@@ -114,7 +114,7 @@ class Dispatcher:
         if not jobs:
             return []
         where = f"{len(self.servers)} servers" if len(self.servers) > 1 else self.servers[0].url
-        with tqdm(total=len(jobs), desc=f"Asking {where}", disable=not show_progress, smoothing=0.05) as progress:
+        with tqdm(total=len(jobs), desc=f"requests to {where}", disable=not show_progress, smoothing=0.05) as progress:
             run = _Run(self, jobs, on_result, progress)
             asyncio.run(run.run())
         return [run.results[index] for index in sorted(run.results)]
@@ -132,19 +132,19 @@ class _Run:
     ) -> None:
         self.dispatcher, self.jobs, self.on_result, self.progress = dispatcher, jobs, on_result, progress
         self.servers = dispatcher.servers
+        self.queue: asyncio.Queue[Job] = asyncio.Queue()
+        for job in jobs:
+            self.queue.put_nowait(job)
+        for server in self.servers:
+            server.reset()
+        self.finished = asyncio.Event()
         self.results: dict[int, Any] = {}
-        self.failed: list[tuple[Job, str]] = []  # jobs that failed for good, and why
+        self.failed_jobs: list[tuple[Job, str]] = []  # with the reason
         self.answered_variants: set[ServedVariant] = set()
         self.given_up_variants: dict[ServedVariant, str] = {}
 
     async def run(self) -> None:
         """Finish all jobs; raise the first error that ends the run."""
-        self.queue: asyncio.Queue[Job] = asyncio.Queue()
-        self.finished = asyncio.Event()
-        for job in self.jobs:
-            self.queue.put_nowait(job)
-        for server in self.servers:
-            server.reset()
         count = min(self.dispatcher.num_concurrent, len(self.jobs))
         async with self.dispatcher.connection.session() as self.session:
             workers = [self._work(server) for server in self.servers for _ in range(count)]
@@ -157,12 +157,12 @@ class _Run:
                 await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
             task.result()  # raises the error of a worker
-        if self.failed:
-            job, reason = self.failed[0]
-            others = "; all others were answered" if len(self.failed) < len(self.jobs) else ""
+        if self.failed_jobs:
+            job, reason = self.failed_jobs[0]
+            others = "; all others were answered" if len(self.failed_jobs) < len(self.jobs) else ""
             raise InputError(
-                f"{len(self.failed)} of {len(self.jobs)} requests failed, the first is {job.name} under {job.variant}: "
-                f"{reason}{others}"
+                f"{len(self.failed_jobs)} of {len(self.jobs)} requests failed, the first is {job.name} under "
+                f"{job.variant}: {reason}{others}"
             )
 
     async def _work(self, server: Server) -> None:
@@ -236,12 +236,12 @@ class _Run:
             asyncio.get_running_loop().call_later(pause, self.queue.put_nowait, job)
 
     def _fail(self, job: Job, reason: str) -> None:
-        self.failed.append((job, reason))
+        self.failed_jobs.append((job, reason))
         self._update_progress()
 
     def _update_progress(self) -> None:
         self.progress.update()
-        if len(self.results) + len(self.failed) == len(self.jobs):
+        if len(self.results) + len(self.failed_jobs) == len(self.jobs):
             self.finished.set()
 
     # ------------------------------------------------------------------ servers that fail
@@ -260,7 +260,8 @@ class _Run:
             pause = max(self.dispatcher.pause(attempts), min(failure.retry_after or 0.0, MAX_WAIT))
             self._log_wait(server, pause)
             with suppress(TimeoutError):
-                await asyncio.wait_for(server.available.wait(), pause)
+                async with asyncio.timeout(pause):  # `wait_for` can swallow the cancellation at the end of a run
+                    await server.available.wait()
                 continue  # a request that was sent before has been answered
             try:
                 await self._check_listing(server)
